@@ -225,7 +225,7 @@ def _fit(
     import warnings
 
     from acutance.calibration.fit.calibrate import calibrate
-    from acutance.calibration.fit.request import check_asked, check_positions
+    from acutance.calibration.fit.request import check_positions, check_request
     from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
     from acutance.corpus import texts as corpus
     from acutance.report.screen import note
@@ -247,7 +247,7 @@ def _fit(
         "windowed": options.windowed,
     }
     if not by_loss:
-        check_asked(**arguments)
+        check_request(**arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_positions(loaded.model, lengths)

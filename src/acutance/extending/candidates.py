@@ -54,7 +54,10 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Remedy
 
 
 def _windows(train_length: int, to: int, moved: bool) -> list[str]:
-    """Windows that leave rows up to the trained length as they are; those that drop come first."""
+    """Windows to try, as texts of laws, that leave rows up to the trained length unchanged.
+
+    Windows that only drop keys come first; those that move keys are included if ``moved``.
+    """
     half, quarter = max(1, train_length // 2), max(1, train_length // 4)
     found = [f"size={train_length}", f"size={half}"]
     if moved:
@@ -70,6 +73,13 @@ def _windows(train_length: int, to: int, moved: bool) -> list[str]:
 
 
 def _rope(trained: dict[str, int], ratio: float, base: float | None) -> list[Remedy]:
+    """RoPE settings to try.
+
+    Args:
+        trained: ``original_max_position_embeddings`` with the trained length.
+        ratio: tokens to read over the trained length.
+        base: the model's ``rope_theta``; None if layers have different settings.
+    """
     factor = int(ratio) if ratio.is_integer() else round(ratio, 4)
     found: list[Remedy] = [
         RopeRemedy("yarn", {"factor": factor, **trained}),

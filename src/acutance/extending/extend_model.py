@@ -147,10 +147,14 @@ def extend(
 
 
 def trained_length(model: torch.nn.Module, given: int | None) -> int:
-    """Tokens of the windows that a model was trained on: as given, or of its configuration.
+    """Number of tokens of the windows a model was trained on: as given, or from its configuration.
+
+    Args:
+        model: the model.
+        given: the user's number; None reads the configuration.
 
     Raises:
-        ValueError: if neither says.
+        ValueError: if neither states it.
     """
     if given is not None:
         return check_count("train_length", given, 2)
@@ -161,7 +165,12 @@ def trained_length(model: torch.nn.Module, given: int | None) -> int:
 
 
 def _checked(model: Any, to: int, windows: Any, given: int | None) -> int:
-    """The trained length, once everything fits."""
+    """Check the arguments of :func:`extend` and return the trained length.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_count("to", to, 2)
@@ -187,7 +196,7 @@ def _checked(model: Any, to: int, windows: Any, given: int | None) -> int:
 
 
 def _ranges(train_length: int, to: int) -> list[tuple[int, int]]:
-    """Parts of n of equal size, of which one ends at the trained length."""
+    """First and last n of ranges of equal size up to ``to``, one ending at the trained length."""
     size = max(1, train_length // _PARTS, (to + 127) // 128)
     edges = [0, *range(train_length, 0, -size)[::-1], *range(train_length + size, to, size), to]
     edges = sorted(set(edges))

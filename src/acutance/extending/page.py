@@ -101,12 +101,14 @@ _STYLE = (
 
 
 def _colours(theme: Theme, count: int) -> str:
+    """CSS variables for the page's colours and those of ``count`` curves."""
     own = [f"--curve{k}:{one.colour}" for k, one in enumerate(curves(count, theme))]
     fixed = {"page": theme.page, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
     return ";".join([*(f"--{name}:{value}" for name, value in fixed.items()), *own])
 
 
 def _legend(names: Sequence[str]) -> str:
+    """HTML of the legend of the curves."""
     keys = [
         f'<span class="key"><svg style="width:36px;height:10px" viewBox="0 0 36 10">'
         f'<path d="M0 5H36" style="stroke:var(--curve{k})" stroke-width="2.5" '
@@ -117,6 +119,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _table(found: Extension) -> str:
+    """HTML table of the changes that the search tried."""
     head, *rows = tried_rows(found)
     lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>"]
     for one, row in zip(found.tried, rows, strict=True):
@@ -126,7 +129,15 @@ def _table(found: Extension) -> str:
 
 
 def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool) -> str:
-    """A line chart, with a vertical line at ``mark``."""
+    """SVG line chart with error bars.
+
+    Args:
+        lines: the curves.
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        mark: horizontal position of a vertical line.
+        log_x: whether the horizontal axis is logarithmic.
+    """
     across = math.log if log_x else float
     xs = [across(place) for line in lines for place in line.x] + [across(mark)]
     ys = [value for line in lines for value in line.y]
@@ -177,13 +188,13 @@ def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool
 
 
 def _step(span: float) -> float:
-    """A round distance of four to eight grid lines."""
+    """Distance between grid lines: a round number that divides ``span`` into at most five parts."""
     rough = max(span, 1e-9) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough)
 
 
 def _ticks(low: float, high: float) -> list[int]:
-    """Powers of two that fit: of the last four octaves of a scale, and its end."""
+    """The largest four powers of 2 between ``low`` and ``high``, ascending."""
     top = math.floor(math.log2(high) + 0.01)
     return [1 << power for power in range(max(top - 3, 0), top + 1) if 1 << power >= low]

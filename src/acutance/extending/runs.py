@@ -24,18 +24,20 @@ _DIFFERENT = {"model": "another model", "text": "another text, or other windows 
 
 
 class Runs:
-    """Sums of losses by position, of windows under remedies.
+    """Sums of the loss by window, change of the model and range of n, saved in a file.
+
+    n is the number of tokens that a prediction could read.
 
     Args:
         model: the model.
         windows: tokens, (windows, L) int64.
-        loss: what is measured.
-        ranges: first and last n of each part, both included.
-        settings: everything that decides the numbers besides a remedy.
-        save: the file; None keeps nothing.
+        loss: the loss.
+        ranges: first and last n of each range, both included.
+        settings: everything that decides the numbers apart from the change.
+        save: the file; None saves nothing.
 
     Attributes:
-        seconds: time of all runs, those of the file included.
+        seconds: time of all runs, including those read from the file.
     """
 
     def __init__(
@@ -59,16 +61,23 @@ class Runs:
         return sum(self._took.values())
 
     def longest(self, words: str | None = None) -> float:
-        """Seconds of the longest run, of one remedy or of any; 0 before the first."""
+        """Seconds of the longest run.
+
+        Args:
+            words: ``words`` of a remedy, whose runs are considered; None considers all runs.
+
+        Returns:
+            The seconds; 0 before the first run.
+        """
         found = [took for (one, _), took in self._took.items() if words in (None, one)]
         return max(found, default=0.0)
 
     def done(self, remedy: Remedy | None, window: int) -> bool:
-        """Whether a window was measured."""
+        """Whether the loss of a window under a remedy (None: the unchanged model) is known."""
         return (_words(remedy), window) in self._sums
 
     def measure(self, remedy: Remedy | None, window: int) -> None:
-        """Run the model on a window, unless that was done.
+        """Run the model on a window under a remedy (None: unchanged), unless that was done before.
 
         Raises:
             LossError: if a loss is not a number.
@@ -98,7 +107,7 @@ class Runs:
         self.write()
 
     def table(self, remedies: Sequence[Remedy | None], windows: Sequence[int]) -> Tensor:
-        """Sums of losses, (remedies, windows, parts) float64."""
+        """Sums of the losses of measured windows, (remedies, windows, ranges) float64."""
         rows = [
             torch.stack([self._sums[_words(remedy), window] for window in windows])
             for remedy in remedies
@@ -106,7 +115,7 @@ class Runs:
         return torch.stack(rows)
 
     def counts(self, windows: Sequence[int]) -> Tensor:
-        """Predictions, (windows, parts) float64."""
+        """Number of predictions, (windows, ranges) float64."""
         return torch.stack([self._counts[window] for window in windows])
 
     # -- the file ---------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ class Runs:
         write_bytes(self._save, save(tensors, metadata=sealed(header, tensors)))
 
     def resume(self) -> None:
-        """Take over what the file holds; nothing where there is no file yet.
+        """Replace these sums by those of the file; no effect if the file does not exist.
 
         Raises:
             OSError: if the file cannot be read.
@@ -165,8 +174,10 @@ class Runs:
 
 
 def _words(remedy: Remedy | None) -> str:
+    """What identifies a remedy in the file; None stands for the unchanged model."""
     return "" if remedy is None else remedy.words
 
 
 def _name(remedy: Remedy | None) -> str:
+    """Name of a remedy for messages; None stands for the unchanged model."""
     return "no change" if remedy is None else remedy.name

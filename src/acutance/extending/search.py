@@ -26,21 +26,22 @@ _KEEP = 3
 
 
 class Search:
-    """A search and its final windows.
+    """A search by successive halving, and the measurement of its winners on other windows.
 
     Args:
-        runs: measures.
-        remedies: what to try.
-        train_length: n up to which a change should cost nothing.
-        search: windows of the search, at least 1.
-        final: windows of the final numbers, behind those of the search.
-        max_cost: rise of the loss up to ``train_length`` that is allowed, nats a token.
+        runs: measures losses.
+        remedies: the changes of the model to try.
+        train_length: n up to which a change should not raise the loss.
+        search: number of windows of the search, at least 1.
+        final: number of windows for the final numbers, which follow those of the search.
+        max_cost: largest accepted rise of the mean loss up to ``train_length``, nats a token.
         budget: seconds of all runs after which the search stops; None is no limit.
-        tokens: of a window.
-        advance: called after each run.
+        tokens: tokens of a window.
+        advance: progress callback, called after each run.
 
     Attributes:
-        chosen: the best change, after :meth:`run`.
+        chosen: the best accepted change after :meth:`run`; None if none is better than the model
+            as it is.
         complete: whether the search ended before its budget.
     """
 
@@ -69,7 +70,7 @@ class Search:
     # -- the search -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Try everything, in rounds."""
+        """Try all changes on one window, then repeatedly the best third on twice the windows."""
         left, used = list(self._remedies), 1
         while True:
             for remedy in (None, *left):
@@ -89,12 +90,14 @@ class Search:
             self.chosen = best if within <= self._max_cost and beyond < 0 else None
 
     def _has_time(self, remedy: Remedy | None, window: int) -> bool:
+        """Whether the budget allows a run under this remedy on a window."""
         if self._budget is None or self._runs.done(remedy, window):
             return True
         reserved = (3 * len(self._finals) + 1) * self._runs.longest()
         return self._runs.seconds + reserved <= self._budget
 
     def _measure(self, remedy: Remedy | None, window: int) -> None:
+        """Run the model on a window under a remedy, and report progress."""
         before = self._runs.done(remedy, window)
         self._runs.measure(remedy, window)
         if remedy is not None and window < self._search:
@@ -103,15 +106,21 @@ class Search:
             self._advance(self._tokens, 1, not before)
 
     def _windows(self, remedy: Remedy) -> int:
-        """Windows of the search that a change was tried on; the file may have more."""
+        """Number of windows of the search that a remedy was measured on."""
         return self._reached.get(remedy.words, 0)
 
     def _rank(self, remedy: Remedy) -> tuple[bool, float]:
+        """Sort key of a remedy: accepted ones first, then by the loss beyond the trained length."""
         within, beyond, _ = self._seen(remedy)
         return within > self._max_cost, beyond
 
     def _seen(self, remedy: Remedy) -> tuple[float, float, float | None]:
-        """Differences up to the trained length and beyond, and the error of the latter."""
+        """Differences of the mean loss from the unchanged model, in nats a token.
+
+        Returns:
+            The difference up to the trained length, that beyond it, and the standard error of the
+            latter (None for a single window).
+        """
         windows = range(self._windows(remedy))
         beyond = self._part(None, remedy, windows, ~self._within)
         within = self._part(None, remedy, windows, self._within)
@@ -139,7 +148,11 @@ class Search:
     # -- the final windows ------------------------------------------------------------------------
 
     def measure_finals(self) -> list[Remedy | None]:
-        """Measure the model as it is, the chosen change and the best RoPE setting; return them."""
+        """Run the final windows under the changes that are reported.
+
+        Returns:
+            None for the unchanged model, then the chosen change and the best RoPE setting, if any.
+        """
         rope = [one for one in self._remedies if isinstance(one, RopeRemedy) and self._windows(one)]
         best = min(rope, key=lambda one: self._seen(one)[1], default=None)
         shown: list[Remedy | None] = [None]
@@ -154,7 +167,12 @@ class Search:
     def final(
         self, remedy: Remedy | None, entropy: Sequence[tuple[float, float, float]] = ()
     ) -> Final:
-        """A change on the final windows."""
+        """The record of one change on the final windows.
+
+        Args:
+            remedy: the change; None is the unchanged model.
+            entropy: as in :attr:`Final.entropy`.
+        """
         table = self._runs.table([remedy], self._finals)[0]  # (windows, parts)
         counts = self._runs.counts(self._finals)
         mean = table.sum(0) / counts.sum(0)
@@ -169,7 +187,14 @@ class Search:
         )
 
     def gain(self, shown: Sequence[Remedy | None]) -> Part | None:
-        """The chosen change against the best RoPE setting, beyond the trained length."""
+        """Difference of the loss beyond the trained length, chosen change minus best RoPE setting.
+
+        Args:
+            shown: what :meth:`measure_finals` returned.
+
+        Returns:
+            The difference on the final windows; None if the chosen change is a RoPE setting itself.
+        """
         rope = [one for one in shown if isinstance(one, RopeRemedy)]
         if self.chosen is None or isinstance(self.chosen, RopeRemedy) or not rope:
             return None
@@ -178,7 +203,14 @@ class Search:
     def _part(
         self, before: Remedy | None, after: Remedy | None, windows: Sequence[int], which: Tensor
     ) -> Part:
-        """The paired difference of two changes over some parts of the positions."""
+        """The mean loss under ``after`` minus that under ``before``, on the same windows.
+
+        Args:
+            before: a change; None is the unchanged model.
+            after: likewise.
+            windows: indices of the windows.
+            which: boolean over the ranges of n, True for those to include.
+        """
         sums = self._runs.table([before, after], windows)[..., which].sum(2, keepdim=True)
         counts = self._runs.counts(windows)[:, which].sum(1, keepdim=True)
         there = [pair for pair, one in zip(self._runs.ranges, which.tolist(), strict=True) if one]
@@ -203,4 +235,5 @@ def planned_runs(candidates: int, search: int, final: int) -> int:
 
 
 def _kept(count: int) -> int:
+    """Number of ``count`` changes that go on to the next round."""
     return max(1, math.ceil(count / _KEEP))

@@ -60,12 +60,13 @@ _LEVEL = 0.95
 
 @dataclass(frozen=True)
 class _Unit:
-    """The runs of the model on one window, or one batch, at every length that is read."""
+    """All batches of one window: the window itself, or one cut of it for each length."""
 
     turns: tuple[Turn, ...]
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of all batches."""
         return sum(turn.length * turn.groups.numel() for turn in self.turns)
 
 
@@ -183,7 +184,7 @@ def loss_slopes(
 
 @dataclass
 class _Start:
-    """A checked request: the windows, what reads them, and what is in the file."""
+    """A checked request: the windows, what computes gradients on them, and stored results."""
 
     model: torch.nn.Module
     loss: Loss
@@ -195,7 +196,7 @@ class _Start:
     readings: Readings
 
     def running(self, run: Callable[[], Any]) -> Any:
-        """The result of a run with the model prepared for it; an interrupt saves what is done."""
+        """Return ``run()`` with the model prepared; readings are saved even after an interrupt."""
         with self.gradients:
             try:
                 return run()
@@ -205,7 +206,15 @@ class _Start:
     def read(
         self, unit: _Unit, values: Tensor, advance: Advance | None, number: int, most: int
     ) -> Reading:
-        """Read all turns of a unit at these log-factors."""
+        """Loss and gradient of one unit at given factors, from the file or computed.
+
+        Args:
+            unit: the window.
+            values: log-factors, (parameters,).
+            advance: progress callback; None calls nothing.
+            number: number of this pass, for the callback.
+            most: largest number of passes, for the callback.
+        """
 
         def make() -> Reading:
             parts = [self.gradients.read(self._batch(turn), values) for turn in unit.turns]
@@ -221,6 +230,7 @@ class _Start:
         return reading
 
     def _batch(self, turn: Turn) -> Mapping[str, Any]:
+        """A batch as keyword arguments of the model, on its device."""
         batch = turn.batch if isinstance(turn.batch, Mapping) else {"input_ids": turn.batch}
         device = self.gradients.device
         return {
@@ -242,6 +252,10 @@ def _start(
     overwrite: bool,
     more: Mapping[str, Any],
 ) -> _Start:
+    """Check the arguments of :func:`calibrate_by_loss` or :func:`loss_slopes`; resume a file.
+
+    ``more`` are further settings that a resumed run must share.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if resume and save is None:
@@ -280,7 +294,12 @@ def _start(
 
 
 def _units(found: Mapping[int, list[Any]], places: Sequence[int]) -> list[_Unit]:
-    """Windows in the order of the text, each with its turns at every length."""
+    """The windows in the order of the text, each with its batches at every length.
+
+    Args:
+        found: batches by length, under 0 if they are to be cut.
+        places: lengths, ascending.
+    """
     if 0 in found:
         cuts = [cut({0: [batch]}, places) for batch in found[0]]
         return [_Unit(tuple(turns)) for turns in cuts if turns]
@@ -297,7 +316,7 @@ def _units(found: Mapping[int, list[Any]], places: Sequence[int]) -> list[_Unit]
 
 
 class _Adam:
-    """Adam's moments."""
+    """The Adam optimiser: running means of the gradient and of its square."""
 
     def __init__(self, size: int) -> None:
         self._mean = torch.zeros(size, dtype=torch.float64)
@@ -315,7 +334,7 @@ class _Adam:
 
 
 class _Job:
-    """One fit. Every decision follows from the readings before it."""
+    """One fit by gradient steps; each step is decided by earlier readings."""
 
     def __init__(
         self,
@@ -333,7 +352,7 @@ class _Job:
         self._mean_loss, self._done = 0.0, 1
 
     def fit(self) -> Tensor:
-        """The log-factors, all 0 where none lowers the loss beyond noise."""
+        """The best log-factors, (parameters,); all 0 if none lowers the loss beyond noise."""
         zero = torch.zeros(self._start.gradients.size, dtype=torch.float64)
         first = self._read(self._fitting, zero, 1)
         before = self._read(self._stopping, zero, 1)
@@ -366,13 +385,16 @@ class _Job:
         return best if delta < -enough else zero
 
     def _parts(self) -> list[Sequence[_Unit]]:
+        """The windows that are fitted to, one part for each step of a pass."""
         steps = min(_STEPS, len(self._fitting))
         return [self._fitting[step::steps] for step in range(steps)]
 
     def _step(self, values: Tensor, adam: _Adam, gradient: Tensor, rate: float) -> Tensor:
+        """Log-factors after one step of Adam with this rate, within the limits."""
         return (values + rate * adam.step(gradient)).clamp(-self._limit, self._limit)
 
     def _read(self, units: Sequence[_Unit], values: Tensor, number: int) -> list[Reading]:
+        """Loss and gradient of each unit at these log-factors, in pass ``number``."""
         return [
             self._start.read(unit, values, self._advance, number, self._passes) for unit in units
         ]
@@ -415,18 +437,22 @@ class _Job:
 
 
 def _loss(readings: Sequence[Reading]) -> float:
+    """Mean loss over the predictions of several windows, in nats."""
     return sum(one.loss for one in readings) / sum(one.count for one in readings)
 
 
 def _mean(readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
-    """Derivatives of the mean loss and their standard errors from window to window."""
+    """Derivatives of the mean loss by each log-factor, and their standard errors over windows."""
     gradients = torch.stack([one.gradient for one in readings])
     counts = torch.tensor([float(one.count) for one in readings], dtype=torch.float64)
     return _ratio(gradients, counts)
 
 
 def _ratio(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The ratio of two totals over windows and its standard error; sums (windows, ...)."""
+    """Sum over windows of ``sums`` divided by that of ``counts``, and its standard error.
+
+    ``sums`` is (windows, ...) and ``counts`` (windows,).
+    """
     total, number = counts.sum(), len(counts)
     mean = sums.sum(0) / total
     away = (sums - mean * counts.view(-1, *[1] * (sums.dim() - 1))).square().sum(0)

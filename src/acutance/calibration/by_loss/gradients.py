@@ -50,7 +50,7 @@ class FactorTable(LearnedScaling):
         self.log_factor = torch.nn.Parameter(torch.zeros(num_heads, len(self.lengths)))
 
     def law(self, rows: Rows) -> Tensor:
-        """The factors at n."""
+        """The factor of each head and row, (..., Hq, L)."""
         knots = [math.log(n) for n in self.lengths]
         x = rows.log_n.clamp(knots[0], knots[-1])
         parts = []
@@ -66,7 +66,10 @@ class FactorTable(LearnedScaling):
         return (hats * factors.unsqueeze(-2)).sum(-1)
 
     def record(self) -> HeadTable:
-        """The current factors; a last length with the same ones keeps them constant beyond."""
+        """The current factors as a constant table.
+
+        A last length with the factor of the one before keeps it constant for longer rows.
+        """
         factors = self.log_factor.detach().exp()
         if len(self.lengths) == 1:
             return HeadTable(factors[:, 0])
@@ -77,11 +80,11 @@ class FactorTable(LearnedScaling):
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model whose heads can be scaled.
+    """The attention layers of a model whose heads can be scaled.
 
     Attributes:
-        heads: query heads, by module name, in the order in which they ran.
-        skipped: module name and why it is left alone.
+        heads: number of query heads by module name, in the order in which the layers ran.
+        skipped: why other layers cannot be scaled, by module name.
     """
 
     heads: Mapping[str, int]
@@ -91,11 +94,11 @@ class Layers:
 def attending_layers(
     model: torch.nn.Module, turn: Turn, device: torch.device | None, windowed: bool
 ) -> Layers:
-    """The layers that attend, by a run over the first tokens of a batch.
+    """Find the attention layers of a model by running it on the first tokens of a batch.
 
     Raises:
         ProbeError: if the model ran no attention that can be read.
-        ValueError: if there is none that can be scaled.
+        ValueError: if no layer can be scaled.
     """
     few = Turn(min(_FEW, turn.length), _first(turn, _FEW), torch.zeros(1, dtype=torch.int64))
     found = run_pass(
@@ -112,12 +115,12 @@ def attending_layers(
 
 @dataclass(frozen=True)
 class Reading:
-    """One batch, read with a backward pass.
+    """The loss of one or more batches and its derivative by each log-factor.
 
     Attributes:
         loss: sum over predictions, in nats.
-        count: predictions.
-        gradient: of the sum by every parameter, (parameters,) float64.
+        count: number of predictions.
+        gradient: derivative of ``loss`` by each log-factor, (parameters,) float64.
     """
 
     loss: float
@@ -126,16 +129,16 @@ class Reading:
 
 
 class LossGradients:
-    """A context in which a model's loss is read with its derivative by every head's factors.
+    """Context that computes a model's loss and its derivative by the factor of every head.
 
-    The parameters are one vector: layer by layer, head by head, the log-factors at the knots.
-    Activations are kept for one block at a time: the others run again in the backward pass.
+    The parameters are one vector of log-factors: layer by layer, head by head, at the knots.
+    Activations are stored for one block at a time; the others run again in the backward pass.
 
     Args:
-        model: with a loss.
-        loss: which.
-        layers: that are scaled.
-        knots: lengths at which there are factors.
+        model: a model with a loss.
+        loss: the loss.
+        layers: the layers to scale.
+        knots: numbers n of visible keys at which there are factors.
         windowed: also scale layers with a sliding window.
     """
 
@@ -161,7 +164,7 @@ class LossGradients:
         self._prepared = False
 
     def _prepare(self) -> None:
-        """Prepare the model for readings; a resumed fit may need none."""
+        """Prepare the model; done at the first reading, since a resumed fit may need none."""
         with ExitStack() as context:
             context.enter_context(evaluating(self._model))
             context.enter_context(_frozen(self._model))
@@ -172,7 +175,7 @@ class LossGradients:
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
+        """Number of parameters: heads of all layers times knots."""
         return sum(table.log_factor.numel() for table in self.tables.values())
 
     def read(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
@@ -192,13 +195,13 @@ class LossGradients:
         return Reading(float(scored.loss[known].sum()), int(known.sum()), total)
 
     def set(self, values: Tensor) -> None:
-        """Put log-factors, (parameters,), in force."""
+        """Apply these log-factors, (parameters,), from now on."""
         for table, part in zip(self.tables.values(), self.split(values), strict=True):
             with torch.no_grad():
                 table.log_factor.copy_(part)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """A vector of parameters by layer, (heads, knots) each."""
+        """A vector of parameters as one (heads, knots) tensor for each layer."""
         shapes = [table.log_factor.shape for table in self.tables.values()]
         parts = values.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -206,7 +209,7 @@ class LossGradients:
 
 @contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Compute no gradient of the model's parameters."""
+    """Context in which the model's parameters need no gradient."""
     needing = [part for part in model.parameters() if part.requires_grad]
     for part in needing:
         part.requires_grad_(False)
@@ -219,7 +222,7 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
-    """Keep no activations inside blocks, where all attention uses transformers' interface."""
+    """Context in which blocks are checkpointed, if all attention uses transformers' interface."""
     before = {}
     for block in _blocks(model):
         before[block] = vars(block).get("forward")
@@ -237,7 +240,7 @@ def _one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of lists of modules that have attention in them; none if they are not known."""
+    """The model's blocks: members of module lists that contain attention; empty if unknown."""
     attention = {id(one): one for one in attention_layers(model).values()}
     if not all(uses_interface(one) for one in attention.values()):
         return []
@@ -255,7 +258,7 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _first(turn: Turn, tokens: int) -> Any:
-    """The first tokens of a batch's first window, as the model is called with."""
+    """The first tokens of a batch's first window, in the form of the batch."""
     if isinstance(turn.batch, Tensor):
         return turn.batch[:1, :tokens]
     whole = turn.length

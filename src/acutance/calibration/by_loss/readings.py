@@ -43,7 +43,7 @@ class Readings:
         return len(self._made)
 
     def get(self, make: Callable[[], Reading]) -> Reading:
-        """The next reading: from the file if it has so many, else made now."""
+        """The next reading: from the file if it is stored, else from ``make()``."""
         if self._next == len(self._made):
             self._made.append(make())
             self._unsaved += 1
@@ -68,7 +68,7 @@ class Readings:
         self._unsaved = 0
 
     def resume(self) -> None:
-        """Take over what the file holds; nothing where there is no file yet.
+        """Replace these readings by those of the file; no effect if the file does not exist.
 
         Raises:
             OSError: if the file cannot be read.

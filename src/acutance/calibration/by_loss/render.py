@@ -19,7 +19,7 @@ MOST = 20
 
 
 def show(found: LossCalibration) -> RenderableType:
-    """Table and sentences, for a rich console."""
+    """A fit to the loss for a rich console: a table of the heads, then sentences."""
     title = Text(
         f"Loss ({found.loss}): its derivative by log λ of each head without a law, in nats a "
         f"token, and the factors λ of the law ({found.family}), at n visible keys",
@@ -30,6 +30,7 @@ def show(found: LossCalibration) -> RenderableType:
 
 
 def _table(found: LossCalibration) -> NumberTable:
+    """The slope of the loss and the factors of the heads at each length."""
     table = NumberTable(keys=3, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("layer", "head", "n ="):
         table.add_column(name, justify="right", no_wrap=True)
@@ -48,11 +49,12 @@ def _table(found: LossCalibration) -> NumberTable:
 
 
 def _with_error(one: HeadSlope, at: int) -> str:
+    """A head's slope at a length with its standard error."""
     return f"{one.slope[at]:+.4f}±{one.error[at]:.4f}"
 
 
 def sentences(found: LossCalibration) -> Iterator[str]:
-    """The sentences below the table."""
+    """What the fit changed and how it changed the loss, one sentence for each point."""
     if found.weights_not_loaded is not None:
         yield not_loaded_sentence(found.weights_not_loaded)
     windows = f"{found.stopped} windows that were not fitted to"

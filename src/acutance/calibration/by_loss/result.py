@@ -93,11 +93,14 @@ class LossCalibration(Calibration):
 
 
 def significant(p: Sequence[float] | Tensor, share: float) -> Tensor:
-    """Which tests to believe so that at most this share of them is by chance, boolean.
+    """Which tests are significant at a false discovery rate (Benjamini and Hochberg).
 
     Args:
         p: two-sided p-values.
-        share: of false ones among those believed, expected at most.
+        share: expected fraction of false ones among the significant tests, at most.
+
+    Returns:
+        Boolean, one for each test.
 
     Example:
         >>> significant([0.001, 0.02, 0.04, 0.9], 0.05).tolist()

@@ -15,7 +15,7 @@ from acutance.calibration.fit.law_families import family_scalings, plain_table
 from acutance.calibration.fit.next_factors import Aim, LayerState, aim_of, decide
 from acutance.calibration.fit.passes import PassSums, run_pass
 from acutance.calibration.fit.progress import PassState, Progress
-from acutance.calibration.fit.request import Asked, check_asked, check_positions, check_windows
+from acutance.calibration.fit.request import Request, check_positions, check_request, check_windows
 from acutance.calibration.fit.result import Calibration
 from acutance.calibration.fit.summarise import FittedLayer, summarise
 from acutance.calibration.fit.windows import (
@@ -166,19 +166,19 @@ def calibrate(
         refuse_replacing(save, resume=resume, overwrite=overwrite)
     found = batches_by_length(batches)
     places = check_lengths(lengths, found)
-    asked = check_asked(target, value, places, reference, law, passes, limit, windowed)
+    request = check_request(target, value, places, reference, law, passes, limit, windowed)
     check_positions(model, places)
     turns = cut(found, places)
     windows = check_windows(turns, places)
     settings = {
         "model": model_digest(model),
         "text": digest(turns),
-        "target": asked.target.name,
-        "value": asked.value,
-        "lengths": list(asked.knots),
-        "reference": asked.reference,
+        "target": request.target.name,
+        "value": request.value,
+        "lengths": list(request.knots),
+        "reference": request.reference,
         "law": law,
-        "limit": asked.limit,
+        "limit": request.limit,
         "windowed": windowed,
         "seed": seed,
         "dtype": str(next((part.dtype for part in model.parameters()), None)),
@@ -186,25 +186,27 @@ def calibrate(
     progress = Progress(settings)
     if resume and save is not None:
         progress = Progress.resume(save, settings)
-    job = _Job(model, turns, asked, progress, seed, save, check_count("save_every", save_every, 1))
+    job = _Job(
+        model, turns, request, progress, seed, save, check_count("save_every", save_every, 1)
+    )
     job.run(advance)
-    return summarise(model, asked, job.fitted(), windows, len(progress.passes), job.skipped)
+    return summarise(model, request, job.fitted(), windows, len(progress.passes), job.skipped)
 
 
 class _Job:
-    """The passes of one calibration. Every decision follows from the sums of earlier passes."""
+    """The passes of one calibration; the sums of earlier passes decide each one."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         turns: Sequence[Turn],
-        asked: Asked,
+        request: Request,
         progress: Progress,
         seed: int,
         save: str | os.PathLike[str] | None,
         save_every: int,
     ) -> None:
-        self._model, self._turns, self._asked = model, turns, asked
+        self._model, self._turns, self._request = model, turns, request
         self._progress, self._seed = progress, seed
         self._save, self._save_every, self._unsaved = save, save_every, 0
         self._cache: dict[int, dict[str, LayerState]] = {}
@@ -212,11 +214,11 @@ class _Job:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Layers that ran and were not fitted, with the reasons."""
+        """Why layers that ran were not fitted, by module name."""
         found = self._progress.passes[0].found
         pairs = (text.partition(": ") for text in found.unread)
         skipped = {name: why for name, _, why in pairs}
-        few = f"no row sees more than {self._asked.knots[0] // 2} keys"
+        few = f"no row sees more than {self._request.knots[0] // 2} keys"
         for name, sums in found.layers.items():
             if not bool(sums.longest.any()):
                 skipped[name] = few
@@ -224,11 +226,11 @@ class _Job:
 
     def run(self, advance: Advance | None) -> None:
         """Run passes until the law has converged or the maximum number is reached."""
-        passes, asked = self._progress.passes, self._asked
+        passes, request = self._progress.passes, self._request
         if advance is not None:
             for p, one in enumerate(passes):
                 for turn in self._turns[: one.found.done]:
-                    advance(_tokens(turn), p + 1, asked.passes)
+                    advance(_tokens(turn), p + 1, request.passes)
         while True:
             if not passes:
                 passes.append(PassState(None))
@@ -247,17 +249,17 @@ class _Job:
                     self._progress.save(self._save)
                     self._unsaved = 0
                 if advance is not None:
-                    advance(_tokens(turn), index + 1, asked.passes)
+                    advance(_tokens(turn), index + 1, request.passes)
 
             try:
                 run_pass(
                     self._model,
                     self._turns,
-                    asked.target,
-                    asked.knots,
+                    request.target,
+                    request.knots,
                     self._law(passes[-1]),
                     so_far=passes[-1].found,
-                    windowed=asked.windowed,
+                    windowed=request.windowed,
                     gaps=index == 0,
                     seed=self._seed,
                     after=after,
@@ -268,36 +270,40 @@ class _Job:
                 raise
 
     def _next(self) -> PassState | None:
-        """What the next pass has in force; None where the last one was the last."""
-        passes, asked = self._progress.passes, self._asked
-        if len(passes) >= asked.passes or passes[-1].family:
+        """The next pass, with its factors; None if the calibration is finished."""
+        passes, request = self._progress.passes, self._request
+        if len(passes) >= request.passes or passes[-1].family:
             return None
         history = self._history(len(passes))
         factors, settled = {}, True
         for name, states in history.items():
             aim = self._aims[name]
             chosen, _ = decide(states, aim)
-            if aim.bound and asked.law == "constant":  # a mean would not keep it
+            if aim.bound and request.law == "constant":  # a mean would not keep it
                 chosen = chosen.amin(0, keepdim=True).expand_as(chosen)
             # a bound's factors only change where it is exceeded
             least = 0.0 if aim.bound else _SETTLED
             settled &= bool(((chosen / states[-1].factors).log().abs() <= least).all())
             factors[name] = chosen
-        family = asked.law != "table"
+        family = request.law != "table"
         if settled and len(passes) > 1:
             return PassState(factors, family) if family else None
-        return PassState(factors, family and len(passes) == asked.passes - 1)
+        return PassState(factors, family and len(passes) == request.passes - 1)
 
     def _history(self, passes: int) -> dict[str, list[LayerState]]:
-        """By layer, the first passes."""
+        """What was applied and measured in the first passes, in order, by module name."""
         first = self._states(0)
         return {name: [self._states(p)[name] for p in range(passes)] for name in first}
 
     def _states(self, p: int) -> dict[str, LayerState]:
-        """One finished pass by layer."""
+        """What was applied and measured in finished pass ``p``, by module name.
+
+        Raises:
+            ValueError: if no layer can be calibrated.
+        """
         if p in self._cache:
             return self._cache[p]
-        one, asked = self._progress.passes[p], self._asked
+        one, request = self._progress.passes[p], self._request
         found = {}
         for name in sorted(one.found.layers):
             values = LayerValues.of(one.found.layers[name])
@@ -308,8 +314,8 @@ class _Job:
                 factors = self._in_force(one, name, values.knots)
             found[name] = LayerState(factors, values)
             if p == 0:
-                at = asked.knots.index(asked.reference)
-                self._aims[name] = aim_of(values, asked.target, asked.value, at, asked.limit)
+                at = request.knots.index(request.reference)
+                self._aims[name] = aim_of(values, request.target, request.value, at, request.limit)
         if p == 0 and not found:
             why = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
             raise ValueError(f"there is no layer to calibrate{': ' if why else ''}{why}")
@@ -319,7 +325,7 @@ class _Job:
     # -- laws -------------------------------------------------------------------------------------
 
     def _law(self, one: PassState) -> Mapping[Any, Scaling] | None:
-        """What is applied in a pass."""
+        """The law that is applied in a pass; None for the pass without a law."""
         if one.factors is None:
             return None
         law: dict[Any, Scaling] = {}
@@ -332,17 +338,18 @@ class _Job:
         return law
 
     def _scaling(self, one: PassState, name: str, factors: Tensor) -> Scaling | dict[int, Scaling]:
+        """The scaling of a layer in a pass, from factors (knots, heads): a table or a family."""
         states = self._states(0)[name]
         knots = states.values.knots
         if not one.family:
             return plain_table(knots, factors)
         aim = self._aims[name]
-        reference = self._asked.reference if aim.reference is None else knots[aim.reference]
+        reference = self._request.reference if aim.reference is None else knots[aim.reference]
         errors = self._factor_errors(name, factors)
-        return family_scalings(self._asked.law, knots, factors, errors, reference)
+        return family_scalings(self._request.law, knots, factors, errors, reference)
 
     def _factor_errors(self, name: str, factors: Tensor) -> Tensor:
-        """Standard errors of factors, by the last finished pass of a table."""
+        """Standard errors of a layer's factors, from the last finished pass under a table."""
         done = [
             p
             for p, one in enumerate(self._progress.passes)
@@ -353,7 +360,7 @@ class _Job:
         return factors * error / values.slope.abs().clamp(min=1e-9)
 
     def _in_force(self, one: PassState, name: str, knots: tuple[int, ...]) -> Tensor:
-        """The factors of a pass at the knots, (knots, heads)."""
+        """The factors that a pass applies to a layer at the knots, (knots, heads)."""
         assert one.factors is not None
         factors = one.factors[name]
         if not one.family:
@@ -368,7 +375,7 @@ class _Job:
         return found.T if found.dim() == 2 else found.unsqueeze(1).expand(-1, len(heads))
 
     def fitted(self) -> list[FittedLayer]:
-        """The results of each layer."""
+        """The results of each layer after the last pass."""
         passes = self._progress.passes
         history = self._history(len(passes))
         found = []
@@ -384,4 +391,5 @@ class _Job:
 
 
 def _tokens(turn: Turn) -> int:
+    """Number of tokens of a batch."""
     return turn.length * turn.groups.numel()

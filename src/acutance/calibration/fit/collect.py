@@ -28,14 +28,15 @@ SUMS = 6
 
 @dataclass(frozen=True)
 class Target:
-    """A metric that a law can keep constant.
+    """A metric that a law can hold constant.
 
     Attributes:
-        name: of the metric.
-        unit: of its values.
-        slope: dy/dlog λ of each row from its statistics.
-        floor: changes below this are of no interest.
-        by_ratio: whether its logarithm is the straighter function of λ².
+        name: name of the metric.
+        unit: unit of its values.
+        slope: derivative of the metric y by log λ, for each row, from the row's statistics; λ is
+            the factor on its logits.
+        floor: smallest change of the metric that is of interest.
+        by_ratio: whether log y is closer to a straight line in λ² than y.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Target:
     by_ratio: bool = False
 
     def limits(self, n: float) -> tuple[float, float]:
-        """The possible range of the metric for rows with n keys."""
+        """Smallest and largest possible value of the metric for rows with n keys."""
         return {
             "entropy": (0.0, math.log(n)),
             "normalized_entropy": (0.0, 1.0),
@@ -56,23 +57,28 @@ class Target:
 
 
 def _entropy_slope(stats: RowStatistics) -> Tensor:
+    """Derivative of each row's entropy by log λ."""
     return -stats["varentropy"]
 
 
 def _per_log_n(stats: RowStatistics) -> Tensor:
+    """Derivative of each row's entropy over log n by log λ."""
     spread = stats["varentropy"]
     return -spread / stats["n_keys"].clamp(min=2).to(spread.dtype).log()
 
 
 def _keys_slope(stats: RowStatistics) -> Tensor:
+    """Derivative of each row's effective keys by log λ, exact for normally distributed logits."""
     return -2 * stats["varentropy"] * stats["effective_keys"]
 
 
 def _top_slope(stats: RowStatistics) -> Tensor:
+    """Derivative of each row's largest weight by log λ."""
     return stats["top_weight"] * stats["max_gap"]
 
 
 def _logit_slope(stats: RowStatistics) -> Tensor:
+    """Derivative of each row's largest logit by log λ, the logit itself."""
     return stats["max_logit"]
 
 
@@ -92,13 +98,17 @@ TARGETS = {
 
 @dataclass
 class LayerSums:
-    """The rows of one layer.
+    """Sums over the rows of one layer, by group of windows, bin of n, and head.
+
+    A bin holds the rows whose number n of visible keys is at most a knot and above the previous
+    knot, and above half the knot. Groups are parts of the text, for the jackknife.
 
     Attributes:
-        sums: (groups, bins, heads, 6) float64.
-        top: largest logit, (groups, bins, heads) float64; −inf where there is no row. It is also
-            over rows of fewer keys, down to the bin before, which the sums leave out.
-        longest: most visible keys of a row in each bin, (bins,) int64.
+        sums: (groups, bins, heads, 6) float64: number of rows and their sums of log n, log² n, y,
+            y log n and dy/d log λ, with y the target metric.
+        top: largest logit, (groups, bins, heads) float64; −inf without rows. It includes the rows
+            below half the knot, which ``sums`` leaves out.
+        longest: largest n of a row in each bin, (bins,) int64.
     """
 
     sums: Tensor
@@ -107,7 +117,7 @@ class LayerSums:
 
     @classmethod
     def none(cls, groups: int, bins: int, heads: int) -> LayerSums:
-        """No rows."""
+        """Sums of no rows."""
         return cls(
             torch.zeros(groups, bins, heads, SUMS, dtype=torch.float64),
             torch.full((groups, bins, heads), -torch.inf, dtype=torch.float64),
@@ -115,7 +125,7 @@ class LayerSums:
         )
 
     def add(self, other: LayerSums) -> None:
-        """Add the rows of another."""
+        """Add the sums of other rows to these."""
         self.sums += other.sums
         self.top = torch.maximum(self.top, other.top)
         self.longest = torch.maximum(self.longest, other.longest)
@@ -126,19 +136,19 @@ class Collector:
 
     Args:
         model: any module.
-        target: what is summed.
-        knots: rising lengths; a row of n keys is in the bin of the first knot that n does not
-            exceed, if n is above half that knot.
+        target: metric to sum.
+        knots: lengths, ascending; a row of n keys is in the bin of the first knot that is at least
+            n, if n is above half that knot.
         groups: number of groups of windows.
         windowed: also collect layers with a sliding window.
-        gaps: also find the critical scale of some rows.
-        seed: which rows.
+        gaps: also compute the critical scale of some sampled rows.
+        seed: seed of that sample.
 
     Attributes:
-        group: of each window of the next run, (windows,) int64.
-        turn: which run that is, counted from 0.
-        layers: by module name, what was collected.
-        scales: by module name and bin, critical scales of rows (heads, rows).
+        group: group of each window of the next run, (windows,) int64.
+        turn: index of that run.
+        layers: what was collected, by module name.
+        scales: critical scales of sampled rows, (heads, rows), by module name and bin.
     """
 
     def __init__(
@@ -164,7 +174,7 @@ class Collector:
         self._adding = threading.Lock()
 
     def take(self) -> dict[str, LayerSums]:
-        """What was collected since this was last called."""
+        """Return what was collected since the last call, by module name, and start anew."""
         with self._adding:
             found, self.layers = self.layers, {}
         return found
@@ -194,7 +204,16 @@ class Collector:
         self._collect(name, call.statistics(False), real, call)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Add the rows of a softmax written by hand."""
+        """Add the rows of a hand-written softmax.
+
+        Args:
+            scores: (B, H, L, S).
+            name: name of the module.
+            doubt: returns why the softmax may not be attention's, or None; None needs no check.
+
+        Raises:
+            ValueError: with that reason.
+        """
         module = name.partition("#")[0]
         if self._leaves_out(module, None):
             return
@@ -216,6 +235,14 @@ class Collector:
     def _collect(
         self, name: str, stats: RowStatistics, real: Tensor | None, call: AttentionCall | None
     ) -> None:
+        """Add rows to the sums of a layer.
+
+        Args:
+            name: name of the module.
+            stats: statistics of the rows, (B, H, L).
+            real: boolean (B, L), False for padding; None if there is none.
+            call: the call; None if only the scores are known.
+        """
         n = stats.n_keys
         kept = n > 0 if real is None else (n > 0) & real[:, None, :]
         # a batch of another size (a vision tower's) cannot be distinguished by window
@@ -262,7 +289,7 @@ class Collector:
     def _sample(
         self, name: str, call: AttentionCall, kept: Tensor, place: Tensor
     ) -> dict[int, Tensor]:
-        """Critical scales of one row a window in each bin, while there are few."""
+        """Critical scales of one row of each window, (heads, windows), by bin; up to 32 a bin."""
         found = {}
         for k in range(len(self.knots)):
             have = sum(part.shape[1] for part in self.scales.get((name, k), ()))
@@ -281,20 +308,20 @@ _SAMPLED = 32
 
 
 def _cells(total: Tensor, groups: int, bins: int) -> Tensor:
-    """(heads, groups · bins + 1) to (groups, bins, heads), without what was left out."""
+    """Reshape (heads, groups · bins + 1) to (groups, bins, heads) without the last column."""
     cells: Tensor = total[:, :-1].unflatten(1, (groups, bins))
     return cells.permute(1, 2, 0).cpu()
 
 
 def row_scores(call: AttentionCall, row: int) -> Tensor:
-    """Scores of one row of every window and head, −inf where a key is hidden; float64.
+    """Scores of one row of every sequence and head, in float64.
 
     Args:
-        call: as it was captured.
-        row: which query, from 0.
+        call: the captured call.
+        row: index of the query.
 
     Returns:
-        (B, Hq, keys) of the keys that any of these rows can see.
+        (B, Hq, keys), −inf where a key is hidden, without keys that none of these rows can see.
     """
     query, key = call.query, call.key
     masking = call.masking()
@@ -318,10 +345,17 @@ def row_scores(call: AttentionCall, row: int) -> Tensor:
 
 
 def critical_scales(call: AttentionCall, row: int) -> Tensor:
-    r""":math:`\Lambda = \sup_t \log N(t) / t` of one row of every window and head, (B, Hq).
+    r"""Critical scale :math:`\Lambda = \sup_t \log N(t) / t` of one row of every sequence and head.
 
-    In units of the call's own scores: above 1 the maximum does not stand alone at the scale that
-    the model has, and a factor of Λ would make it. Infinite where two keys tie for the maximum.
+    N(t) is the number of keys with scores within t of the maximum. A factor above Λ on the scores
+    makes the maximum dominate; so at Λ above 1 it does not dominate at the model's present scale.
+
+    Args:
+        call: the captured call.
+        row: index of the query.
+
+    Returns:
+        (B, Hq); inf where two keys tie for the maximum, NaN if no key is visible.
 
     Source:
         Hayase & Karakida (2026), arXiv:2605.12697.

@@ -18,7 +18,9 @@ _ONE_LENGTH = 1e-3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number for each knot and head.
+    """A measured number for each knot and head, with its standard error.
+
+    A knot is a number n of visible keys at which it is read.
 
     Attributes:
         value: (knots, heads).
@@ -53,10 +55,10 @@ class LayerValues:
 
     @classmethod
     def of(cls, sums: LayerSums) -> LayerValues:
-        """Values of the bins that have rows.
+        """Values of a layer from its sums, at the bins that have rows.
 
-        Within a bin the value is a straight line in log n, read at the bin's longest row; where all
-        rows are equally long it is their mean.
+        Within a bin the value is a line in log n, fitted to its rows and read at the longest. If
+        all rows are equally long, it is their mean.
         """
         total = sums.sums.sum(0)
         bins = tuple((total[..., 0] > 0).all(1).nonzero().squeeze(1).tolist())
@@ -76,13 +78,14 @@ class LayerValues:
 
     @property
     def estimate(self) -> Estimate:
-        """The value with its error."""
+        """The value with its standard error."""
         return Estimate(self.value, self._error(self.leave_one_out, self.present))
 
     def difference(self, from_knot: int) -> Tensor:
-        """Standard error of the value minus that at one knot, (knots, heads).
+        """Standard error of the value minus the value at one knot, (knots, heads).
 
-        Parts of the text differ more from each other than the same part at two lengths does.
+        It is usually below the error of the value: both are measured on the same parts of the
+        text.
         """
         present = self.present & self.present[:, from_knot : from_knot + 1]
         return self._error(
@@ -90,7 +93,7 @@ class LayerValues:
         )
 
     def _error(self, left: Tensor, present: Tensor) -> Tensor:
-        """Jackknife over the groups that have rows."""
+        """Jackknife error from values without one group each; NaN if only one group has rows."""
         there = present.unsqueeze(-1).expand_as(left) & left.isfinite()
         count = there.sum(0)
         mean = torch.where(there, left, 0.0).sum(0) / count.clamp(min=1)
@@ -99,7 +102,7 @@ class LayerValues:
         return torch.where(count > 1, error, torch.nan)
 
     def widening(self, level: float = 0.975) -> Tensor:
-        """Student's quantile for the groups of each knot, (knots, 1); infinite for a single one."""
+        """Quantile of Student's t for the groups at each knot, (knots, 1); inf for a single group."""
         degrees = (self.present.sum(0) - 1).tolist()
         found = [student_t_quantile(int(d), level) for d in degrees]
         return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
@@ -116,7 +119,15 @@ def student_t_quantile(degrees: int, level: float = 0.975) -> float:
 
 
 def _at(sums: Tensor, knots: tuple[int, ...]) -> Tensor:
-    """The line in log n of each bin at its knot; sums are (..., knots, heads, 6)."""
+    """Value of each bin's line in log n at its knot.
+
+    Args:
+        sums: (..., knots, heads, 6), as in :class:`LayerSums`.
+        knots: n at which each line is read.
+
+    Returns:
+        (..., knots, heads); NaN without rows.
+    """
     count = sums[..., 0].clamp(min=1e-300)
     x, y = sums[..., 1] / count, sums[..., 3] / count
     spread = (sums[..., 2] / count - x * x).clamp(min=0.0)

@@ -41,14 +41,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FamilyFit:
-    """One family fitted to a head's factors.
+    """One family of functions of n, fitted to a head's factors.
 
     Attributes:
-        name: of the family.
+        name: ``constant`` (a), ``sqrt_log_n`` (√(a + b log n)), ``log_n`` (a + b log n) or ``n``
+            (a + b n).
         a: constant parameter.
-        b: growth; 0 for the constant.
-        b_error: its standard error.
-        error: root mean square of the relative error of the factors.
+        b: growth parameter; 0 for the constant.
+        b_error: standard error of ``b``.
+        error: root mean square of the relative errors of the factors.
         score: χ² plus twice the number of parameters; lower is better.
     """
 
@@ -71,14 +72,14 @@ class FamilyFit:
 
 @dataclass(frozen=True)
 class Resemblance:
-    """What a head's factors look like.
+    """Which family of functions of n a head's factors resemble.
 
     Attributes:
-        name: the family, ``"undecided"``, or ``"limited"`` where a factor is at its limit, which
-            tells nothing of how it would grow.
-        best: the family that fits best, told apart or not.
-        fits: every family by name; fewer than three lengths leave only the constant and log n.
-        candidates: families that cannot be distinguished from the best.
+        name: the family; ``"undecided"`` if several fit; ``"limited"`` if a factor is at its limit,
+            so that its growth is unknown.
+        best: the family that fits best, even if undecided.
+        fits: every fitted family by name; with fewer than three lengths only constant and log n.
+        candidates: the families that cannot be distinguished from the best.
     """
 
     name: str
@@ -131,7 +132,7 @@ def resemble(
 
 
 def _fit(name: str, n: Array, y: Array, s: Array) -> FamilyFit:
-    """Weighted least squares; the square root is linear in its square."""
+    """Fit one family by weighted least squares to factors y at n with standard errors s."""
     power = 2 if name == "sqrt_log_n" else 1
     target, weight = y**power, 1 / (power * y ** (power - 1) * s)
     if name == "constant":
@@ -191,6 +192,7 @@ def extended_table(
 
 
 def _going_on(found: Resemblance) -> FamilyFit:
+    """The family that continues a head's factors beyond the last length."""
     if found.name == "limited":  # it stays at its last factor
         return found.fits["constant"]
     if found.name != "undecided":

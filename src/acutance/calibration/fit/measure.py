@@ -58,10 +58,11 @@ class Measured:
         return self._spread(layer, error)
 
     def flat(self) -> Tensor:
-        """Values of all heads, layers one after the other, (heads, lengths)."""
+        """Values of all heads of all layers in model order, (heads, lengths)."""
         return torch.cat([self.values(module).T for module in self.layers])
 
     def _spread(self, layer: LayerValues, found: Tensor) -> Tensor:
+        """Numbers at a layer's knots as numbers at all lengths, NaN where the layer has none."""
         whole = found.new_full((len(self.lengths), found.shape[1]), torch.nan)
         whole[[self.bins.index(k) for k in layer.bins]] = found
         return whole

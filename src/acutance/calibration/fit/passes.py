@@ -20,11 +20,11 @@ class PassSums:
     """What a pass has collected so far.
 
     Attributes:
-        done: turns that are in it.
-        layers: by module name, their sums.
-        scales: by module name and bin, critical scales of sampled rows, (heads, rows).
+        done: number of batches included.
+        layers: sums of the rows by module name.
+        scales: critical scales of sampled rows, (heads, rows), by module name and bin.
         unread: attention that could not be read, with the reason.
-        torn: whether a turn was being added when an interrupt came: then it is not to be kept.
+        torn: whether an interrupt came while a batch was being added; the sums are then unusable.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,16 @@ class PassSums:
 
 
 def knots_of(lengths: Sequence[int], reference: int | None = None) -> tuple[int, ...]:
-    """The lengths, and between them octaves: rows of a causal model are of every length.
+    """The knots of a calibration: numbers n of visible keys at which factors are fitted.
+
+    They are the lengths of the windows and octaves between them, since a causal model has rows of
+    every n.
 
     Args:
-        lengths: rising.
-        reference: one of them, beyond which half an octave is a knot too. Just beyond its training
-            length a model's entropy can rise faster than log n, which a line over a whole octave
-            would miss.
+        lengths: lengths of the windows, ascending.
+        reference: one of them, which half an octave later is followed by a further knot: beyond
+            its training length a model's entropy can rise faster than log n, which a line over a
+            whole octave would miss. None adds no such knot.
 
     Example:
         >>> knots_of([64, 512, 768])
@@ -116,6 +119,11 @@ def run_pass(
 
 
 def _take(so_far: PassSums, collector: Collector) -> None:
+    """Add what the collector has collected from one batch.
+
+    Raises:
+        ValueError: if a layer has another number of heads than before.
+    """
     so_far.torn = True
     for name, found in collector.take().items():
         have = so_far.layers.get(name)

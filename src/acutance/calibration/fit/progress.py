@@ -25,12 +25,12 @@ _TOLD = {"model": "another model", "text": "another text, or different windows o
 
 @dataclass
 class PassState:
-    """One pass: the factors in force and what was collected.
+    """One pass over all windows: the law that is applied and what was collected.
 
     Attributes:
-        factors: by module name, (knots, heads); None without a law.
-        family: whether the law in force is the family that fits these factors, not their table.
-        found: what was collected.
+        factors: by module name, (knots, heads); None for the pass without a law.
+        family: whether the law is the family fitted to these factors, rather than their table.
+        found: what was collected so far.
     """
 
     factors: dict[str, Tensor] | None
@@ -122,6 +122,7 @@ class Progress:
 
 
 def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PassState:
+    """The state of pass ``p`` from the header entry and the tensors of a file."""
     found = PassSums()
     if type(one["done"]) is not int or not 0 <= one["done"] <= MOST:
         raise ValueError(f"a pass must have done a count of turns, got {one['done']!r:.60}")

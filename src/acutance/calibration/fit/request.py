@@ -16,8 +16,8 @@ from acutance.calibration.identity import longest, positions_are_learned
 from acutance.shapes import check_count, check_flag, check_number, did_you_mean
 
 __all__ = [
-    "Asked",
-    "check_asked",
+    "Request",
+    "check_request",
     "check_positions",
     "check_reference",
     "check_target",
@@ -29,7 +29,7 @@ _ALIASES = {"information_fraction": "normalized_entropy"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """The arguments of a calibration that do not depend on the model.
 
     Attributes:
@@ -53,7 +53,7 @@ class Asked:
     windowed: bool
 
 
-def check_asked(
+def check_request(
     target: str,
     value: float | None,
     lengths: Sequence[int],
@@ -62,7 +62,7 @@ def check_asked(
     passes: int,
     limit: float,
     windowed: bool,
-) -> Asked:
+) -> Request:
     """Everything that can be refused without running the model.
 
     Raises:
@@ -82,7 +82,7 @@ def check_asked(
         raise ValueError(
             f"target='max_logit' is a bound, which law={law!r} cannot keep: use law='table'"
         )
-    return Asked(
+    return Request(
         kind,
         value,
         knots_of(lengths, at),
@@ -95,7 +95,7 @@ def check_asked(
 
 
 def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
-    """The reference length, the first unless another is named.
+    """The reference length: the given one, or the first length if None.
 
     Raises:
         TypeError: if it is not a whole number.
@@ -108,11 +108,11 @@ def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
 
 
 def check_target(target: str) -> Target:
-    """The target with a name.
+    """The :class:`Target` of a name.
 
     Raises:
-        TypeError: if it is not a string.
-        ValueError: if the name is unknown, naming the nearest.
+        TypeError: if the name is not a string.
+        ValueError: if it is unknown; the message names the nearest.
     """
     if not isinstance(target, str):
         raise TypeError(f"target must be the name of a metric, got {type(target).__name__}")
@@ -126,6 +126,7 @@ def check_target(target: str) -> Target:
 
 
 def _check_value(target: Target, value: float, lengths: Sequence[int]) -> float:
+    """The value as a float; raises ValueError if rows of the longest length cannot have it."""
     value = check_number("value", value)
     n = lengths[-1]
     low, high = target.limits(n)
@@ -144,10 +145,10 @@ def _check_value(target: Target, value: float, lengths: Sequence[int]) -> float:
 
 
 def check_positions(model: torch.nn.Module, lengths: Sequence[int]) -> None:
-    """Refuse lengths that a model's learned positions do not reach.
+    """Raise ValueError if lengths exceed the model's learned positions.
 
     Warns:
-        UserWarning: if they are beyond positions that are not learned.
+        UserWarning: if they exceed positions that are not learned.
     """
     limit = longest(model)
     if limit is None or lengths[-1] <= limit:
@@ -159,10 +160,10 @@ def check_positions(model: torch.nn.Module, lengths: Sequence[int]) -> None:
 
 
 def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, int]:
-    """Windows of each length.
+    """Number of windows of each length.
 
     Raises:
-        ValueError: if there are fewer than two of one: no error could be told.
+        ValueError: if a length has fewer than two windows, so that no error can be estimated.
     """
     found = dict.fromkeys(lengths, 0)
     parts: dict[int, set[int]] = {length: set() for length in lengths}

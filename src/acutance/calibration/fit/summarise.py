@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.calibration.fit.law_families import FamilyFit, Resemblance, extended_table, resemble
 from acutance.calibration.fit.next_factors import Aim, LayerState, status_of
-from acutance.calibration.fit.request import Asked
+from acutance.calibration.fit.request import Request
 from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
@@ -49,7 +49,7 @@ class FittedLayer:
 
 def summarise(
     model: torch.nn.Module,
-    asked: Asked,
+    request: Request,
     layers: Sequence[FittedLayer],
     windows: Mapping[int, int],
     passes: int,
@@ -65,26 +65,28 @@ def summarise(
         like = [_resemblance(layer, errors, h) for h in range(errors.shape[1])]
         if not layer.family:
             knots, factors = layer.first.values.knots, layer.last.factors
-            law[layer.name] = extended_table(knots, factors, like, asked.limit)
+            law[layer.name] = extended_table(knots, factors, like, request.limit)
         elif isinstance(layer.scaling, dict):
             law.update({(layer.name, head): one for head, one in layer.scaling.items()})
         else:
             law[layer.name] = layer.scaling
         heads += _heads(numbers.get(layer.name, index), layer, errors, like)
-    target = asked.target.name if asked.value is None else f"{asked.target.name}={asked.value:g}"
+    target = (
+        request.target.name if request.value is None else f"{request.target.name}={request.value:g}"
+    )
     plain = Law.of(model, law)
     bins = {k for layer in layers for k in layer.first.values.bins}
     return Calibration(
         model=Identity.of(model),
         everywhere=None,
         layers=plain.layers,
-        lengths=tuple(asked.knots[k] for k in sorted(bins)),
+        lengths=tuple(request.knots[k] for k in sorted(bins)),
         target=target,
         heads=tuple(heads),
-        metric=asked.target.name,
-        value=asked.value,
-        reference=asked.reference,
-        family=asked.law,
+        metric=request.target.name,
+        value=request.value,
+        reference=request.reference,
+        family=request.law,
         passes=passes,
         windows=dict(windows),
         skipped=dict(skipped),
@@ -92,9 +94,9 @@ def summarise(
 
 
 def _factor_errors(layer: FittedLayer) -> Tensor:
-    """Standard errors of the factors: that of the value over its slope (delta method).
+    """Standard errors of the factors, (knots, heads): those of the values over their slopes.
 
-    NaN for a bound: a maximum has no such error.
+    NaN for ``max_logit``: a maximum has no such error.
     """
     values, aim = layer.last.values, layer.aim
     if aim.bound:
@@ -104,7 +106,10 @@ def _factor_errors(layer: FittedLayer) -> Tensor:
 
 
 def _resemblance(layer: FittedLayer, errors: Tensor, head: int) -> Resemblance:
-    """Over the lengths where the target can be had; none where a factor is at its limit."""
+    """The family that a head's factors resemble, over the lengths at which its target is possible.
+
+    It is "limited" if a factor is at its limit.
+    """
     factors, possible = layer.last.factors[:, head], layer.aim.possible[:, head]
     knots = layer.first.values.knots
     if any(row[head] == "limited" for row in status_of(layer.first, layer.last, layer.aim)):
@@ -124,6 +129,14 @@ def _resemblance(layer: FittedLayer, errors: Tensor, head: int) -> Resemblance:
 def _heads(
     index: int, layer: FittedLayer, errors: Tensor, like: Sequence[Resemblance]
 ) -> list[HeadCalibration]:
+    """The record of each head of a layer.
+
+    Args:
+        index: number of the layer among the attention layers.
+        layer: its results.
+        errors: standard errors of its factors, (knots, heads).
+        like: the family that each head's factors resemble.
+    """
     first, last, aim = layer.first, layer.last, layer.aim
     status = status_of(first, last, aim)
     predicted = layer.predicted

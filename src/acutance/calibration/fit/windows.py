@@ -44,12 +44,12 @@ _FIRST = ("input_ids", "inputs_embeds", "input_values", "pixel_values")
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model is called with once.
+    """One batch of windows of equal length, for one run of the model.
 
     Attributes:
         length: tokens of each window.
-        batch: as it is passed to the model.
-        groups: part of the text that each window belongs to, (windows,) int64.
+        batch: the batch as the model is called with it.
+        groups: index of the part of the text that each window belongs to, (windows,) int64.
     """
 
     length: int
@@ -57,7 +57,7 @@ class Turn:
     groups: Tensor
 
     def run(self, model: torch.nn.Module, device: torch.device | None) -> None:
-        """Call the model, where its parameters are."""
+        """Call the model on the batch, moved to ``device``; None leaves it where it is."""
         if isinstance(self.batch, Tensor):
             model(_moved(self.batch, device))
         else:
@@ -67,15 +67,16 @@ class Turn:
 def check_lengths(
     lengths: Sequence[int] | None, batches: Mapping[int, Sequence[AnyBatch]]
 ) -> tuple[int, ...]:
-    """Rising lengths; None is all that are ready, or the longest batch's and its halves.
+    """Lengths of windows, ascending.
 
     Args:
-        lengths: as they were given.
+        lengths: as given by the user; None takes those of ready windows, or the length of the
+            longest batch and its halves down to an eighth.
         batches: from :func:`batches_by_length`.
 
     Raises:
         TypeError: if they are no list of whole numbers.
-        ValueError: if they do not rise, one is below 2, or no batch is that long.
+        ValueError: if they are not ascending, one is below 2, or no batch is that long.
     """
     ready = sorted(length for length in batches if length)
     longest = ready[-1] if ready else max(_length(batch) for batch in batches[0])
@@ -229,25 +230,28 @@ def _tensor(batch: AnyBatch) -> Tensor:
 
 
 def _length(batch: AnyBatch) -> int:
+    """Tokens of each window of a batch."""
     return _tensor(batch).shape[1]
 
 
 def _rows(batch: AnyBatch) -> int:
+    """Number of windows of a batch."""
     return _tensor(batch).shape[0]
 
 
 def _moved(part: Any, device: torch.device | None) -> Any:
+    """A tensor on ``device``; anything else, or a tensor with ``device`` None, unchanged."""
     return part.to(device) if isinstance(part, Tensor) and device is not None else part
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Windows of one length.
+    """Windows of one length that were drawn from texts.
 
     Attributes:
-        pieces: the tokens of each window that is read, in the order of the text.
-        whole: windows that the text has.
-        tokens: tokens that the text has, cut to this length.
+        pieces: tokens of each drawn window, in the order of the text.
+        whole: number of windows that the texts have.
+        tokens: number of tokens that the texts have when cut to this length.
     """
 
     pieces: list[list[int]]
@@ -256,7 +260,7 @@ class Sample:
 
     @property
     def share(self) -> float:
-        """Part of the text's tokens that is read."""
+        """The fraction of the texts' tokens that the drawn windows contain."""
         return sum(map(len, self.pieces)) / self.tokens
 
 
@@ -320,7 +324,13 @@ def default_lengths(loaded: TextModel) -> tuple[int, ...]:
 def batches(
     loaded: TextModel, samples: Mapping[int, Sample], size: int
 ) -> dict[int, list[dict[str, Any]]]:
-    """The windows of every length, as many tokens at once as ``size`` of the longest have."""
+    """Batches of windows by length; every batch has about the same number of tokens.
+
+    Args:
+        loaded: the model.
+        samples: windows by length.
+        size: windows of the longest length in a batch.
+    """
     windows, longest = {}, max(samples)
     for length, sample in samples.items():
         together = max(1, size * longest // length)
@@ -332,6 +342,7 @@ def batches(
 
 
 def _batch(loaded: TextModel, pieces: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Windows of equal length as keyword arguments of the model."""
     ids = torch.tensor(pieces, dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
@@ -354,11 +365,12 @@ def describe_samples(samples: Mapping[int, Sample]) -> str:
 
 
 def _percent(share: float) -> str:
+    """A fraction as text, in per cent."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 else f"{100 * share:.1g} %"
 
 
 class _Once:
-    """A tokenizer that reads each text once, however many lengths it is cut to."""
+    """A tokenizer that tokenizes each text only once and returns the stored result afterwards."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
