@@ -102,7 +102,7 @@ class LayerValues:
         return torch.where(count > 1, error, torch.nan)
 
     def widening(self, level: float = 0.975) -> Tensor:
-        """Quantile of Student's t for the groups at each knot, (knots, 1); inf for a single group."""
+        """Quantile of Student's t for the groups at each knot, (knots, 1); inf with one group."""
         degrees = (self.present.sum(0) - 1).tolist()
         found = [student_t_quantile(int(d), level) for d in degrees]
         return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
