@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from acutance import (
+        caching,
         calibration,
         comparison,
         extending,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         weights,
     )
     from acutance.attend import attention, key_mass, row_statistics
+    from acutance.caching import CachePlan, HeadPlan
     from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
     from acutance.capture.tap import tap
     from acutance.comparison import compare
@@ -48,8 +50,10 @@ __all__ = [
     "METRICS",
     "Applied",
     "ApplyError",
+    "CachePlan",
     "Calibration",
     "Extension",
+    "HeadPlan",
     "HeadSummary",
     "Law",
     "LossComparison",
@@ -62,6 +66,7 @@ __all__ = [
     "__version__",
     "apply",
     "attention",
+    "caching",
     "calibrate",
     "calibration",
     "classify",
@@ -99,6 +104,8 @@ _HOMES = {
     "attention": "acutance.attend",
     "key_mass": "acutance.attend",
     "row_statistics": "acutance.attend",
+    "CachePlan": "acutance.caching",
+    "HeadPlan": "acutance.caching",
     "Applied": "acutance.calibration",
     "ApplyError": "acutance.calibration",
     "Calibration": "acutance.calibration",
@@ -126,6 +133,7 @@ _HOMES = {
     "tap": "acutance.probing",
 }
 _MODULES = (
+    "caching",
     "calibration",
     "comparison",
     "extending",

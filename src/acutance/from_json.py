@@ -159,7 +159,9 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return _value(rest[-1], value, place)
     if origin is typing.Literal:
         if not any(value == part and type(value) is type(part) for part in parts):
-            raise ValueError(f"{place} must be one of {', '.join(parts)}, got {_short(value)}")
+            raise ValueError(
+                f"{place} must be one of {', '.join(map(str, parts))}, got {_short(value)}"
+            )
         return value
     if origin is tuple:
         if not isinstance(value, list):

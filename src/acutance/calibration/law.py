@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
+__all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer", "names_in"]
 
 SCHEMA = "acutance.law/1"
 _JUDGED = "judged"
@@ -137,14 +137,10 @@ class Law:
         Raises:
             LawError: if a layer is not a module of the model.
         """
-        known = {name for name, _ in named_modules(model)}
-        prefix = getattr(unwrap(model), "base_model_prefix", None)
         found = {}
-        for name, laws in self.layers:
-            names = [name]
-            if isinstance(prefix, str) and prefix:
-                names += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-            place = next((one for one in names if one in known), None)
+        for (name, laws), place in zip(
+            self.layers, names_in(model, [name for name, _ in self.layers]).values(), strict=True
+        ):
             try:
                 places = choose_layers(model, name if place is None else place, "layer")
             except ValueError as error:
@@ -221,6 +217,23 @@ class Law:
             judged=judged,
             window=rest.window,
         )
+
+
+def names_in(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str | None]:
+    """The names that layers of a saved record have in a model; None for one that is not there.
+
+    A transformers model with a head on it has its layers under a prefix, which those of the model
+    alone lack.
+    """
+    known = {name for name, _ in named_modules(model)}
+    prefix = getattr(unwrap(model), "base_model_prefix", None)
+    found: dict[str, str | None] = {}
+    for name in names:
+        places = [name]
+        if isinstance(prefix, str) and prefix:
+            places += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+        found[name] = next((one for one in places if one in known), None)
+    return found
 
 
 def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict[str, HeadLaws]]:
