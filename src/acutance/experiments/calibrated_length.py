@@ -321,7 +321,8 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     plot_style.label(
         right, x="length, training = 1", y="mean entropy of heads, nat", title="entropy"
     )
-    plot_style.legend(left, theme, where="lower left")
+    left.set_ylim(bottom=1.8 * left.get_ylim()[0])  # room for the legend
+    plot_style.legend(left, theme, where="lower center", columns=2)
     return figure
 
 
