@@ -73,9 +73,10 @@ def _information(n: int, tau: float, counts: torch.Tensor) -> tuple[float, int]:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Information log n − H of rows of cosines at temperature τ, compared with its bounds.
+    """Information log n − H of rows of cosines at temperature τ, compared with theory.
 
-    Of rows with two values, of random rows, and of random keys in d dimensions.
+    Rows with two values and random rows are compared with bounds, rows of random keys in d
+    dimensions with expected values.
     """
     rows = []
     ns = (16, 256, 4096) if run.quick else (16, 256, 4096, 65536)

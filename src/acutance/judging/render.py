@@ -118,7 +118,7 @@ def verdict_sentence(law: LawComparison) -> str:
 
 
 def _places(parts: Sequence[Part]) -> str:
-    """Ranges of n as text."""
+    """Ranges of n as text, with the difference of the loss and its error in each."""
     return ", ".join(f"{_range(part)} ({_with_error(part)})" for part in parts)
 
 

@@ -122,7 +122,11 @@ def _about_maximum(part: Part, m: Tensor, log2: float | Tensor) -> tuple[Part, T
 
 
 def _merged(tiles: list[Part], log2: float) -> tuple[Part, Tensor]:
-    """Merge the parts of a row's tiles into one; also each tile's decay, (tiles, blocks, rows)."""
+    """Merge the parts of a row's tiles into one, relative to the row's maximum m.
+
+    Also returns the factor exp(reference − m) that rescales the weights of each tile, (tiles,
+    blocks, rows). ``log2`` converts scores to units of log 2.
+    """
     parts = Part(*(torch.stack(field) for field in zip(*tiles, strict=True)))
     parts, decay = _about_maximum(parts, parts.m.amax(0), log2)
     whole, count = parts.Z.sum(0), parts.n.sum(0)

@@ -201,7 +201,10 @@ class Recurrence(Form):
         return lru_decays(parameters.nu_log, parameters.theta_log).abs()
 
     def _parameters(self, width: int, like: Tensor) -> Any:
-        """Parameters of the recurrent unit, from a fixed seed."""
+        """Parameters of a linear recurrent unit with ``width`` inputs, from a fixed seed.
+
+        They are float64 if ``like`` is, else float32, on the device of ``like``.
+        """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         drawn = lru_parameters(
             self.states, width, r_min=self.radii[0], r_max=self.radii[1], dtype=dtype,

@@ -65,7 +65,10 @@ def _entry(
 
 
 def _half_tau(sizes: Sizes) -> float:
-    """Temperature at which random keys carry half of log n as information."""
+    """Temperature of cosines at which log n − H is half of log n.
+
+    The row has one key at cosine 1 among random ones.
+    """
     d = max(2, sizes.width)
     tau = tau_for_information(max(2, sizes.keys), 0.5, setting="random_keys", d=d)
     return float(tau)

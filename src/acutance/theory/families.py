@@ -64,9 +64,10 @@ class Family(ABC):
         """Quantile at a probability F, given as its log-odds log(F / (1 - F))."""
 
     def origin(self) -> float:
-        """The score that offsets are measured from: the upper end of the support, or the median.
+        """The score that offsets are measured from: the median.
 
-        The scores that matter lie close to the upper end, where float64 must resolve differences.
+        Families of scores on [−1, 1] return the upper end 1 instead: the scores that matter lie
+        close to it, where float64 must resolve differences.
         """
         return float(self.quantile(np.zeros(())))
 

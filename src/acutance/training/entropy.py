@@ -109,7 +109,10 @@ class EntropyRegularizer(nn.Module):
         return self.weight * torch.stack(losses).mean()
 
     def _distance(self, entropy: Tensor, most: Tensor) -> Tensor:
-        """Distance of each row's entropy from the target or floor, (...), in nats."""
+        """Distance in nats of each row's entropy from the target or floor, less the margin, (...).
+
+        ``most`` is log n, the largest entropy of each row.
+        """
         nats = self.unit == "nats"
         aim = most.clamp(max=self.aim) if nats else self.aim * most
         margin = self.margin if nats else self.margin * most

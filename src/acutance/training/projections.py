@@ -301,7 +301,11 @@ def _torch(module: nn.MultiheadAttention) -> Projections:
 
 
 def _ours(module: MultiheadAttention) -> Projections:
-    """The projections of a module of ``acutance.nn``."""
+    """The projections of a module of ``acutance.nn``.
+
+    Raises:
+        ValueError: if its scores are normalized or no dot products.
+    """
     score = module.score
     if isinstance(score, QKNorm) or not isinstance(
         scores.get(score), scores.Dot | scores.ScaledDot

@@ -32,10 +32,11 @@ FEWEST_QUERIES, FEWEST_CHUNKS = 129, 4
 
 
 def has_moments(call: KernelCall) -> bool:
-    """Whether mean and variance of each row's logits follow from moments of the keys alone.
+    """Whether to compute mean and variance of each row's logits from moments of the keys alone.
 
-    They do if only position hides keys, every row sees the keys from the first one on, and scores
-    are a positive factor times the dot product.
+    That is possible if only position hides keys, every row sees the keys from the first one on,
+    and scores are a positive factor times the dot product. It pays from 129 queries and 4 chunks
+    of keys on.
     """
     given, masking = flags(call), call.masking
     plain = not (given.changed or given.data or given.window)
