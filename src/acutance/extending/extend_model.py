@@ -118,7 +118,7 @@ def extend(
         "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
         "train_length": trained,
     }
-    runs = Runs(model, windows, measured, _ranges(trained, to), settings, save)
+    runs = Runs(model, windows, measured, _ranges(trained, to), trained, settings, save)
     if resume:
         runs.resume()
     search = Search(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.losses import Loss, LossError
+from acutance.extending.prefix import Prefix
 from acutance.files import tidy, write_bytes
 from acutance.judging.remedies import Remedy
 from acutance.summary.files import parse, read, sealed
@@ -33,6 +34,7 @@ class Runs:
         windows: tokens, (windows, L) int64.
         loss: the loss.
         ranges: first and last n of each range, both included.
+        train_length: where a range ends; changes that begin beyond it are run from there on.
         settings: everything that decides the numbers apart from the change.
         save: the file; None saves nothing.
 
@@ -46,11 +48,13 @@ class Runs:
         windows: Tensor,
         loss: Loss,
         ranges: Sequence[tuple[int, int]],
+        train_length: int,
         settings: Mapping[str, Any],
         save: str | os.PathLike[str] | None,
     ) -> None:
         self._model, self._windows, self._loss, self.ranges = model, windows, loss, ranges
         self._settings, self._save = dict(settings), save
+        self._prefix = Prefix(model, loss, train_length)
         self._sums: dict[tuple[str, int], Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self._took: dict[tuple[str, int], float] = {}
@@ -79,22 +83,31 @@ class Runs:
     def measure(self, remedy: Remedy | None, window: int) -> None:
         """Run the model on a window under a remedy (None: unchanged), unless that was done before.
 
+        Tokens up to the trained length are not run under a remedy that begins beyond it: their
+        losses are those of the unchanged model, which is then measured first.
+
         Raises:
             LossError: if a loss is not a number.
         """
         place = _words(remedy), window
         if place in self._sums:
             return
+        ids = self.ids(window)
+        batch, past = {"input_ids": ids}, 0
+        if remedy is not None and self._prefix.serves(remedy, ids):
+            self.measure(None, window)
+            batch, past = self._prefix.after(window, ids), self._prefix.length
         started = time.monotonic()
-        batch = {"input_ids": self._windows[window : window + 1]}
-        device = next((part.device for part in self._model.parameters()), None)
-        batch = {name: part.to(device) for name, part in batch.items()}
         with nullcontext() if remedy is None else remedy.applied(self._model):
             scored = self._loss.score(self._model, batch)
-        known = ~scored.loss.isnan()
+        known, n = ~scored.loss.isnan(), scored.n + past
         sums, counts = [], []
-        for first, last in self.ranges:
-            here = known & (scored.n >= (0 if first == 1 else first)) & (scored.n <= last)
+        for index, (first, last) in enumerate(self.ranges):
+            if last <= past:
+                sums.append(self._sums["", window][index])
+                counts.append(self._counts[window][index])
+                continue
+            here = known & (n >= (0 if first == 1 else first)) & (n <= last)
             sums.append(torch.where(here, scored.loss, 0.0).sum())
             counts.append(here.sum())
         count = torch.stack(counts).double()
@@ -105,6 +118,11 @@ class Runs:
         self._sums[place] = torch.stack(sums)
         self._took[place] = time.monotonic() - started
         self.write()
+
+    def ids(self, window: int) -> Tensor:
+        """The tokens of a window, (1, L), on the model's device."""
+        device = next((part.device for part in self._model.parameters()), None)
+        return self._windows[window : window + 1].to(device)
 
     def table(self, remedies: Sequence[Remedy | None], windows: Sequence[int]) -> Tensor:
         """Sums of the losses of measured windows, (remedies, windows, ranges) float64."""

@@ -71,10 +71,10 @@ class Search:
 
     def run(self) -> None:
         """Try all changes on one window, then repeatedly the best third on twice the windows."""
-        left, used = list(self._remedies), 1
+        left, before, used = list(self._remedies), 0, 1
         while True:
-            for remedy in (None, *left):
-                for window in range(0 if remedy is None else self._windows(remedy), used):
+            for window in range(before, used):  # what changes share in a window is read once
+                for remedy in (None, *left):
                     if self.complete and not self._has_time(remedy, window):
                         self.complete = False
                     if self.complete or remedy is None:
@@ -83,7 +83,7 @@ class Search:
             left = sorted(known or [one for one in left if self._windows(one)], key=self._rank)
             if not self.complete or len(left) <= 1 or used == self._search:
                 break
-            left, used = left[: _kept(len(left))], min(2 * used, self._search)
+            left, before, used = left[: _kept(len(left))], used, min(2 * used, self._search)
         best = next(iter(left), None)
         if best is not None:
             within, beyond, _ = self._seen(best)
