@@ -30,7 +30,8 @@ def windows() -> Tensor:
 
 
 def extend(windows: Tensor, laws: Any = LAWS, **options: Any) -> acutance.Extension:
-    given: dict[str, Any] = {"train_length": TRAINED, "laws": laws, "entropy": False} | options
+    off = {"entropy": False, "by_head": False}
+    given: dict[str, Any] = {"train_length": TRAINED, "laws": laws, **off} | options
     return acutance.extend(decoder(), 512, windows, **given)
 
 

@@ -61,7 +61,8 @@ def read_through(
             output = torch.cat([before[:, :, : part.start], output], 2) if part.start else output
         if part.is_whole(windows):
             return output
-        assert whole is not None
+        if whole is None:  # every head has a window, and no row is left as it is
+            whole = output.new_zeros(len(output), len(windows), *output.shape[2:])
         index = torch.tensor(part.heads, device=output.device)
         whole = whole.index_copy(1, index, output.to(whole.dtype))
     assert whole is not None
@@ -91,7 +92,9 @@ def statistics_through(
         ValueError: as :func:`read_through`.
     """
     parts = _parts(call, windows, rotary, keys, whole=True)
-    plain = call.statistics(noise, gaps) if _needs_whole(parts, windows, keys) else None
+    several = len(parts) > 1  # each is put in its place among all heads
+    needed = several or _needs_whole(parts, windows, keys)
+    plain = call.statistics(noise, gaps) if needed else None
     if not parts:
         assert plain is not None
         return plain

@@ -110,6 +110,13 @@ class ExtendOptions:
             "Default: as saved.",
         ),
     ] = None
+    by_head: Annotated[
+        bool,
+        typer.Option(
+            "--by-head/--one-for-all",
+            help="Also try other windows and temperatures for each head, if a window is best.",
+        ),
+    ] = True
     entropy: Annotated[
         bool,
         typer.Option(
@@ -137,7 +144,7 @@ class ExtendOptions:
     {
         READ: "text to train_length law max_cost tokenizer attention dtype device "
         "trust_remote_code allow_pickle allow_missing",
-        LESS: "windows final budget entropy seed",
+        LESS: "windows final budget by_head entropy seed",
         WRITE: "out json save overwrite",
         MANY: "resume",
     },
@@ -225,6 +232,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
             max_cost=options.max_cost,
             budget=options.budget,
             loss=loss_of(loaded),
+            by_head=options.by_head,
             entropy=options.entropy,
             save=options.save,
             resume=options.resume,

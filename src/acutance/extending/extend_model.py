@@ -41,6 +41,7 @@ def extend(
     max_cost: float = MAX_COST,
     budget: float | None = None,
     loss: AnyLoss | None = None,
+    by_head: bool = True,
     entropy: bool = True,
     save: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -67,6 +68,8 @@ def extend(
         budget: minutes after which the search stops and the final windows begin; None is no limit.
             The time that the final windows will take is set aside.
         loss: as for :func:`acutance.judge`.
+        by_head: if a window is best, also try other windows and temperatures for each head, by one
+            backward pass.
         entropy: also measure the entropy of all heads, on one final window.
         save: file that keeps the state after each run of the model, to continue from.
         resume: continue from what ``save`` holds.
@@ -123,7 +126,8 @@ def extend(
         runs.resume()
     search = Search(
         runs, remedies, train_length=trained, search=count - last, final=last, max_cost=max_cost,
-        budget=None if budget is None else 60.0 * budget, tokens=to, advance=advance,
+        budget=None if budget is None else 60.0 * budget, tokens=to, by_head=by_head,
+        advance=advance,
     )  # fmt: skip
     with evaluating(model), torch.inference_mode():
         measured.check(model, {"input_ids": windows[:1].to(next(model.parameters()).device)})

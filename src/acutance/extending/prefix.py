@@ -100,7 +100,7 @@ def _read(model: Any, ids: Tensor) -> Any:
     """The keys and values of tokens (1, L), as a cache that does not grow when it is continued."""
     from transformers import DynamicCache
 
-    class Fixed(DynamicCache):
+    class Fixed(DynamicCache):  # type: ignore[misc]
         """Keys and values that calls continue, each from the same tokens on."""
 
         full = False

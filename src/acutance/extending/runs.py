@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.losses import Loss, LossError
+from acutance.extending.by_head import head_slopes, law_part, mixed, with_temperature
 from acutance.extending.prefix import Prefix
 from acutance.files import tidy, write_bytes
 from acutance.judging.remedies import Remedy
@@ -58,11 +59,13 @@ class Runs:
         self._sums: dict[tuple[str, int], Tensor] = {}
         self._counts: dict[int, Tensor] = {}
         self._took: dict[tuple[str, int], float] = {}
+        self._slopes: dict[str, dict[str, Tensor]] = {}
+        self._slopes_took = 0.0
 
     @property
     def seconds(self) -> float:
         """Time of all runs so far."""
-        return sum(self._took.values())
+        return sum(self._took.values()) + self._slopes_took
 
     def longest(self, words: str | None = None) -> float:
         """Seconds of the longest run.
@@ -124,6 +127,42 @@ class Runs:
         device = next((part.device for part in self._model.parameters()), None)
         return self._windows[window : window + 1].to(device)
 
+    def mixes(
+        self,
+        best: Remedy,
+        others: Sequence[Remedy],
+        away: Sequence[float],
+        window: int,
+        to: int,
+    ) -> list[Remedy]:
+        """Laws by head, from one backward pass on a window, unless that was done before.
+
+        Args:
+            best: a window for all heads, or a scaling and a window.
+            others: what heads may have instead, likewise.
+            away: measured differences of the loss, if all heads have one of ``others``.
+            window: index of the window.
+            to: tokens that the model is to read.
+
+        Raises:
+            ValueError: if the model's attention does not allow it.
+        """
+        own, train_length = law_part(best), self._prefix.length
+        assert own is not None
+        parts = [part for part in map(law_part, others) if part is not None]
+        warm = with_temperature(own, train_length, to)
+        parts += [] if warm is None else [warm]
+        key = json.dumps([str(own), [str(part) for part in parts], window])
+        if key not in self._slopes:
+            started, ids = time.monotonic(), self.ids(window)
+            batch = {"input_ids": ids}
+            if all(self._prefix.serves(one, ids) for one in (best, *others)):
+                batch = self._prefix.after(window, ids)
+            self._slopes[key] = head_slopes(self._model, self._loss, batch, own, parts)
+            self._slopes_took += time.monotonic() - started
+            self.write()
+        return [*mixed(self._model, own, parts, self._slopes[key], away, train_length, to)]
+
     def table(self, remedies: Sequence[Remedy | None], windows: Sequence[int]) -> Tensor:
         """Sums of the losses of measured windows, (remedies, windows, ranges) float64."""
         rows = [
@@ -150,10 +189,16 @@ class Runs:
             "count": torch.stack([self._counts[window] for _, window in places]),
         }
         runs = [[words, window, self._took[words, window]] for words, window in places]
+        names: list[tuple[str, str]] = []
+        for key, by_layer in self._slopes.items():
+            for layer, part in by_layer.items():
+                tensors[f"slopes.{len(names)}"] = part
+                names.append((key, layer))
         header = {
             "schema": SCHEMA,
             "settings": json.dumps(self._settings),
             "runs": json.dumps(runs),
+            "slopes": json.dumps([names, self._slopes_took]),
         }
         write_bytes(self._save, save(tensors, metadata=sealed(header, tensors)))
 
@@ -170,6 +215,8 @@ class Runs:
         try:
             header, tensors = read(self._save, SCHEMA, "state of acutance extend")
             before, runs = parse(header, "settings"), parse(header, "runs", list)
+            names, slopes_took = parse(header, "slopes", list) if "slopes" in header else ([], 0.0)
+            slopes = [tensors[f"slopes.{index}"] for index in range(len(names))]
             loss, count = tensors["loss"], tensors["count"]
         except (KeyError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -188,6 +235,9 @@ class Runs:
             self._sums[words, window] = sums.double()
             self._counts[window] = counts.double()
             self._took[words, window] = float(took)
+        for (key, layer), part in zip(names, slopes, strict=True):
+            self._slopes.setdefault(key, {})[layer] = part
+        self._slopes_took = float(slopes_took)
         tidy(self._save)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from acutance.extending.by_head import law_part
 from acutance.extending.record import Final, Tried
 from acutance.extending.runs import Runs
 from acutance.judging.paired import Part, compare_losses
@@ -23,6 +24,10 @@ Advance = Callable[[int, int, bool], None]
 AS_IS = "as it is"
 #: Of the changes tried, one in so many goes on to the next round.
 _KEEP = 3
+#: Other windows that a head may have in place of the best one.
+_OTHERS = 2
+#: Time of a backward pass with these, in runs of the model.
+_BACKWARD = 8
 
 
 class Search:
@@ -37,6 +42,7 @@ class Search:
         max_cost: largest accepted rise of the mean loss up to ``train_length``, nats a token.
         budget: seconds of all runs after which the search stops; None is no limit.
         tokens: tokens of a window.
+        by_head: whether to go on from the best window to windows and temperatures by head.
         advance: progress callback, called after each run.
 
     Attributes:
@@ -56,8 +62,10 @@ class Search:
         max_cost: float,
         budget: float | None,
         tokens: int,
+        by_head: bool,
         advance: Advance | None,
     ) -> None:
+        self._by_head = by_head
         self._runs, self._remedies = runs, list(remedies)
         self._within = torch.tensor([last <= train_length for _, last in runs.ranges])
         self._search, self._finals = search, range(search, search + final)
@@ -88,12 +96,41 @@ class Search:
         if best is not None:
             within, beyond, _ = self._seen(best)
             self.chosen = best if within <= self._max_cost and beyond < 0 else None
+        if self._by_head and self.complete and law_part(self.chosen) is not None:
+            self._choose_by_head()
 
-    def _has_time(self, remedy: Remedy | None, window: int) -> bool:
-        """Whether the budget allows a run under this remedy on a window."""
-        if self._budget is None or self._runs.done(remedy, window):
+    def _choose_by_head(self) -> None:
+        """Try laws by head, derived from one window of the search and decided on those before it.
+
+        If the search has a single window, it is both.
+        """
+        assert self.chosen is not None
+        best, count = self.chosen, min(self._search, max(2, self._windows(self.chosen)))
+        windows = [one for one in self._remedies if self._windows(one) and law_part(one)]
+        others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
+        if not self._has_time(best, 0, more=_BACKWARD * self._runs.longest(best.words)):
+            self.complete = False
+            return
+        away = [self._part(best, one, range(1), ~self._within).delta for one in others]
+        found = self._runs.mixes(best, others, away, count - 1, self._tokens)
+        self._remedies += found
+        deciding = range(max(1, count - 1))
+        for window in deciding:
+            for remedy in (None, best, *found):
+                if not self._has_time(remedy, window):
+                    self.complete = False
+                    return
+                self._measure(remedy, window)
+        self.chosen = min(
+            (best, *found),
+            key=lambda one: self._part(None, one, deciding, ~self._within).delta,
+        )
+
+    def _has_time(self, remedy: Remedy | None, window: int, more: float = 0.0) -> bool:
+        """Whether the budget allows a run under this remedy on a window, or ``more`` seconds."""
+        if self._budget is None or (self._runs.done(remedy, window) and not more):
             return True
-        reserved = (3 * len(self._finals) + 1) * self._runs.longest()
+        reserved = (3 * len(self._finals) + 1) * self._runs.longest() + more
         return self._runs.seconds + reserved <= self._budget
 
     def _measure(self, remedy: Remedy | None, window: int) -> None:
@@ -101,7 +138,7 @@ class Search:
         before = self._runs.done(remedy, window)
         self._runs.measure(remedy, window)
         if remedy is not None and window < self._search:
-            self._reached[remedy.words] = window + 1
+            self._reached[remedy.words] = max(window + 1, self._windows(remedy))
         if self._advance is not None:
             self._advance(self._tokens, 1, not before)
 

@@ -23,7 +23,15 @@ from acutance.scaling import HeadTable
 from acutance.scaling.base import Rows
 from acutance.scaling.learned import LearnedScaling
 
-__all__ = ["FactorTable", "Layers", "LossGradients", "Reading", "attending_layers"]
+__all__ = [
+    "FactorTable",
+    "Layers",
+    "LossGradients",
+    "Reading",
+    "attending_layers",
+    "frozen",
+    "one_block_at_a_time",
+]
 
 _FEW = 32  # tokens of the run that finds the layers
 
@@ -167,8 +175,8 @@ class LossGradients:
         """Prepare the model; done at the first reading, since a resumed fit may need none."""
         with ExitStack() as context:
             context.enter_context(evaluating(self._model))
-            context.enter_context(_frozen(self._model))
-            context.enter_context(_one_block_at_a_time(self._model))
+            context.enter_context(frozen(self._model))
+            context.enter_context(one_block_at_a_time(self._model))
             context.enter_context(apply(self._model, self.tables, windowed=self._windowed))
             self._context = context.pop_all()
         self._prepared = True
@@ -208,7 +216,7 @@ class LossGradients:
 
 
 @contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
+def frozen(model: torch.nn.Module) -> Iterator[None]:
     """Context in which the model's parameters need no gradient."""
     needing = [part for part in model.parameters() if part.requires_grad]
     for part in needing:
@@ -221,7 +229,7 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
+def one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
     """Context in which blocks are checkpointed, if all attention uses transformers' interface."""
     before = {}
     for block in _blocks(model):

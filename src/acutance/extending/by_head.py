@@ -1,0 +1,275 @@
+"""Windows and temperatures for each head, chosen from one backward pass for all heads at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from acutance.calibration.by_loss.gradients import frozen, one_block_at_a_time
+from acutance.calibration.factors import query_factor
+from acutance.calibration.head_laws import HeadLaws, LawPart, scaling_and_window
+from acutance.calibration.law import Law
+from acutance.calibration.losses import Loss
+from acutance.calibration.read_window import read_through
+from acutance.calibration.visible_keys import VisibleKeys
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.rotary import Rotary, find_rotary
+from acutance.judging.remedies import LawRemedy, Remedy
+from acutance.scaling import HeadTable, Window
+
+__all__ = ["head_slopes", "law_part", "mixed", "with_temperature"]
+
+#: Temperatures that are tried: 1 ± this times ln(n / T), as YaRN's 1 + 0.1 ln factor.
+_TEMPERATURE = 0.1
+#: Parts of the rows; from part to part a derivative has its error.
+_PIECES = 16
+
+
+def law_part(remedy: Remedy | None) -> LawPart | None:
+    """The window of a remedy, or its pair of scaling and window, for all heads; else None."""
+    if not isinstance(remedy, LawRemedy) or remedy.windowed:
+        return None
+    law: Any = remedy.law
+    is_pair = isinstance(law, tuple) and len(law) == 2 and isinstance(law[1], Window)
+    return law if is_pair or isinstance(law, Window) else None
+
+
+def head_slopes(
+    model: torch.nn.Module,
+    loss: Loss,
+    batch: Mapping[str, Any],
+    best: LawPart,
+    others: Sequence[LawPart],
+) -> dict[str, Tensor]:
+    r"""Change of the mean loss to first order, if one head has another law than all the others.
+
+    With :math:`o` the output of a head under ``best``, :math:`o'` that under another law and
+    :math:`g` the derivative of the loss by :math:`o`, it is :math:`g \cdot (o' - o)`, summed over
+    rows. One backward pass gives :math:`g` for all heads.
+
+    Args:
+        model: the model, without a law.
+        loss: the loss.
+        batch: a window, as for the loss.
+        best: the window, or scaling and window, of all heads.
+        others: what each head may have instead.
+
+    Returns:
+        For each layer (others, heads, 16 parts of the rows) float64, nats a token.
+
+    Raises:
+        ValueError: if a layer does not use transformers' attention interface.
+
+    Example:
+        >>> from acutance.calibration.losses import NextToken
+        >>> from acutance.experiments.models.trained import decoder
+        >>> batch = {"input_ids": torch.arange(256)[None]}
+        >>> windows = Window(64, beyond=128), Window(96, beyond=128)
+        >>> slopes = head_slopes(decoder(), NextToken(), batch, windows[0], windows[1:])
+        >>> [part.shape for part in slopes.values()]
+        [torch.Size([1, 4, 16]), torch.Size([1, 4, 16]), torch.Size([1, 4, 16])]
+    """
+    layers = attention_layers(model)
+    if wrong := next((name for name, one in layers.items() if not uses_interface(one)), None):
+        raise ValueError(f"{wrong} does not run through transformers' attention interface")
+    windows = [scaling_and_window(one)[1] for one in (best, *others)]
+    moving = any(window is not None and window.moves for window in windows)
+    rotary = find_rotary(model, layers.values()) if moving else [None] * len(layers)
+    switches = _Switches(dict(zip(layers.values(), rotary, strict=True)), others)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        frozen(model),
+        one_block_at_a_time(model),
+        LawRemedy("", best).applied(model),
+        huggingface.change(switches),
+        set_checkpoint_early_stop(False),
+    ):
+        scored = loss.backward(model, batch)
+    count = int((~scored.loss.isnan()).sum())
+    return {name: switches.found[layer] / count for name, layer in layers.items()}
+
+
+class _Switches:
+    """In the backward pass, compares what heads return with what they would under other laws.
+
+    Args:
+        layers: attention layers and their rotary embedding, None where no window moves keys.
+        others: the other laws.
+
+    Attributes:
+        found: for each layer the derivative of the summed loss, (others, heads, pieces).
+    """
+
+    def __init__(
+        self, layers: Mapping[torch.nn.Module, Rotary | None], others: Sequence[LawPart]
+    ) -> None:
+        self._layers, self._others = layers, others
+        self._leaf = torch.zeros((), requires_grad=True)
+        self._keys: tuple[Any, VisibleKeys] | None = None
+        self.found: dict[torch.nn.Module, Tensor] = {}
+
+    def changed_query(self, call: InterfaceCall) -> None:
+        """None: the query is not changed."""
+
+    def changed_output(self, call: InterfaceCall, output: Tensor) -> Tensor:
+        """The output, whose gradient is compared in the backward pass."""
+        read = call.read("")
+        bare = replace(read, query=None, key=None, value=None)  # type: ignore[arg-type]
+        tensors = (part.detach() for part in (read.query, read.key, read.value))
+        compare = _Comparison(self, call["module"], bare)
+        changed: Tensor = _Switch.apply(  # type: ignore[no-untyped-call]
+            output, self._leaf, compare, *tensors
+        )
+        return changed
+
+    def mute(self) -> AbstractContextManager[None]:
+        """A context that does nothing."""
+        return nullcontext()
+
+    def compare(
+        self, module: torch.nn.Module, call: AttentionCall, gradient: Tensor, output: Tensor
+    ) -> None:
+        """Add the derivatives of one call, whose output and gradient are (B, L, H, E)."""
+        place = call.attn_mask, call.query.shape, call.key.shape
+        if self._keys is None or self._keys[0][0] is not place[0] or self._keys[0][1:] != place[1:]:
+            self._keys = place, VisibleKeys.of(call)
+        keys, rows = self._keys[1], []
+        for other in self._others:
+            away = _through(call, other, self._layers[module], keys).transpose(1, 2) - output
+            by_row = (gradient.float() * away.float()).sum((0, 3))  # (L, H)
+            pieces = by_row.double().tensor_split(_PIECES)
+            rows.append(torch.stack([piece.sum(0) for piece in pieces], 1))
+        self.found[module] = self.found.get(module, 0.0) + torch.stack(rows).cpu()
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A call without its tensors, which autograd holds, and what reads it."""
+
+    switches: _Switches
+    module: torch.nn.Module
+    call: AttentionCall
+
+
+class _Switch(torch.autograd.Function):
+    """Returns a call's output, and has its gradient compared with other outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, leaf: Tensor, compare: _Comparison, *tensors: Tensor
+    ) -> Tensor:
+        """The output; ``leaf`` needs a gradient, so that the output does."""
+        ctx.compare = compare
+        ctx.save_for_backward(output, *tensors)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradient as it is, after the comparison."""
+        (gradient,), (output, query, key, value) = gradients, ctx.saved_tensors
+        one: _Comparison = ctx.compare
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            call = replace(one.call, query=query, key=key, value=value)
+            one.switches.compare(one.module, call, gradient, output)
+        return gradient, None, None, None, None, None
+
+
+def _through(
+    call: AttentionCall, part: LawPart, rotary: Rotary | None, keys: VisibleKeys
+) -> Tensor:
+    """The output of a call whose heads all have one law, (B, H, L, E)."""
+    scaling, window = scaling_and_window(part)
+    heads = call.query.shape[1]
+    if scaling is not None:
+        laws = HeadLaws(scaling, window=window)
+        factor = query_factor(laws, keys.count, heads, call.query.dtype)
+        call = replace(call, query=call.query * factor.unsqueeze(-1))
+    return read_through(call, [window] * heads, rotary, lambda: call.rebuild(False)[0], keys)
+
+
+def with_temperature(best: LawPart, train_length: int, to: int) -> LawPart | None:
+    """A window with factors of 1 up to the trained length, and 1 + 0.1 ln(n / T) beyond.
+
+    None if ``best`` has a scaling already.
+    """
+    return _warm(best, 1.0, train_length, to) if isinstance(best, Window) else None
+
+
+def mixed(
+    model: torch.nn.Module,
+    best: LawPart,
+    others: Sequence[LawPart],
+    slopes: Mapping[str, Tensor],
+    away: Sequence[float],
+    train_length: int,
+    to: int,
+) -> list[LawRemedy]:
+    """Laws that give each head what should lower the loss.
+
+    Derivatives are drawn towards the mean of all heads, the more the larger their errors are, and
+    those of a window are shifted so that their sum is what it was measured to do in all heads. The
+    first law gives each head the window with the lowest one, the second also a temperature where
+    its derivative is beyond its error.
+
+    Args:
+        model: the model.
+        best: as in :func:`head_slopes`.
+        others: as in :func:`head_slopes`; the last one is that of :func:`with_temperature` where
+            there is one.
+        slopes: what :func:`head_slopes` returned.
+        away: measured differences of the loss, if all heads have one of the other windows.
+        train_length: tokens of the windows that it was trained on.
+        to: tokens that it is to read.
+
+    Returns:
+        The laws that differ from ``best``: none, one or two.
+    """
+    places = [(name, head) for name, part in slopes.items() for head in range(part.shape[1])]
+    value, error = _shrunk(torch.cat(list(slopes.values()), 1))
+    warm = with_temperature(best, train_length, to)
+    windows = [one for one in others if one != warm]
+    own, sums = value[: len(windows)], torch.tensor(away, dtype=value.dtype)
+    own = own + ((sums - own.sum(1)) / len(places))[:, None]
+    least = torch.cat([torch.zeros_like(value[:1]), own]).argmin(0).tolist()
+    chosen = dict(zip(places, ([best, *windows][index] for index in least), strict=True))
+    laws = {"window by head": chosen} if any(least) else {}
+    if warm is not None:
+        signs = torch.where(value[-1].abs() > error[-1], -value[-1].sign(), 0.0).tolist()
+        if any(signs):
+            laws["window and temperature by head"] = {
+                place: _warm(part, sign, train_length, to)
+                if sign and isinstance(part, Window)
+                else part
+                for (place, part), sign in zip(chosen.items(), signs, strict=True)
+            }
+    return [LawRemedy(name, Law.of(model, law)) for name, law in laws.items()]
+
+
+def _warm(window: Window, sign: float, train_length: int, to: int) -> LawPart:
+    """A window with factors of 1 ± 0.1 ln(n / T) beyond the trained length T."""
+    last = 1 + sign * _TEMPERATURE * math.log(to / train_length)
+    return HeadTable([[1.0, last]], lengths=[train_length, to]), window
+
+
+def _shrunk(slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over parts of the rows, (others, heads), drawn towards their mean, and their errors.
+
+    The sums are taken for normally distributed around a true value, and that around the mean.
+    """
+    parts = slopes.shape[-1]
+    value, noise = slopes.sum(-1), parts * slopes.var(-1)
+    mean = value.mean(-1, keepdim=True)
+    spread = (value.var(-1, keepdim=True) - noise.mean(-1, keepdim=True)).clamp(min=0)
+    weight = spread / (spread + noise).clamp(min=torch.finfo(slopes.dtype).tiny)
+    return mean + weight * (value - mean), (weight * noise).sqrt()

@@ -1,0 +1,122 @@
+"""Laws by head: one backward pass for all heads, decided by the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import acutance
+from acutance.calibration.losses import NextToken
+from acutance.experiments.models import texts
+from acutance.experiments.models.trained import decoder
+from acutance.extending.by_head import head_slopes
+from acutance.judging import LawRemedy
+from acutance.scaling import HeadTable, Window
+
+TRAINED = 128
+SMALL = "window:size=64,far=group,group=4,beyond=128"
+LARGE = "window:size=64,far=group,group=3,beyond=128"
+
+
+@pytest.fixture(scope="module")
+def windows() -> Tensor:
+    """Windows of 512 bytes of files that the decoder was not trained on."""
+    held_out = texts.read(texts.files("held out"))
+    return texts.sample_windows(held_out, 512, 8, torch.Generator().manual_seed(0))
+
+
+def extend(windows: Tensor, laws: Any, **options: Any) -> acutance.Extension:
+    given: dict[str, Any] = {"train_length": TRAINED, "laws": laws, "entropy": False} | options
+    return acutance.extend(decoder(), windows.shape[1], windows, **given)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_slope_is_the_derivative_of_the_loss(windows: Tensor, layer: int) -> None:
+    """Against two changes of one head, so small that the loss is nearly linear in them."""
+    model, loss = decoder().double(), NextToken()
+    best, batch = Window(64, far="group", group=4, beyond=TRAINED), {"input_ids": windows[:1, :256]}
+    two = [(HeadTable([factor]), best) for factor in (1.01, 0.99)]
+    slopes = head_slopes(model, loss, batch, best, two)
+    name = list(slopes)[layer]
+    for head in range(4):
+        change = []
+        for other in two:
+            law: dict[Any, Any] = {(one, each): best for one in slopes for each in range(4)}
+            with acutance.apply(model, law | {(name, head): other}):
+                change.append(float(loss.score(model, batch).loss[0, 1:].mean()))
+        found = slopes[name][:, head].sum(-1)
+        assert float(found[0] - found[1]) == pytest.approx(change[0] - change[1], rel=0.01)
+
+
+def test_heads_get_windows_of_their_own(windows: Tensor, tmp_path: Path) -> None:
+    """A law by head is tried after the best window, decided by the loss, and can be loaded."""
+    laws = [SMALL, LARGE]
+    one, found = (extend(windows, laws, by_head=by_head) for by_head in (False, True))
+    assert {x.name for x in one.tried} == set(laws)
+    extra = {x.name: x for x in found.tried if x.name not in laws}
+    assert set(extra) <= {"window by head", "window and temperature by head"}
+    assert extra
+    assert all(x.within == 0 for x in extra.values())
+    assert found.chosen is not None
+    assert found.chosen.name in extra
+    assert one.chosen is not None
+    gain = found[found.chosen.name].beyond.delta - one[one.chosen.name].beyond.delta
+    assert gain < -0.005  # on windows that no choice was made on
+    assert isinstance(found.chosen, LawRemedy)
+    assert isinstance(found.chosen.law, acutance.Law)
+    found.chosen.law.save(tmp_path / "law.json")
+    law = acutance.Law.load(tmp_path / "law.json")
+    assert {head for _, laws in law.layers for head, _ in laws.windows} == {0, 1, 2, 3}
+    model, batch = decoder(), {"input_ids": windows[4:]}
+    with acutance.apply(model, law):
+        loss = NextToken().score(model, batch).loss[:, TRAINED + 1 :]
+    part = found[found.chosen.name].beyond
+    assert part.loss + part.delta == pytest.approx(float(loss.mean()), abs=1e-5)
+
+
+def test_what_is_unchanged_is_read_once(windows: Tensor) -> None:
+    """From kept keys of the first tokens, a change has the losses of a whole run."""
+    model, lengths = decoder(), []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        given: dict[str, Any] = {"train_length": TRAINED, "by_head": False, "entropy": False}
+        found = acutance.extend(model, 256, windows[:4, :256], laws=SMALL, **given)
+    finally:
+        handle.remove()
+    whole = [one for one in lengths if one > TRAINED]
+    assert len(whole) == 4 + 1  # as it is, and one look at the model
+    with acutance.apply(model, acutance.judging.named_remedy(SMALL).law):
+        loss = NextToken().score(model, {"input_ids": windows[2:4, :256]}).loss[:, TRAINED + 1 :]
+    part = found[SMALL].beyond
+    assert part.loss + part.delta == pytest.approx(float(loss.mean()), abs=1e-5)
+    assert found[SMALL].within.delta == 0
+
+
+def test_a_backward_pass_is_not_repeated(
+    windows: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    whole = extend(windows[:5, :256], [SMALL, LARGE], save=state)
+    before = state.read_bytes()
+
+    def never(*_: Any) -> None:
+        raise AssertionError("the state has the derivatives")
+
+    monkeypatch.setattr("acutance.extending.runs.head_slopes", never)
+    again = extend(windows[:5, :256], [SMALL, LARGE], save=state, resume=True)
+    assert again.finals == whole.finals
+    assert again.seconds == whole.seconds
+    assert state.read_bytes() == before
+
+
+def test_a_budget_leaves_the_best_window(windows: Tensor) -> None:
+    """Where there is no time for a backward pass, the window for all heads is the answer."""
+    found = extend(windows[:4], [SMALL, LARGE], budget=1e-6)
+    assert not found.complete
+    assert "window by head" not in {x.name for x in found.tried}
