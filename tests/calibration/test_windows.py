@@ -214,10 +214,15 @@ def test_heads_and_layers_have_windows_of_their_own(
     assert stored.layers[1][1].window == whole
 
 
-@pytest.mark.parametrize("window", [WINDOWS[3], WINDOWS[6], WINDOWS[8]], ids=str)
-def test_a_cache_gives_what_one_pass_gives(
-    llama: nn.Module, tokens: Tensor, window: Window
-) -> None:
+@pytest.mark.parametrize(
+    "window",
+    [
+        *(WINDOWS[3], WINDOWS[6], WINDOWS[8]),
+        {(layer, head): WINDOWS[6 + head % 2] for layer in range(2) for head in range(4)},
+    ],
+    ids=["drop", "clamp", "group", "by head"],
+)
+def test_a_cache_gives_what_one_pass_gives(llama: nn.Module, tokens: Tensor, window: Any) -> None:
     """In chunks and token by token, with a dynamic cache and a static one."""
     from transformers import DynamicCache, StaticCache
 
@@ -372,15 +377,15 @@ def test_gradients_are_those_of_the_scores(llama: nn.Module, tokens: Tensor) -> 
 # -- the probe ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "every"), [(False, False), (True, False), (False, True)])
 def test_a_probe_measures_what_is_read(
-    llama: nn.Module, tokens: Tensor, run: Callable[..., Tensor], padded: bool
+    llama: nn.Module, tokens: Tensor, run: Callable[..., Tensor], padded: bool, every: bool
 ) -> None:
     """Entropies, first weights and counts of every row are those of the reference's weights."""
     far = Window(5, sinks=2, sink_positions="window", far="group", group=2, beyond=8)
-    near = Window(4, sinks=1)
-    law = {0: near, (1, 0): far, (1, 3): Window(6, far="clamp")}
-    heads = {0: far, 3: Window(6, far="clamp")}
+    near, clamp = Window(4, sinks=1), Window(6, far="clamp")
+    heads = {0: near, 1: clamp, 2: near, 3: clamp} if every else {0: far, 3: clamp}
+    law = {0: near} | {(1, head): window for head, window in heads.items()}
 
     def windows(layer: int, head: int) -> Window | None:
         return heads.get(head) if layer else near

@@ -58,7 +58,7 @@ def begins_beyond(model: torch.nn.Module, remedy: Remedy, length: int) -> bool:
 
     Example:
         >>> from acutance.experiments.models.trained import decoder
-        >>> from acutance.judging import as_remedies
+        >>> from acutance.judging.remedies import as_remedies
         >>> names = ["window:size=64,beyond=128", "window:size=64", "rope:linear,factor=2"]
         >>> [begins_beyond(decoder(), one, 128) for one in as_remedies(names)]
         [True, False, False]
