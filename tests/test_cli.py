@@ -228,7 +228,12 @@ def test_help_is_grouped_and_switches_have_no_type(
     for command in ((), *((name,) for name in typer.main.get_command(app).commands)):
         assert "<bool>" not in run(*command, "--help").output
     text = run("probe", "--help").output
-    for heading in ("What to read", "What to write", "Spend less", "Many machines"):
+    for heading in (
+        "What to read",
+        "What to write",
+        "Time and cost",
+        "Long runs, several machines",
+    ):
         assert heading in text
     (rest,) = re.findall(r"╭─ Options ─.*?╰─", text, re.DOTALL)
     assert re.findall(r"--[a-z-]+", rest) == ["--help"]

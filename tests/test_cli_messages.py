@@ -85,6 +85,6 @@ def test_a_failed_download_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_law_without_its_parameters_is_told_once() -> None:
-    with pytest.raises(ValueError, match="log_n needs parameters") as caught:
+    with pytest.raises(ValueError, match="law: log_n needs parameters") as caught:
         named_law("log_n")
     assert str(caught.value).count("parameters") == 1

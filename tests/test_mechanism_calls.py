@@ -207,7 +207,7 @@ def test_half_precision_in_half_precision_out(weights: str) -> None:
             r"sinks must have shape \(Hq,\) = \(4,\), got \(3,\)",
         ),
         ({"weights": 1}, TypeError, "weights must be a name or a Weighting, got int"),
-        ({"score": lambda q, k, start: q}, ValueError, "the score function gives"),
+        ({"score": lambda q, k, start: q}, ValueError, "the score function must return"),
     ],
 )
 def test_bad_input_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -102,7 +102,11 @@ def _documents(
 
 
 def _ids_from_lengths(cu_seqlens: Tensor, keys: int) -> Tensor:
-    """Document ids (S,) from cumulative lengths; raises unless they rise from 0 to S."""
+    """Document ids (S,) from cumulative lengths of documents, which may be empty.
+
+    Raises:
+        ValueError: if the lengths decrease, or do not start at 0 and end at S = ``keys``.
+    """
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or cu_seqlens.numel() < 2:
         raise ValueError(

@@ -67,8 +67,8 @@ def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str
         raise ValueError(f"it is larger than {largest >> 20} MiB")
     try:
         text = place.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8 text") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text: {error.reason} at byte {error.start}") from None
     return parse_json(text)
 
 

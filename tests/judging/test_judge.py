@@ -278,11 +278,11 @@ def test_another_run_is_not_resumed(
     [
         ({"windows": ids(1, 16)}, ValueError, "at least 2 windows of 16 tokens, got 1"),
         ({"laws": []}, ValueError, "at least one law"),
-        ({"laws": "nothing"}, ValueError, "there is no file nothing"),
+        ({"laws": "nothing"}, ValueError, "'nothing' is neither a file"),
         ({"laws": ["ssmax", "ssmax"]}, ValueError, "'ssmax' twice"),
         ({"laws": 7}, TypeError, "law must be a scaling or its name"),
         ({"laws": "off:a.b"}, ValueError, "heads must be LAYER.HEAD"),
-        ({"laws": "off:0.9"}, ValueError, "the layer has 4 heads"),
+        ({"laws": "off:0.9"}, ValueError, "the layer has heads 0 to 3"),
         ({"model": "bert-base", "loss": "next_token"}, LossError, "no language-model head"),
         ({"model": "bert"}, LossError, "predicts masked tokens: pass loss=MaskedTokens"),
         ({"model": "t5"}, LossError, "encoder-decoder"),

@@ -90,10 +90,10 @@ def test_several_texts_are_the_samples(run: Callable[..., Any], tmp_path: Path) 
     ("options", "code", "said"),
     [
         ((), 2, "name at least one law to judge"),
-        (("--law", "ssmax", "--law", "ssmax"), 2, "a law is given twice"),
-        (("--law", "nothing"), 1, "there is no file nothing"),
+        (("--law", "ssmax", "--law", "ssmax"), 2, "ssmax is given twice"),
+        (("--law", "nothing"), 1, "'nothing' is neither a file"),
         (("--law", "off:7.0"), 1, "it has 3 blocks, 0 to 2"),
-        (("--law", "off:0.7"), 1, "the layer has 4 heads"),
+        (("--law", "off:0.7"), 1, "the layer has heads 0 to 3"),
         (("--law", "off:x"), 1, "heads must be LAYER.HEAD"),
         (("--law", "ssmax", "--lengths", "4096"), 1, "at least 2 windows of 4096 tokens, and the"),
         (("--law", "ssmax", "--lengths", "64,32"), 2, "lengths must be at least 2 and ascending"),

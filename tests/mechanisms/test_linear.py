@@ -429,7 +429,10 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
         (-0.5, "got -0.5"),
         (math.nan, "got nan"),
         (torch.tensor([0.5, 0.5, 2.0, 0.5]), "got 2"),
-        (torch.tensor([0.5, 0.5]), r"decay must be one number or \(Hq,\) = \(4,\), got \(2,\)"),
+        (
+            torch.tensor([0.5, 0.5]),
+            r"decay must be one number or have shape \(Hq,\) = \(4,\), got \(2,\)",
+        ),
     ],
 )
 def test_a_decay_outside_its_range_is_named(decay: Any, message: str) -> None:

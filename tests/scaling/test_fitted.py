@@ -222,7 +222,7 @@ def test_a_polynomial_that_ends_above_one_has_no_limit() -> None:
             r"factors must have shape \(Hq,\) without lengths",
         ),
         (lambda: HeadTable([1.0, [2.0]]), ValueError, "got a mixture of numbers and rows"),
-        (lambda: HeadTable(3.0), TypeError, "factors must be a table of numbers, got float"),
+        (lambda: HeadTable(3.0), TypeError, "factors must be numbers, one for each head"),
         (lambda: HeadTable([1.0], [512]), ValueError, "one factor for each of the 1 lengths"),
         (lambda: HeadTable([[1.0, 2.0]], [512]), ValueError, r"of the 1 lengths, got \[2\]"),
         (

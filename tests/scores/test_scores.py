@@ -327,9 +327,11 @@ def test_functions_are_scores() -> None:
     q, k = rand(1, 2, 3, 4), rand(1, 2, 5, 4)
     torch.testing.assert_close(score.tile(q, k, 2), 2 - torch.cdist(q, k))
     assert score.prepare(q, k) == (score, q, k)
-    with pytest.raises(ValueError, match=r"score function gives \(B, Hq, l, s\) = \(1, 2, 3, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"score function must return \(B, Hq, L, S\) = \(1, 2, 3, 5\)"
+    ):
         FunctionScore(lambda q, k, start: q).tile(q, k)
-    with pytest.raises(TypeError, match="the score function gives a Tensor, got int"):
+    with pytest.raises(TypeError, match="the score function must return a Tensor, got int"):
         FunctionScore(lambda q, k, start: 3).tile(q, k)  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match="function must be callable, got int"):
         FunctionScore(3)  # type: ignore[arg-type]

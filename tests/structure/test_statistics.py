@@ -302,7 +302,7 @@ def test_nothing_to_read() -> None:
             r"positions must have shape \(7,\) or \(2, 7\)",
         ),
         ({"tokens": [1]}, TypeError, "tokens must be a Tensor, got list"),
-        ({"special": [1]}, ValueError, "special needs tokens"),
+        ({"special": [1]}, ValueError, r"special=\[1\] needs the token ids"),
         ({"critical_every": -1}, ValueError, "critical_every must be at least 0, got -1"),
         ({"critical_every": 1.5}, TypeError, "critical_every must be an integer, got 1.5"),
         ({"softcap": 0.0}, ValueError, "softcap"),

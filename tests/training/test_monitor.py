@@ -336,7 +336,7 @@ def test_state_goes_through_json_and_warns_of_no_head_again() -> None:
     with pytest.raises(ValueError, match="the state of an AttentionMonitor has measured, steps"):
         again.load_state_dict({"steps": 3})
     with pytest.raises(
-        ValueError, match="told must contain a kind, a module and a head each, got 5"
+        ValueError, match=r"'told' of the state must be a list of \(kind, module, head\), got 5"
     ):
         again.load_state_dict({"steps": 3, "measured": 1, "told": [5]})
 

@@ -184,7 +184,7 @@ class _Call:
         return self
 
     def _softmax(self, **changes: Tensor | float | None) -> _Call:
-        """Replace the weighting by softmax, and fields of the rule by ``changes``."""
+        """A copy of the call with softmax weights, and ``changes`` to fields of its rule."""
         rule = replace(self.inputs.rule, **changes)  # type: ignore[arg-type]
         return replace(self, inputs=self.inputs._replace(rule=rule), weighting=_SOFTMAX)
 

@@ -80,11 +80,11 @@ def query_factor(
 
     Args:
         laws: calibrated laws of the layer's heads.
-        n: number of visible keys, (B or 1, Hq or 1, L); a scaling counts those that a window
-            leaves.
+        n: number of visible keys, (B or 1, Hq or 1, L), before a law's window hides any; this
+            function subtracts those that the window hides.
         heads: number of query heads of the call.
-        dtype: of the query and the result; the factor is computed in float32, or in float64 for
-            float64.
+        dtype: of the query and the result. Factors of float16 and bfloat16 queries are computed in
+            float32 and rounded at the end.
         entropy: of the unscaled rows, (B, Hq, L), if a law needs it.
 
     Raises:

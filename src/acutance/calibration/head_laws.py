@@ -123,19 +123,15 @@ class HeadLaws:
     def from_dict(cls, name: str, record: object) -> HeadLaws:
         """Inverse of :meth:`to_dict`; ``name`` is the layer's, for error messages."""
         if not isinstance(record, dict) or not record or set(record) - {"whole", "heads"}:
-            raise ValueError(
-                f"layer {name!r:.60} must have a scaling under 'whole' or some under 'heads'"
-            )
+            raise ValueError(f"layer {name!r:.60} must be an object with 'whole', 'heads' or both")
         laws = cls()
         if "whole" in record:
             laws = laws.with_part(name, None, read_part(name, record["whole"]))
         heads = record.get("heads", {})
         if not isinstance(heads, dict) or ("heads" in record and not heads):
-            raise ValueError(
-                f"layer {name!r:.60} must have a scaling under 'whole' or some under 'heads'"
-            )
+            raise ValueError(f"'heads' of layer {name!r:.60} must be an object with a head")
         if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
-            raise ValueError(f"heads of layer {name!r:.60} must be whole numbers")
+            raise ValueError(f"'heads' of layer {name!r:.60} must have whole numbers as names")
         for head, part in heads.items():
             laws = laws.with_part(name, int(head), read_part(f"{name}, {head}", part))
         return laws

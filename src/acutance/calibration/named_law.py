@@ -62,7 +62,9 @@ def _named(text: str) -> AnyLaw:
         try:
             return get(text)
         except ValueError as error:
-            raise ValueError(f"law: there is no file {text}, and {error}") from error
+            raise ValueError(
+                f"law: {text!r} is neither a file nor the name of a law: {error}"
+            ) from error
     return Law.load(text)
 
 
@@ -73,7 +75,7 @@ def _from_parameters(name: str, parameters: str) -> Scaling | Window:
             scaling = get(name)
         except ValueError as error:
             raise ValueError(
-                f"law: {name} needs parameters, as in log_n:train_length=512"
+                f"law: {name} needs parameters, for example log_n:train_length=512"
             ) from error
         assert isinstance(scaling, Scaling)
         return scaling

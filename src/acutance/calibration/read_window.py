@@ -369,7 +369,7 @@ class _Part:
         )
 
     def _moved(self, x: Tensor, by: Tensor) -> Tensor:
-        """Queries or keys rotated ``by`` positions."""
+        """Queries or keys with their positions increased by ``by``, through their rotary angles."""
         assert self.rotary is not None
         return self.rotary.moved(x, by)
 

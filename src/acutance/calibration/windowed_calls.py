@@ -229,7 +229,7 @@ def masked_arguments(laws: HeadLaws, call: AttentionCall, given: dict[str, Any])
             head that the call does not have.
     """
     if any(given[part].is_nested for part in ("query", "key", "value")):
-        raise ValueError("its tensors are nested, which windows cannot hide keys of")
+        raise ValueError("its tensors are nested, and a window applies only to dense tensors")
     windows = laws.windows_by_head(call.query.shape[1])
     keys = VisibleKeys.of(call)
     if all(window is None or keys.most <= window.unchanged for window in windows):
@@ -260,12 +260,18 @@ def masked_scores(
     """
     _refuse_moves(laws)
     if dim not in (-1, scores.dim() - 1):
-        raise ValueError("its keys are not the last dimension of its scores, as windows need")
+        raise ValueError(
+            "a window needs scores (..., L, S) with the keys in the last dimension, but its "
+            f"softmax is over dimension {dim} of {tuple(scores.shape)}"
+        )
     if scores.dim() == 2:
         return masked_scores(laws, scores[:, None], -1, heads, narrow)[:, 0]
     windows = [laws.window] if laws.window is not None else laws.windows_by_head(heads or 0)
     if laws.window is None and (scores.dim() < 4 or scores.shape[-3] != heads):
-        raise ValueError("its scores have no dimension of heads, as windows of heads need")
+        raise ValueError(
+            f"windows that differ between heads need scores (..., {heads or 'heads'}, L, S), but "
+            f"its scores have shape {tuple(scores.shape)}"
+        )
     with torch.no_grad(), torch._C.DisableTorchFunction():
         seen = torch.logical_not(hidden_scores(scores.detach(), narrow))
         four = seen.flatten(0, -4) if seen.dim() > 3 else seen[None]

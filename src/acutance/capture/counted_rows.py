@@ -208,9 +208,20 @@ class RowReader:
     def _record_rows(
         self, module: str, cross: bool, real: RealRows | None, batch: int, queries: int
     ) -> RealRows:
-        """Return the real rows, and remember those of self-attention for cross-attention.
+        """Which rows of a call are real, not padding; of self-attention they are also remembered.
 
-        Cross-attention with unknown rows uses those of the self-attention before it in its block.
+        Cross-attention whose real rows are unknown has those of the self-attention before it in the
+        same block.
+
+        Args:
+            module: name of the module that made the call.
+            cross: whether it is cross-attention.
+            real: the real rows as known so far; None if unknown.
+            batch: number of sequences.
+            queries: number of queries.
+
+        Returns:
+            The real rows; ``RealRows(None, "")``, which counts every row, if they are unknown.
         """
         if not cross:
             real = RealRows(None, "") if real is None else real

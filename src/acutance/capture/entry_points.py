@@ -278,7 +278,7 @@ class EntryPoints:
         return id(module) in self._roots or (id(module) in self._inside and not is_rerun)
 
     def follows(self, module: torch.nn.Module) -> bool:
-        """Whether this module is to be followed, in a forward pass of this thread."""
+        """Whether to report the start and end of this module's call: it is inside a pass."""
         return id(module) in self._inside and self._in_pass()
 
     @contextmanager

@@ -333,12 +333,18 @@ class Listener:
     # -- passes that are watched at doors ---------------------------------------------------------
 
     def note_function(self) -> None:
-        """Note a call of a function that is or may be attention: passes must be followed."""
+        """Note that the model calls a function that is or may be attention directly.
+
+        Every module and function of its passes is then followed, not only transformers' interface.
+        """
         if self._follower.is_library is not False and self.modules.running() is not None:
             self._follower.is_library = False
 
     def _watch_entry_points(self) -> None:
-        """Stop following passes after one in which all attention used transformers' interface."""
+        """Replace hooks on every module and function by watching transformers' interface only.
+
+        Called after a pass in which all attention used that interface; this costs less.
+        """
         if not self._in_home_thread() or self._context is None:
             return
         if self._follower.watch(self._mask_modules, modes=1):
@@ -361,16 +367,25 @@ class Listener:
         return threading.get_ident() == self._home
 
     def _on_pass_begin(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """Handle the start of a pass that is watched only at its entry points.
+        """Handle the start of a pass in which only attention functions are watched.
 
-        If the model changed, go back to following passes: with hooks on every module and
-        interception of every torch function.
+        Args:
+            module: the module that is called.
+            unchanged: whether the model is as it was when watching began; if not, every module and
+                function is followed again.
         """
         if not unchanged and self._in_home_thread():
             self._follow_again(None)
 
     def _on_attention(self, in_pass: bool, fewer_than_3d: bool) -> None:
-        """Before an attention function runs, return to following passes unless it is unrelated."""
+        """Before a watched attention function runs, follow every module and function again.
+
+        Args:
+            in_pass: whether the function is called inside a forward pass of the model.
+            fewer_than_3d: whether its first argument has too few dimensions to be attention.
+
+        Nothing is done for a call outside the model or with too few dimensions.
+        """
         if self.muted() or fewer_than_3d or not self._in_home_thread():
             return
         if in_pass or self.modules.running() is not None:
@@ -378,5 +393,5 @@ class Listener:
             self._follow_again(False)
 
     def _on_pass_end(self, module: torch.nn.Module) -> None:
-        """Handle the end of a pass watched at entry points."""
+        """Handle the end of a pass in which only attention functions are watched."""
         self.modules.thread.joined_late = False

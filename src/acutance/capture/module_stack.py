@@ -323,7 +323,10 @@ def follow_inputs(
     modules: Iterable[torch.nn.Module],
     react: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None],
 ) -> Iterator[None]:
-    """Context that calls ``react(module, args, kwargs)`` after each of their forward passes."""
+    """Context that calls ``react(module, args, kwargs)`` after each forward pass of ``modules``.
+
+    ``args`` and ``kwargs`` are the inputs of that pass.
+    """
     with _follow_results(modules, lambda module, args, kwargs, _: react(module, args, kwargs)):
         yield
 
@@ -332,7 +335,7 @@ def follow_inputs(
 def follow_outputs(
     modules: Iterable[torch.nn.Module], react: Callable[[torch.nn.Module, Any], None]
 ) -> Iterator[None]:
-    """Context that calls ``react(module, output)`` after each forward pass of these modules."""
+    """Context that calls ``react(module, output)`` after each forward pass of ``modules``."""
     with _follow_results(modules, lambda module, args, kwargs, output: react(module, output)):
         yield
 
@@ -341,7 +344,7 @@ def follow_outputs(
 def _follow_results(
     modules: Iterable[torch.nn.Module], react: Callable[..., None]
 ) -> Iterator[None]:
-    """Context that calls ``react(module, args, kwargs, output)`` after each forward pass."""
+    """Context that calls ``react(module, args, kwargs, output)`` after each pass of ``modules``."""
     meant = {id(module): module for module in modules}  # holds them: an id is theirs alone
 
     def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -56,7 +56,11 @@ class PassFollower:
 
     @contextmanager
     def follow(self, is_library: bool | None = None) -> Iterator[None]:
-        """Context in which forward passes are followed."""
+        """Context in which every module of the model's forward passes is followed by hooks.
+
+        ``is_library`` states whether the model is only PyTorch and transformers code; None finds
+        out when it matters.
+        """
         self.is_library, self._running = is_library, 0
         self.interface_modules.clear()
         self._roots.clear()
@@ -121,7 +125,7 @@ class PassFollower:
             return True
 
     def follow_again(self) -> bool:
-        """Return to following passes; whether entry points were watched until now."""
+        """Put hooks on every module again; returns False if they were there already."""
         with self.lock:
             if self._entry_points is None:
                 return False

@@ -78,16 +78,19 @@ class Changer(Protocol):
 
 
 class Instead(Protocol):
-    """Computes a call in the function's stead."""
+    """Computes an attention call in place of the model's attention function."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function would return, for its arguments."""
+        """Compute and return what the attention function returns for these arguments."""
 
     def read(self, name: str) -> AttentionCall:
-        """The call whose rows are what is computed; ``name`` is its module's.
+        """A single attention call with the same rows as :meth:`run` computes.
+
+        Args:
+            name: the module's name.
 
         Raises:
-            ValueError: if no single call is; the message is the reason.
+            ValueError: if no single call has these rows; the message is the reason.
         """
 
 
@@ -138,9 +141,10 @@ class Receiver(Protocol):
         """Receive one attention call.
 
         Args:
-            call: its arguments; ``call.module`` is ``name``, or ``name#1`` for the second in a
-                pass.
-            output: returns the model's output (B, Hq, L, Ev); None if it is unknown.
+            call: its arguments. ``call.module`` is the module's name; for its second, third, ...
+                call in a forward pass the name with ``#1``, ``#2``, ...
+            output: returns the output of the attention (B, Hq, L, Ev), as the model computed it;
+                None if it is unknown.
             module: the module that made the call.
         """
 

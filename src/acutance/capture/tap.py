@@ -98,7 +98,7 @@ class Tap:
         self._quiet = ExitStack()
 
     def only(self, observer: FunctionObserver) -> Tap:
-        """Report to one probe only, if it is open."""
+        """Report to ``observer`` only, or to none if it is not among the open ones; return self."""
         self._observers = [candidate for candidate in self._observers if candidate is observer]
         return self
 

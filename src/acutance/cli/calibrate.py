@@ -9,7 +9,7 @@ import typer
 from acutance.cli.options import (
     FIT,
     LESS,
-    MANY,
+    LONG,
     READ,
     WRITE,
     AllowMissing,
@@ -52,12 +52,19 @@ class CalibrateOptions:
     model: Model = None
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", metavar="FILE", help="Text file to read; can be repeated."),
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text file to fit to; repeat it for more. Default: the included text.",
+        ),
     ] = None
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="LAW", help="Write the law to this file, for 'probe --law'."
+            "--out",
+            "-o",
+            metavar="LAW",
+            help="Write the law to this file, for 'probe --law', 'judge --law' and acutance.apply.",
         ),
     ] = None
     target: Annotated[
@@ -66,9 +73,10 @@ class CalibrateOptions:
             "--target",
             metavar="METRIC[=VALUE]",
             help=(
-                "Metric to keep constant: entropy, normalized_entropy, effective_keys, "
-                "top_weight, or max_logit as an upper bound. Without a value: each head's "
-                "value at --reference. Or loss: factors that lower the model's loss."
+                "What the factors achieve: a mean per head that is the same at every length "
+                "(entropy, normalized_entropy, effective_keys or top_weight), a maximum "
+                "(max_logit), or a lower loss (loss). VALUE: the mean or maximum to reach. "
+                "Default: each head's value at --reference."
             ),
         ),
     ] = "entropy"
@@ -78,8 +86,8 @@ class CalibrateOptions:
             "--lengths",
             metavar="N,...",
             help=(
-                "Window lengths to measure, ascending. Default: the model's maximum and its "
-                "halves down to 1/8."
+                "Window lengths to fit at, ascending. Default: 1/8, 1/4, 1/2 and all of the "
+                "model's maximum length."
             ),
         ),
     ] = None
@@ -89,14 +97,22 @@ class CalibrateOptions:
             "--windows",
             min=0,
             help=(
-                "Maximum number of windows of each length, spread over the text; 0 reads all. "
-                "More windows take longer and reduce noise. Default: 64; 24 for the loss."
+                "Maximum number of windows of each length, spread over the text; 0: all. "
+                "More windows take longer and reduce noise. Default: 64; 24 with --target loss."
             ),
         ),
     ] = None
     reference: Annotated[
         int | None,
-        typer.Option("--reference", min=2, help="Training length. Default: the shortest length."),
+        typer.Option(
+            "--reference",
+            metavar="N",
+            min=2,
+            help=(
+                "Length at which every head keeps its present value (factor 1), usually the "
+                "training length. One of --lengths. Default: the shortest."
+            ),
+        ),
     ] = None
     law: Annotated[
         str,
@@ -104,16 +120,30 @@ class CalibrateOptions:
             "--law",
             metavar="NAME",
             help=(
-                "A factor per length (table), or a family to fit: constant, ssmax, log_n, "
-                "sqrt_log_n, clip_log_n. For the loss: table or constant."
+                "Form of the law: one factor per length (table), or a function of n: constant, "
+                "ssmax, log_n, sqrt_log_n or clip_log_n. With --target loss: table or constant."
             ),
         ),
     ] = "table"
     passes: Annotated[
-        int, typer.Option("--passes", min=2, help="Maximum number of passes over the text.")
+        int,
+        typer.Option(
+            "--passes",
+            metavar="N",
+            min=2,
+            help=(
+                "Maximum number of passes over the text. Each measures with the factors of the "
+                "pass before and improves them."
+            ),
+        ),
     ] = 6
     limit: Annotated[
-        float, typer.Option("--limit", help="Limit factors to between 1/LIMIT and LIMIT.")
+        float,
+        typer.Option(
+            "--limit",
+            metavar="FACTOR",
+            help="Keep every factor between 1/FACTOR and FACTOR.",
+        ),
     ] = 16.0
     windowed: Annotated[
         bool, typer.Option("--windowed", help="Also fit layers with a sliding window.")
@@ -123,7 +153,10 @@ class CalibrateOptions:
         typer.Option(
             "--batch-size",
             min=1,
-            help="Number of the longest windows that run at once; always 1 for the loss.",
+            help=(
+                "Windows of the longest length per batch; batches of shorter windows have as many "
+                "tokens. Always 1 with --target loss."
+            ),
         ),
     ] = 4
     seed: Annotated[
@@ -134,14 +167,20 @@ class CalibrateOptions:
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Save the state after every batch, for --resume; that of judging in FILE.judging.",
+            help=(
+                "Save the state to this file as windows finish, for --resume, and the losses of "
+                "the held-out text to FILE.judging."
+            ),
         ),
     ] = None
     even_if_worse: Annotated[
         bool,
         typer.Option(
             "--even-if-worse",
-            help="Write the law even if it raises the loss or could not be judged.",
+            help=(
+                "Write the law even if it raises the loss of the held-out text, or the loss could "
+                "not be measured."
+            ),
         ),
     ] = False
     save_every: SaveEvery = 1
@@ -164,14 +203,15 @@ class CalibrateOptions:
         FIT: "target reference law limit windowed passes",
         LESS: "windows batch_size seed",
         WRITE: "out even_if_worse json save overwrite",
-        MANY: "save_every resume",
+        LONG: "save_every resume",
     },
 )
 def calibrate(options: CalibrateOptions) -> None:
-    """Fit, for every head, the scale that keeps its attention equally focused at any length.
+    """Fit a law: for every head, a factor on its logits for each length of the input.
 
-    With --target loss, the scale that lowers the model's loss. Before the law is written, its
-    effect on the loss of held-out text is measured.
+    By default the factors keep attention equally focused at every length; with --target loss they
+    lower the model's loss. The end of the text is not used for fitting: on it, the model's loss is
+    measured with and without the law before the law is written.
     """
     check_outputs(
         {"--out": options.out, "--json": options.json, "--save": options.save},
@@ -306,7 +346,10 @@ def _shown(calibration: "Calibration") -> Any:
 
 
 def _load(options: CalibrateOptions, by_loss: bool) -> "tuple[TextModel | None, TextModel]":
-    """The model with its head, None where it has none and needs none, and without."""
+    """Load the model with its language-model head, and without.
+
+    The first is None if the model has no such head and ``by_loss`` does not need one.
+    """
     from acutance.corpus.load_model import HeadError
 
     try:
@@ -321,7 +364,10 @@ def _load(options: CalibrateOptions, by_loss: bool) -> "tuple[TextModel | None, 
 def _held_out(
     headed: "TextModel", texts: "list[Text]", longest: int, options: CalibrateOptions
 ) -> "HeldOut | None":
-    """The ends of texts that the law is judged on; None if there is too little and that is fine."""
+    """Split texts: the law is fitted to the beginnings and judged on the ends.
+
+    None, for no judging, if the text is too short and ``--even-if-worse`` is given.
+    """
     from acutance.judging.text_windows import hold_out
 
     try:
@@ -396,5 +442,5 @@ def _target(text: str) -> tuple[str, float | None]:
         return name, float(value)
     except ValueError as error:
         raise typer.BadParameter(
-            f"the value must be a number, got {value!r}", param_hint="--target"
+            f"the value after '=' must be a number, got {value!r}", param_hint="--target"
         ) from error

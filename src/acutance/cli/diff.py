@@ -57,7 +57,7 @@ class DiffOptions:
 
 @command(DiffOptions, {READ: "metric equal_n top", WRITE: "json csv figure dark"})
 def diff(options: DiffOptions) -> None:
-    """Compare two saved states: the heads that moved most, and whether beyond noise."""
+    """Compare two saved states: which heads changed most, and whether beyond noise."""
     targets = {"--json": options.json, "--csv": options.csv, "--figure": options.figure}
     check_outputs(targets, {"A": options.before, "B": options.after})
     check_figure("--figure", options.figure)

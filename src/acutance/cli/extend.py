@@ -8,7 +8,7 @@ import typer
 
 from acutance.cli.options import (
     LESS,
-    MANY,
+    LONG,
     READ,
     WRITE,
     AllowMissing,
@@ -146,7 +146,7 @@ class ExtendOptions:
         "trust_remote_code allow_pickle allow_missing",
         LESS: "windows final budget by_head entropy seed",
         WRITE: "out json save overwrite",
-        MANY: "resume",
+        LONG: "resume",
     },
 )
 def extend(options: ExtendOptions) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from acutance.cli.options import (
     LESS,
-    MANY,
+    LONG,
     READ,
     WRITE,
     AllowMissing,
@@ -48,8 +48,9 @@ class JudgeOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text that no law was fitted to; repeat for more. From 5 texts on, errors are "
-            "from text to text.",
+            help="Text to measure the loss on, to which no law was fitted; repeat it for more. "
+            "With 5 texts or more, standard errors come from the differences between texts, not "
+            "windows. Default: the included text.",
         ),
     ] = None
     law: Annotated[
@@ -57,9 +58,9 @@ class JudgeOptions:
         typer.Option(
             "--law",
             metavar="LAW",
-            help="What to judge; repeat for more: a file of 'calibrate -o', a name as ssmax or "
-            "log_n:train_length=512, RoPE settings as rope:yarn,factor=2, or heads to switch off, "
-            "off:LAYER.HEAD,...",
+            help="What to judge; required, repeat it for more. A file from 'calibrate -o', a name "
+            "such as ssmax or log_n:train_length=512, RoPE settings such as rope:yarn,factor=2, or "
+            "heads to switch off, such as off:3.1,4.0 (layer 3 head 1, layer 4 head 0).",
         ),
     ] = None
     lengths: Annotated[
@@ -67,20 +68,28 @@ class JudgeOptions:
         typer.Option(
             "--lengths",
             metavar="N,...",
-            help="Window lengths, ascending. Default: the model's longest, at most 512.",
+            help="Window lengths to compare at, ascending. Default: the model's maximum length, at "
+            "most 512.",
         ),
     ] = None
     windows: Annotated[
         int,
         typer.Option(
-            "--windows", min=0, help="Windows of the longest length, spread over the text; 0: all."
+            "--windows",
+            min=0,
+            help="Maximum number of windows of the longest length, spread over the text; 0: all. "
+            "Shorter windows are cut from these.",
         ),
     ] = 16
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the windows' positions.")] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Random seed for the choice of windows.")
+    ] = 0
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Save the state after every window, for --resume."
+            "--save",
+            metavar="FILE",
+            help="Save the state to this file as windows finish, for --resume.",
         ),
     ] = None
     save_every: SaveEvery = 1
@@ -102,11 +111,11 @@ class JudgeOptions:
         "allow_missing",
         LESS: "windows seed",
         WRITE: "json save overwrite",
-        MANY: "save_every resume",
+        LONG: "save_every resume",
     },
 )
 def judge(options: JudgeOptions) -> None:
-    """Compare a model's loss with and without laws for its scale, on the same windows."""
+    """Compare a model's loss with and without each law, on the same windows of text."""
     check_outputs(
         {"--json": options.json, "--save": options.save},
         {"MODEL": options.model, "--text": options.text, "--law": options.law},
@@ -116,9 +125,13 @@ def judge(options: JudgeOptions) -> None:
     )
     check_resume(options.resume, options.save)
     if not options.law:
-        raise typer.BadParameter("name at least one law to judge", param_hint="--law")
+        raise typer.BadParameter(
+            "name at least one law to judge, such as ssmax or a file from 'calibrate -o'",
+            param_hint="--law",
+        )
     if len(set(options.law)) < len(options.law):
-        raise typer.BadParameter("a law is given twice", param_hint="--law")
+        twice = next(law for law in options.law if options.law.count(law) > 1)
+        raise typer.BadParameter(f"{twice} is given twice", param_hint="--law")
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
         from acutance.files import as_json, put_text
@@ -198,7 +211,7 @@ class Judged:
 
     @property
     def sentences(self) -> list[str]:
-        """Verdicts, how they were found, and what to do."""
+        """Sentences: the verdicts, how they were measured, and which changes to make."""
         from acutance.judging.render import conclusion, sentences
 
         if self.comparison is None:
@@ -231,7 +244,7 @@ def check_judge(**options: object) -> None:
 
 
 def hold_out_windows(headed: "TextModel", texts: "list[Text]", length: int) -> "HeldOut":
-    """The ends of texts that a probe does not read, so that changes can be judged on them.
+    """Split texts: the probe reads the beginnings, the losses are measured on the ends.
 
     Raises:
         ValueError: if the text is too short.

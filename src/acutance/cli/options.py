@@ -26,7 +26,7 @@ Given = TypeVar("Given", bound="DataclassInstance")
 NO_TYPE = " "
 #: Headings of a help page with many options.
 READ, MEASURE, FIT, WRITE = "What to read", "What to measure", "What to fit", "What to write"
-LESS, MANY = "Spend less", "Many machines, long runs"
+LESS, LONG, MANY = "Time and cost", "Long runs", "Long runs, several machines"
 CHARTS = ("heads", "layers", "lengths", "theory")
 
 Model = Annotated[
@@ -165,8 +165,8 @@ JudgeChanges = Annotated[
     typer.Option(
         "--judge",
         help=(
-            "Leave out the ends of the texts, and measure there what the changes that the "
-            "statistics suggest do to the loss."
+            "Do not probe the ends of the texts. On them, measure the loss with each change that "
+            "the statistics suggest."
         ),
     ),
 ]

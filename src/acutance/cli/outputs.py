@@ -19,7 +19,13 @@ from acutance.files import holds_state, may_write, write_each
 
 __all__ = ["Overwrite", "check_outputs", "write_and_show"]
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing state file.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace an existing state file. Other outputs are always replaced.",
+    ),
+]
 Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
 #: What may go to standard output, instead of the table.
 _TEXTS = ("--json", "--csv")

@@ -315,9 +315,12 @@ def _run(
     law: "Law | None",
     world: "SingleProcess",
 ) -> bool:
-    """Load, run, show and write; whether all windows are done, which ^C prevents.
+    """Load the model, probe the text, print the table and write the files.
 
-    Only the first rank reads texts, shows and writes.
+    Only the first rank reads texts, prints and writes.
+
+    Returns:
+        Whether all windows were read; False after Ctrl-C.
     """
     from importlib.metadata import version
 

@@ -54,7 +54,7 @@ class ReproduceOptions:
 
 @command(ReproduceOptions, {WRITE: "out force figures json"})
 def reproduce(options: ReproduceOptions) -> None:
-    """Test published claims about attention: predicted, measured, verdict, figure."""
+    """Test published claims about attention: report prediction, measurement, verdict and figure."""
     out = options.out
     check_outputs({"--json": options.json})
     with plain_errors():
@@ -97,8 +97,8 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
     Experiments that need a package which is not installed are left out, unless all do.
 
     Returns:
-        The exit status: 0 if every verdict is of the kind expected, 1 if one is not, 130 after ^C,
-        which keeps what has finished.
+        The exit status: 0 if every verdict is as expected, 1 if one is not, and 130 after Ctrl-C;
+        finished experiments are then kept.
     """
     from rich.padding import Padding
     from rich.text import Text

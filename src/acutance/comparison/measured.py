@@ -256,7 +256,10 @@ def _status(field_name: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(field_name + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field_name}")
+    raise OSError(
+        f"peak memory cannot be measured: /proc/self/status has no {field_name}; pass costs=False "
+        "(--no-costs)"
+    )
 
 
 def _reset_high_water() -> None:
@@ -268,7 +271,7 @@ def _reset_high_water() -> None:
 def _largest_so_far() -> int:
     """The process's largest resident size, bytes."""
     if sys.platform == "win32":
-        raise OSError("no peak memory on this system")
+        raise OSError("peak memory cannot be measured on Windows; pass costs=False (--no-costs)")
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

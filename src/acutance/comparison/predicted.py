@@ -143,7 +143,10 @@ def _sampled_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _normal(
     law: str, n: float, mean: Tensor, std: Tensor, variance: float, *, plug_in: bool = False
 ) -> Predicted:
-    """Predict rows of Gaussian scores: exactly at a few points, by a spline between them."""
+    """Predict rows of Gaussian scores with given means and deviations, (heads, rows).
+
+    Computed exactly at a few deviations, and by a spline between them.
+    """
     ratio = law != "softmax"  # of weights that have no scale only β/γ matters
     std = std.clamp(min=1e-12)
     where = (mean / std if ratio else std.log()).numpy()
@@ -186,7 +189,11 @@ def _curve(points: Array, heights: Array, where: Array) -> Array:
 def _row(
     law: str, n: float, arguments: tuple[tuple[str, float], ...], variance: float
 ) -> tuple[Mapping[str, float], Mapping[str, str], Mapping[str, str]]:
-    """Values, kinds and reasons of one theory prediction."""
+    """One prediction of :mod:`acutance.theory`, by name of the metric.
+
+    Returns:
+        Values; the kind of each (exact, limit, ...); and reasons for those without a value.
+    """
     metrics = ("entropy",) if law == "decay" else _PREDICTED
     row = theory.predict(law, n, value_variance=variance, metrics=metrics, **dict(arguments))
     known = [name for name in _PREDICTED if name in row.kinds]

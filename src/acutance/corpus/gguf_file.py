@@ -141,7 +141,7 @@ def read_gguf(path: Path) -> GgufFile:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Header(data).read(path)
     except OSError as error:
-        raise GgufError(f"cannot be read: {error.strerror}") from error
+        raise GgufError(f"cannot be read: {error.strerror or error}") from error
 
 
 class _Header:

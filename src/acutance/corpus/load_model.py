@@ -363,7 +363,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _why(name: str, error: Exception, header: GgufFile | None = None) -> str:
-    """The cause of an error, in one line."""
+    """A sentence that says why a model did not load, from the error of transformers or the hub."""
     if header is not None:
         from transformers import __version__ as version
 

@@ -144,12 +144,12 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _peer(rank: int, group: dist.ProcessGroup | None) -> int:
-    """Global rank of a rank of the group."""
+    """Global rank of the process that has rank ``rank`` in the group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _tensor(raw: bytes, group: dist.ProcessGroup | None) -> Tensor:
-    """Bytes as a tensor on the group's device."""
+    """Bytes as a uint8 tensor on the device that the group communicates from."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
 
 

@@ -159,7 +159,7 @@ def automatic_class(label: str, config: Any, head: bool) -> Any:
     either = [auto for auto in (masked, causal) if type(config) in auto._model_mapping]
     if not either:
         raise HeadError(
-            f"{label} is of a kind that has no language-model head ({config.model_type})"
+            f"{label} has no language-model head: transformers has none for {config.model_type}"
         )
     if any("Causal" in name or "LMHead" in name for name in names):
         return causal if causal in either else either[0]

@@ -111,7 +111,11 @@ def _sink(head: HeadFacts) -> Judgement | None:
 
 
 def _special_sink(head: HeadFacts) -> Judgement | None:
-    """Whether most weight is on special tokens."""
+    """A sink on special tokens: a head with most of its weight on them.
+
+    Returns:
+        The judgement, with that weight as its value; None if it is at most ``SINK`` or unknown.
+    """
     special = head.mean("mass_special")
     if not special > SINK:
         return None
@@ -120,7 +124,12 @@ def _special_sink(head: HeadFacts) -> Judgement | None:
 
 
 def _local(head: HeadFacts) -> Judgement | None:
-    """Whether most weight is on nearby keys, more than uniform attention would give."""
+    """A local head: most of its weight is on nearby keys.
+
+    Returns:
+        The judgement, with that weight as its value. None if it is at most the threshold, unknown,
+        or less than ``LIFT`` times what uniform attention would give.
+    """
     if not (head.near > limit("local") and head.near > LIFT * head.even):
         return None
     distance = head.mean("attention_distance")
@@ -129,7 +138,11 @@ def _local(head: HeadFacts) -> Judgement | None:
 
 
 def _previous(head: HeadFacts) -> Judgement | None:
-    """Whether most weight is on the previous position."""
+    """A previous-token head: most of its weight is on the position before the query's.
+
+    Returns:
+        The judgement, with that weight as its value; None if it is low or unknown.
+    """
     mass = head.mean("mass_previous")
     if not mass > limit("previous-token"):
         return None
@@ -137,7 +150,11 @@ def _previous(head: HeadFacts) -> Judgement | None:
 
 
 def _diffuse(head: HeadFacts) -> Judgement | None:
-    """Whether the entropy is close to its maximum, but not so close as to be dead."""
+    """A diffuse head: its entropy is close to the maximum log n, but below that of a dead head.
+
+    Returns:
+        The judgement, with entropy / log n as its value; None for other heads.
+    """
     share = head.mean("normalized_entropy")
     if not DIFFUSE < share <= DEAD:
         return None
@@ -145,7 +162,11 @@ def _diffuse(head: HeadFacts) -> Judgement | None:
 
 
 def _sharp(head: HeadFacts) -> Judgement | None:
-    """Whether the largest weight dominates."""
+    """A sharp head: one key has most of a row's weight.
+
+    Returns:
+        The judgement, with the mean largest weight as its value; None if it is low or unknown.
+    """
     top = head.mean("top_weight")
     if not top > limit("sharp"):
         return None
@@ -154,7 +175,12 @@ def _sharp(head: HeadFacts) -> Judgement | None:
 
 
 def _dead(head: HeadFacts) -> Judgement | None:
-    """Whether attention is almost uniform."""
+    """A dead head: its attention is almost uniform.
+
+    Returns:
+        The judgement, with entropy / log n as its value; None if that is at most ``DEAD`` or
+        unknown.
+    """
     share = head.mean("normalized_entropy")
     if not share > DEAD:
         return None
@@ -163,14 +189,22 @@ def _dead(head: HeadFacts) -> Judgement | None:
 
 
 def _positional(head: HeadFacts) -> Judgement | None:
-    """Whether the largest weight is at one relative position in most rows."""
+    """A positional head: the largest weight is at the same distance from the query in most rows.
+
+    Returns:
+        The judgement, with the share of these rows as its value; None if it is low or unknown.
+    """
     if not head.peak_share > limit("positional"):
         return None
     return Judgement(head.peak_share, {"position": head.peak, "share": head.peak_share})
 
 
 def _not_finite(head: HeadFacts) -> Judgement | None:
-    """Whether some rows have scores that are not finite."""
+    """Rows with scores that are not finite.
+
+    Returns:
+        The judgement, with the share of these rows as its value; None if there are none.
+    """
     rows, not_finite = head.count("n_keys"), head.count("n_keys") - head.count("lse")
     if not_finite <= 0 or not head.has("lse"):
         return None
@@ -179,13 +213,22 @@ def _not_finite(head: HeadFacts) -> Judgement | None:
 
 
 def _large_logits(head: HeadFacts) -> Judgement | None:
-    """Whether the largest logit exceeds the threshold."""
+    """A logit above ``LARGE_LOGIT``.
+
+    Returns:
+        The judgement, with the largest logit as its value; None if none is that large.
+    """
     value = head.high("max_logit")
     return Judgement(value, {"max_logit": value}) if value > LARGE_LOGIT else None
 
 
 def _coarse_scores(head: HeadFacts) -> Judgement | None:
-    """Whether logits are so large that their dtype resolves them coarsely."""
+    """Logits so large that neighbouring numbers of their dtype are ``COARSE_STEP`` apart.
+
+    Returns:
+        The judgement, with the distance of neighbouring numbers at the largest logit as its value;
+        None if it is smaller, or the dtype is unknown.
+    """
     value, bits = head.high("max_logit"), _BITS.get(head.dtype)
     if bits is None or not value > 0:
         return None
@@ -196,7 +239,12 @@ def _coarse_scores(head: HeadFacts) -> Judgement | None:
 
 
 def _collapse(head: HeadFacts) -> Judgement | None:
-    """Whether the entropy is close to 0."""
+    """A collapsed head: its entropy is close to 0.
+
+    Returns:
+        The judgement, with log n / entropy as its value, so that worse heads have larger values;
+        None for other heads.
+    """
     share = head.mean("normalized_entropy")
     if not share < COLLAPSE:
         return None
@@ -205,7 +253,13 @@ def _collapse(head: HeadFacts) -> Judgement | None:
 
 
 def _dilution(head: HeadFacts) -> Judgement | None:
-    """Significant growth of the entropy with n: the fitted slope and its endpoints."""
+    """A head whose entropy grows significantly with the number of keys n.
+
+    Returns:
+        The judgement, with the slope of entropy against log n as its value. None if the slope is
+        not above ``STEEP`` by more than its margin, entropy was not recorded by n, or the head is
+        diffuse anyway.
+    """
     if head.mean("normalized_entropy") > DIFFUSE:
         return None
     slope = head.entropy_slope(octaves=OCTAVES, least_n=LEAST_KEYS)

@@ -57,9 +57,10 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Compare entropies with the lower bound for their norm.
+    """Compare entropies of rows of logits with the lower bound for their norm.
 
-    Of the row that should attain it, of random rows, and of rows after gradient descent.
+    Three kinds of rows: the one that should attain the bound, random rows, and rows whose entropy
+    was lowered by gradient descent.
     """
     rows = []
     starts, steps = run.size(64, 256), run.size(200, 1000)

@@ -107,7 +107,7 @@ def accuracy_by_counts(model: Encoder, n: int, drawn: Tensor) -> float:
 
 @torch.no_grad()
 def weight_of_first(model: Encoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """How much the first layer's answering row, of the start symbol, attends to the first bit.
+    """Attention of the start symbol to the first bit, in the first layer.
 
     Returns:
         The weight on the first bit (B,), and all scores of that row (B, n + 1) without the law's

@@ -99,7 +99,8 @@ def scale_of_entropy(row: torch.Tensor, entropy: float) -> float:
 def measure(run: Run) -> Sequence[Row]:
     """Collision and entropy of rows of each family of logits, for n from 512 on.
 
-    Once with the scale λ proportional to log n, and once with the scale that should keep them.
+    Measured twice: with a scale λ proportional to log n, and with the scale that should keep both
+    constant.
     """
     rows = []
     ns = (START, 16384) if run.quick else (START, 1024, 4096, 16384, 65536)
@@ -161,7 +162,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 @cache
 def _lines(name: str, at: tuple[float, ...]) -> tuple[sampling.Array, sampling.Array]:
-    """For a family and each n: effective keys with λ ∝ log n, and the scale that keeps them."""
+    """For each n: effective keys with λ ∝ log n, and the scale λ that keeps them constant."""
     _, family, parameter = LAWS[name]
     n = np.array(at)
     kept = np.asarray(theory.scale_for_effective_keys(n, 2.0, family, **parameter))
@@ -170,7 +171,7 @@ def _lines(name: str, at: tuple[float, ...]) -> tuple[sampling.Array, sampling.A
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Collision with a scale λ ∝ log n, and the scale that keeps it constant, against n."""
+    """Draw collision under λ ∝ log n, and the scale λ that keeps it constant, against n."""
     figure, [left, right] = plot_style.new_figure(
         "Scaling by log n keeps the effective keys of one kind of logits, not of all",
         "Left: effective keys under λ ∝ log n, matched at n = 512; lines exact, marks sampled. "

@@ -125,9 +125,9 @@ def output_error(
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Output error of rows of each width under each noise, and of even rows for growing n.
+    """Output error of rows of each width under each noise, and of uniform rows for growing n.
 
-    Compared with the exact integral, the first order and the limits for many keys.
+    It is compared with the exact integral, the first-order formula and the limits for many keys.
     """
     rows = []
     samples = run.size(5000, 10000)

@@ -207,7 +207,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def rows_of(trained: Mapping[Contender, Sequence[Trained]]) -> list[Row]:
-    """Losses less that of 1/√d without gains, entropies and gradients, by contender."""
+    """For each contender, rows of its loss (relative to 1/√d without gains), entropy, gradient."""
     base = trained[Contender(UNIT)]
     rows: list[Row] = []
     for one, runs in trained.items():

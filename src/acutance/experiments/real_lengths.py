@@ -147,7 +147,7 @@ def of_entropy(run: Run) -> list[Row]:
 def of_losses(run: Run) -> list[Row]:
     """Rows comparing the loss under each law with that of the unchanged model.
 
-    The bundled decoder within and beyond its training length; SmolLM2 within.
+    The bundled decoder is measured within and beyond its training length, SmolLM2 only within.
     """
     rows: list[Row] = []
     length = TRAIN_LENGTH * run.size(4, 8)

@@ -59,9 +59,9 @@ def gaussian_share(deviation: Tensor, lost: float = LOST) -> Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Keys that hold 99 % of the weight, entropy and its bound, for each head of a model.
+    """For each head of a model: keys that hold 99 % of the weight, entropy and its lower bound.
 
-    Means over the rows of the second half of each window; some are of its last row only.
+    Numbers are means over the rows of the second half of each window, or of its last row only.
     """
     found = language.measured(run)
     rows: list[Row] = []

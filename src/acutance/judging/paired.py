@@ -121,8 +121,9 @@ class LawComparison:
     def verdict(self) -> str:
         """``helps``, ``hurts``, ``mixed`` or ``no difference found``.
 
-        The mean over all predictions decides where its interval leaves 0 out, else the octaves
-        whose intervals do.
+        If the interval of the mean difference over all predictions excludes 0, its sign decides.
+        Otherwise the octaves of n whose intervals exclude 0 decide: ``mixed`` if their signs
+        differ, ``no difference found`` if there are none.
         """
         if self.overall.helps or self.overall.hurts:
             return HELPS if self.overall.helps else HURTS

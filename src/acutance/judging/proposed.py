@@ -139,9 +139,10 @@ def _not_beyond(trained: int | None, length: int) -> str:
 
 
 def _layers(model: torch.nn.Module, summary: Judged) -> dict[int, int | str]:
-    """What names each layer of a summary in the model: its block's number, else its module.
+    """How a law names each layer of a summary: by the number of its block, else its module's name.
 
-    Layers that transformers' interface does not run are left out.
+    By index of the layer in the summary. Layers that transformers' attention interface does not run
+    are left out.
     """
     known = attention_layers(model)
     prefix = f"{getattr(unwrap(model), 'base_model_prefix', '')}."
@@ -156,7 +157,7 @@ def _layers(model: torch.nn.Module, summary: Judged) -> dict[int, int | str]:
 
 
 def _is_block(model: torch.nn.Module, number: int, name: str) -> bool:
-    """Whether a number names this layer and no other."""
+    """Whether choosing layer ``number`` selects the attention module ``name`` and no other."""
     try:
         return list(choose_layers(model, number, "layer")) == [name]
     except ValueError:
@@ -174,9 +175,14 @@ def _off(layers: Mapping[int, int | str], heads: Sequence[HeadFacts]) -> HeadsOf
 def _windows(
     summary: Judged, layers: Mapping[int, int | str], local: Sequence[HeadFacts], length: int
 ) -> dict[tuple[int | str, int], Window]:
-    """For each local head the least power of 2 that holds its weight, if below the length.
+    """A window for each local head: the smallest power of 2 that contains most of its weight.
 
-    The first key's weight counts as held; in rows where the window reaches it, it counts twice.
+    The first key is always visible, so its weight counts as inside; in rows where the window
+    reaches the first key it is counted twice. Heads that need a window of ``length`` or more keys
+    are left out.
+
+    Returns:
+        Windows by layer and head.
     """
     found = {}
     for head in local:

@@ -32,7 +32,7 @@ class Remedy(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Name of the change in tables, such as ``ssmax`` or ``off:3.0``."""
 
     @property
     def words(self) -> str:
@@ -126,7 +126,7 @@ class _Silence:
         self._switched, self.calls = switched, 0
 
     def changed_query(self, call: InterfaceCall) -> None:
-        """None: the query is not changed."""
+        """Return None: queries are not changed, only outputs."""
 
     def changed_output(self, call: InterfaceCall, output: torch.Tensor) -> torch.Tensor | None:
         """The output (B, L, Hq, Ev) with zeros for the heads; None for a layer left unchanged."""
@@ -138,7 +138,9 @@ class _Silence:
         if heads is None:
             return torch.zeros_like(output)
         if (most := max(heads)) >= output.shape[2]:
-            raise ValueError(f"there is no head {most}: the layer has {output.shape[2]} heads")
+            raise ValueError(
+                f"there is no head {most}: the layer has heads 0 to {output.shape[2] - 1}"
+            )
         output = output.clone()
         output[:, :, list(heads)] = 0.0
         return output
@@ -155,7 +157,7 @@ def _nothing() -> Iterator[None]:
 
 
 def named_remedy(text: str) -> LawRemedy | HeadsOff | RopeRemedy:
-    """What a command names: a law, a law's file, RoPE settings, or heads to switch off.
+    """The change to a model that a text names: a law, a law's file, RoPE settings, heads off.
 
     Raises:
         OSError: if a file cannot be read.

@@ -118,17 +118,17 @@ def verdict_sentence(law: LawComparison) -> str:
 
 
 def _places(parts: Sequence[Part]) -> str:
-    """Ranges of n as text, with the difference of the loss and its error in each."""
+    """The ranges of n of some parts and their differences, as "64–127 (+0.10 ± 0.02), ..."."""
     return ", ".join(f"{_range(part)} ({_with_error(part)})" for part in parts)
 
 
 def _most(part: Part) -> str:
-    """A difference as text."""
+    """The largest difference that a part's interval contains, as "0.02 nat" or "unknown"."""
     return f"{part.most:.2g} nat" if math.isfinite(part.most) else "unknown"
 
 
 def _range(part: Part) -> str:
-    """The range of n as text."""
+    """A part's range of n, as "64–127", or "64" for a single n."""
     return f"{part.first}" if part.first == part.last else f"{part.first}–{part.last}"
 
 

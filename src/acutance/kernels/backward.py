@@ -51,10 +51,11 @@ def backward(
     """Gradients of a forward call's inputs from the gradients of its results.
 
     Args:
-        grad: gradients of the loss by the output and each row sum.
+        grad: gradients of the loss with respect to the output and each row sum.
         sums: the results of the forward call.
         call: the forward call.
-        wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is requested.
+        wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is requested; the
+            others are None.
     """
     query, key, value, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
@@ -155,11 +156,11 @@ def backward(
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of the gradient by a row's scores, each in the shape of the rows; None is 0.
+    """Coefficients of the gradient with respect to a row's scores, one for each row; None is 0.
 
     With t the score less the row's maximum m, e = exp(t), v_j the value of key j and dO the
-    gradient of the output, the gradient by score j is ``e (dO·v_j inverse + constant + linear t +
-    square t² + weight e) + slope t + plain``.
+    gradient of the output, the gradient with respect to score j is ``e (dO·v_j inverse + constant
+    + linear t + square t² + weight e) + slope t + plain``.
     """
 
     constant: Tensor | None
@@ -236,10 +237,10 @@ class _RowGradients:
         self.gm = grads["m"]
 
     def scores(self, ds: Tensor, t: Tensor, e: Tensor) -> None:
-        """Turn ``ds`` into the gradient by the scores of a tile, (blocks, rows, keys), in place.
+        """Turn ``ds``, in place, into the gradient with respect to a tile's scores.
 
-        ``ds`` contains dO·v / Z on entry, ``t`` the scores less the row's maximum (overwritten),
-        and ``e`` = exp(t).
+        All are (blocks, rows, keys). On entry ``ds`` contains dO·v / Z and ``t`` the scores minus
+        the row's maximum; ``t`` is overwritten. ``e`` is exp(t).
         """
         ds.add_(self.constant.unsqueeze(-1)).addcmul_(self.linear.unsqueeze(-1), t)
         if self.weight is not None:
@@ -284,12 +285,12 @@ class _SharedGradient:
 
     def __init__(self, masking: Masking, tensor: Tensor | None, dtype: torch.dtype) -> None:
         if tensor is None:
-            raise ValueError("a gradient was asked for a mask that was not given")
+            raise ValueError("the gradient of a mask was requested, but the call has no mask")
         self._tensor = tensor
         self._sum = torch.zeros_like(masking.spread(tensor), dtype=dtype)
 
     def add(self, ds: Tensor, work: Work, tile: Tile) -> None:
-        """Add the gradient by the scores of one tile, (blocks, rows, keys)."""
+        """Add the gradient with respect to the scores of one tile, (blocks, rows, keys)."""
         folded = as_mask_shape(ds, work)
         region = work.region
         cuts = (region.batch, region.heads, slice(None), region.rows, slice(tile.start, tile.stop))

@@ -247,7 +247,10 @@ class Library:
             ValueError: if there is no such pass, dtype or index.
         """
         if self._loaded.acutance_choose(code, dtype, place):
-            raise ValueError(f"no pass {code} of dtype {dtype} by instruction set {place}")
+            raise ValueError(
+                f"the native kernel has no pass {code} for dtype {dtype} and instruction set "
+                f"{place}"
+            )
 
     def row_cost(self, dtype: int, cost: float) -> None:
         """Set the time of a row computed alone, relative to a row of a tile; 0 is the default.
@@ -256,7 +259,10 @@ class Library:
             ValueError: if there is no such dtype, or the factor is negative or NaN.
         """
         if self._loaded.acutance_row_cost(dtype, cost):
-            raise ValueError(f"no factor of dtype {dtype}: {cost}")
+            raise ValueError(
+                f"cost must be at least 0, and dtype one of the native kernel's, got cost={cost} "
+                f"and dtype={dtype}"
+            )
 
     def run(self, place: int, code: int, call: bytes, result: bytes) -> int:
         """Run one pass with the instruction set ``cpus[place]``, whatever is chosen.

@@ -98,7 +98,7 @@ def check(status: int) -> None:
 
 def forward(call: KernelCall) -> Sums:
     """Output and row sums of softmax attention, for tensors on the CPU, without dropout."""
-    if not _something(call):
+    if not _has_rows_and_keys(call):
         return blocked.forward(call)
     query, _, value, _, _, noise, gaps = call
     rows = query.shape[:3]
@@ -169,7 +169,7 @@ def structure(
     check(_library().structure(packed, PLACES.pack(**places)))
 
 
-def _something(call: KernelCall) -> bool:
+def _has_rows_and_keys(call: KernelCall) -> bool:
     """Whether a call has at least one query row and one key."""
     value = call.value
     return bool(call.query.numel() and call.key.numel() and (value is None or value.numel()))
@@ -253,7 +253,7 @@ def backward(
 
     ``sums`` may come from any backend. It computes no gradient of ``attn_mask`` or ``bias``.
     """
-    if not _something(call):
+    if not _has_rows_and_keys(call):
         return blocked_backward(grad, sums, call, wanted)
     query, key, value, _, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)

@@ -98,15 +98,20 @@ class ValueSums(NamedTuple):
 
 
 def _unit(log2: float) -> float:
-    """Factor from scores to natural units: log 2 if they were multiplied by log₂ e, else 1.
+    """Factor that turns scores into natural units, nats.
 
-    ``log2`` is the factor from the scores to units of log 2: 1 or log₂ e.
+    ``log2`` is the factor that turns them into units of log 2: 1 if they already are, so that the
+    result is log 2; log₂ e for scores in nats, so that the result is 1.
     """
     return LN2 if log2 == 1.0 else 1.0
 
 
 def _about_maximum(part: Part, m: Tensor, log2: float | Tensor) -> tuple[Part, Tensor]:
-    """The same sums relative to ``m``, the row's maximum, and the factor by which e changes."""
+    """The same sums with weights e = exp(s − m) for another reference ``m``, the row's maximum.
+
+    Returns:
+        The sums, and the factor exp(old reference − m) by which the weights changed.
+    """
     drop = (part.reference - finite(m)).clamp_(FLOOR, 0.0).mul_(log2)
     decay = torch.exp2(drop)
     moved = part._replace(
@@ -122,10 +127,15 @@ def _about_maximum(part: Part, m: Tensor, log2: float | Tensor) -> tuple[Part, T
 
 
 def _merged(tiles: list[Part], log2: float) -> tuple[Part, Tensor]:
-    """Merge the parts of a row's tiles into one, relative to the row's maximum m.
+    """Merge the sums of a row's tiles into the sums of the row.
 
-    Also returns the factor exp(reference − m) that rescales the weights of each tile, (tiles,
-    blocks, rows). ``log2`` converts scores to units of log 2.
+    Args:
+        tiles: sums of each tile, (blocks, rows).
+        log2: factor that turns scores into units of log 2, as in :func:`_unit`.
+
+    Returns:
+        The merged sums, and the factor exp(m_tile − m) that rescales each tile's weights to the
+        row's maximum, (tiles, blocks, rows).
     """
     parts = Part(*(torch.stack(field) for field in zip(*tiles, strict=True)))
     parts, decay = _about_maximum(parts, parts.m.amax(0), log2)

@@ -102,7 +102,10 @@ def weigh_rows(
 
 
 def _ordinary(tensor: Tensor) -> bool:
-    """Whether all values are known to be finite; False if a check would wait or break a graph."""
+    """Whether all values are known to be finite.
+
+    False without a check where it would wait for a GPU or break a compiled graph.
+    """
     if torch.compiler.is_compiling() or transformed() or tensor.device.type != "cpu":
         return False
     return all_finite(tensor)

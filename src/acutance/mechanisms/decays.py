@@ -88,7 +88,8 @@ def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
             raise TypeError(f"decay must be a number or a floating Tensor, got {decay.dtype}")
         if decay.dim() and tuple(decay.shape) != (heads,):
             raise ValueError(
-                f"decay must be one number or (Hq,) = ({heads},), got {tuple(decay.shape)}"
+                f"decay must be one number or have shape (Hq,) = ({heads},), got "
+                f"{tuple(decay.shape)}"
             )
         if decay.device != like.device:
             raise ValueError(

@@ -249,8 +249,9 @@ class Gated(Form):
         query, key = self.images(call)
         if query.shape[2] != call.query.shape[2]:
             raise ValueError(
-                f"a gated attention unit attends to its own sequence: {call.query.shape[2]} "
-                f"rows from {call.query_offset} on must lie within {call.key.shape[2]} keys"
+                "a gated attention unit needs query_offset + L <= S, since its queries are "
+                f"computed from its keys: got query_offset={call.query_offset}, "
+                f"L={call.query.shape[2]}, S={call.key.shape[2]}"
             )
         out, stats = attention(
             query, key, call.value, is_causal=call.is_causal, query_offset=call.query_offset,

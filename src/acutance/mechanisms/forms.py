@@ -44,7 +44,19 @@ def onwards(
     strict: bool = False,
     finish: bool = True,
 ) -> tuple[Rows, LinearState]:
-    """Causal rows from ``row`` on that continue a state; the first is at key ``key``."""
+    """Causal rows from ``row`` to the last, continuing from the state of earlier keys.
+
+    Args:
+        call: queries, keys and values.
+        state: sums over all keys before ``key``.
+        row: index of the first query.
+        key: index of the last key that query ``row`` sees; the next query sees one more.
+        strict: whether that last key is hidden from its query.
+        finish: whether to normalise the rows; False returns their sums.
+
+    Returns:
+        The rows, and the state after their last key.
+    """
     parts = call.segments(row, call.rows)
     edges = [(part.start - row + key, part.stop - row + key) for part in parts]
     keys = [slice(min(start, call.keys), min(stop, call.keys)) for start, stop in edges]

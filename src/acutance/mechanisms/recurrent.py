@@ -61,7 +61,9 @@ def diagonal_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -
         if tensor is None:
             continue
         if check_tensor(name, tensor).dtype not in _PRECISIONS:
-            raise TypeError(f"{name} must have single or double precision, got {tensor.dtype}")
+            raise TypeError(
+                f"{name} must be float32, float64, complex64 or complex128, got {tensor.dtype}"
+            )
     if x.dim() < 2 or tuple(decay.shape) != (x.shape[-1],):
         raise ValueError(
             f"x must have shape (..., L, N) and decay (N,), got x {tuple(x.shape)}, decay "
@@ -317,7 +319,10 @@ def lru_parameters(
     if outputs is not None:
         check_count("outputs", outputs, 1)
     if not 0 <= r_min < r_max <= 1:
-        raise ValueError(f"0 <= r_min < r_max <= 1, got r_min={r_min!r}, r_max={r_max!r}")
+        raise ValueError(
+            f"r_min and r_max must satisfy 0 <= r_min < r_max <= 1, got r_min={r_min!r}, "
+            f"r_max={r_max!r}"
+        )
     if not 0 < check_number("max_phase", max_phase) <= 2 * math.pi:
         raise ValueError(f"max_phase must be in (0, 2π], got {max_phase!r}")
     if dtype not in (torch.float32, torch.float64):

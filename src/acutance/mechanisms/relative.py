@@ -4,7 +4,7 @@ Far from a row's last key, or under a fast decay, all weights underflow although
 not. Here each feature of the carry has an exponent, :math:`k'_f = e^{\varepsilon_f} \kappa_f` with
 the largest :math:`\kappa_f` near 1, and each row has one for its weights. In the exponents, sizes
 are constants for autograd and powers of λ are not, so common factors of all weights cancel in
-float64 in the gradient by λ, before rounding.
+float64 in the gradient with respect to λ, before rounding.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _entry(
 
 
 def _half_tau(sizes: Sizes) -> float:
-    """Temperature of cosines at which log n − H is half of log n.
+    """Temperature (divisor of cosines) at which log n − H is half of log n.
 
     The row has one key at cosine 1 among random ones.
     """

@@ -243,7 +243,7 @@ def _gradients(
     *,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Gradient by each leaf; None for leaves without one."""
+    """Gradient with respect to each leaf; None for leaves without one."""
     chosen = [
         (out, grad)
         for out, grad in zip(outs, grads, strict=True)

@@ -30,7 +30,8 @@ def _decays(decay: str | float | Tensor, heads: int) -> Tensor:
     if isinstance(decay, Tensor):
         if tuple(decay.shape) not in ((), (heads,)):
             raise ValueError(
-                f"decay must be one number or (Hq,) = ({heads},), got {tuple(decay.shape)}"
+                f"decay must be one number or have shape (Hq,) = ({heads},), got "
+                f"{tuple(decay.shape)}"
             )
         values = decay.detach().double()
     else:

@@ -61,14 +61,21 @@ class _LayerRecord:
         self.pending_rows = 0
 
     def add(self, layer: Layer) -> None:
-        """Count another call of the same layer."""
+        """Add the counts (calls, rows, padding) of another call of this layer.
+
+        Args:
+            layer: the counts of that call.
+
+        Raises:
+            ValueError: if it is another layer or has other heads.
+        """
         if (layer.heads, layer.chosen) != (self.layer.heads, self.layer.chosen):
             self.layer = self.layer.merge(layer)  # raises if they do not fit
         else:
             self.identical_calls[layer] += 1
 
     def merge_pending_layers(self) -> None:
-        """Merge the counted calls into the layer's record, identical ones in one step."""
+        """Add the counts of postponed calls to :attr:`layer`, identical calls in one step."""
         for layer, calls in self.identical_calls.items():
             self.layer = self.layer.merge(layer.times(calls))
         self.identical_calls.clear()
@@ -222,7 +229,10 @@ def _concatenate(parts: list[CallRows]) -> CallRows:
 
 
 def _structure_kind(rows: CallRows) -> tuple[bool, bool]:
-    """Whether structure was measured, and whether its queries have positions."""
+    """Whether structure was measured, and whether positions of the queries are known.
+
+    Calls can be summarised together only if both are equal.
+    """
     structure = rows.structure
     return structure is not None, structure is not None and structure.positions is not None
 

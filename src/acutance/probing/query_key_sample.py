@@ -145,7 +145,7 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
     Raises:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be read.
-        ValueError: if it is another kind of file, damaged, or holds what no probe writes.
+        ValueError: if it is another kind of file, damaged, or has invalid arrays.
     """
     path_text = os.fspath(path)
     header, parts = read(path, SCHEMA, "sample of queries and keys (probe --keep-qk)")
@@ -174,7 +174,8 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
                 raise ValueError(f"{name} must contain float32 numbers of at most {LARGEST:g}")
     except ValueError as error:
         raise ValueError(
-            f"{path_text} is not a complete sample of queries and keys: {error}"
+            f"{path_text} is not a complete sample of queries and keys, as 'probe --keep-qk' "
+            f"writes: {error}"
         ) from error
     return QueryKeySample(query, key, value, tuple(heads), causal)
 

@@ -237,7 +237,8 @@ class CallReader:
         model_output = part.select(output())
         if model_output.shape != rebuilt.shape:
             raise ValueError(
-                f"its output has shape {tuple(model_output.shape)}, expected {tuple(rebuilt.shape)}"
+                f"its output has shape {tuple(model_output.shape)}, but the output recomputed from "
+                f"its queries, keys and values has {tuple(rebuilt.shape)}"
             )
         counted = part.counted_rows(stats)
         errors, tolerance = differences(part.call, rebuilt, stats.state.m, model_output, counted)

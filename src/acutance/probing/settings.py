@@ -87,7 +87,7 @@ class ProbeSettings:
         self._imply("structure", bool(self.examples))
 
     def _imply(self, name: str, needed: bool) -> None:
-        """Set an option to True if another option needs it."""
+        """Set the option ``name`` to True if ``needed``, even if the user set it to False."""
         object.__setattr__(self, name, needed or getattr(self, name))
 
     @property

@@ -99,7 +99,10 @@ def check_table(factors: object) -> tuple[float, ...] | tuple[tuple[float, ...],
             )
         factors = factors.tolist()
     if not isinstance(factors, Sequence) or isinstance(factors, str):
-        raise TypeError(f"factors must be a table of numbers, got {type(factors).__name__}")
+        raise TypeError(
+            "factors must be numbers, one for each head (Hq,) or for each head and length "
+            f"(Hq, P), got {type(factors).__name__}"
+        )
     rows = tuple(check_per_head("factors", row, above=0.0) for row in factors)
     if len({isinstance(row, tuple) for row in rows}) > 1:
         raise ValueError(

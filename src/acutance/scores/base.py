@@ -90,10 +90,10 @@ class FunctionScore:
         scores = self.function(query, key, key_start)
         want = (*query.shape[:3], key.shape[2])
         if not isinstance(scores, Tensor):
-            raise TypeError(f"the score function gives a Tensor, got {type(scores).__name__}")
+            raise TypeError(f"the score function must return a Tensor, got {type(scores).__name__}")
         if tuple(scores.shape) != want:
             raise ValueError(
-                f"the score function gives (B, Hq, l, s) = {want}, got {tuple(scores.shape)} "
+                f"the score function must return (B, Hq, L, S) = {want}, got {tuple(scores.shape)} "
                 f"({describe(query=query, key=key)})"
             )
         return scores

@@ -156,7 +156,13 @@ def _chunks(a: Tensor, b: Tensor) -> list[slice]:
 
 
 def _hidden(a: Tensor, b: Tensor, part: slice) -> Tensor:
-    """The tanh of some hidden units, (B, H, g, l, s, units)."""
+    """tanh(a + b) of the hidden units in ``part``, (B, H, g, l, s, units), of additive scores.
+
+    Args:
+        a: projected queries, (B, H, g, l, hidden).
+        b: projected keys, (B, H, s, hidden).
+        part: hidden units.
+    """
     return (a[..., part].unsqueeze(4) + b[:, :, None, None, :, part]).tanh_()
 
 

@@ -186,7 +186,17 @@ def last_visible(masking: Masking) -> Tensor:
 
 
 def _last(tile: Tile, hidden: Tensor, start: int) -> Tensor:
-    """Last visible key of rows whose tile ends in hidden columns, (1, heads, group, rows, …)."""
+    """Index of the last key that each row sees, if the tile's last column is hidden from it.
+
+    Args:
+        tile: a range of keys.
+        hidden: boolean (…, rows, columns), True on hidden keys of the tile's last columns; the
+            columns before these are visible.
+        start: index in the tile of the first of these columns.
+
+    Returns:
+        Index among all keys, without the first three dimensions of ``hidden``; −1 if none is seen.
+    """
     seen = torch.logical_not(hidden).flatten(0, 2).any(0)
     backwards = seen.flip(-1).to(torch.uint8).argmax(-1)
     before = tile.start + start - 1 if start else -1  # columns left of the mask are all visible
@@ -274,12 +284,18 @@ class Part:
         return values
 
     def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
-        """The mass, NaN for rows that see no key of the kind."""
+        """The weight ``mass`` of each row on some keys; NaN for rows that see none of these keys.
+
+        ``kind`` is True on these keys, (…, rows, keys).
+        """
         visible_kind = kind if self._seen is None else kind & self._seen
         return torch.where(visible_kind.any(-1), mass, torch.nan)
 
     def _one(self, e: Tensor, column: Tensor) -> Tensor:
-        """Weight on one column of each row; NaN if there is no such column or it is hidden."""
+        """Value of ``e`` (…, rows, keys) at key ``column`` (…, rows) of each row.
+
+        NaN if there is no such key or the row does not see it.
+        """
         width = e.shape[-1]
         inside = (column >= 0) & (column < width)
         if width == 0:
@@ -316,7 +332,10 @@ class Part:
         return torch.stack(parts, -2).clamp_(min=0.0)
 
     def _uniform(self, e: Tensor) -> Tensor:
-        """Weight by octave of distance if all visible keys had equal weight."""
+        """Weight by octave of distance if all visible keys had equal weight, (…, 2, octaves).
+
+        Of ``e`` (…, keys) only the size, dtype and device are used.
+        """
         assert self._at is not None
         ones = e.new_ones(1, 1, 1, 1, e.shape[-1])
         running = (ones if self._seen is None else self._seen.to(e.dtype)).cumsum(-1)
@@ -327,7 +346,11 @@ class Part:
         return self._octave_sums(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
 
     def _peak(self, s: Tensor, top: Tensor) -> Tensor:
-        """Relative position of each row's largest score if it is unique and near, else a marker."""
+        """Position of each row's largest score relative to the query, −8 to 8.
+
+        :data:`NO_PEAK` if the largest score is further away or not unique. ``s`` are the scores
+        (…, rows, keys) and ``top`` their maximum over the keys.
+        """
         assert self._at is not None
         near = torch.arange(-PEAKS, PEAKS + 1, device=s.device)
         column = self._at.unsqueeze(-1) + near
@@ -340,7 +363,7 @@ class Part:
         return torch.where(alone, largest.to(torch.uint8).argmax(-1) - PEAKS, NO_PEAK)
 
     def _critical(self, s: Tensor) -> Tensor:
-        """β/Λ of every ``critical_every``-th row, NaN on the others."""
+        """:func:`critical_ratio` of every ``critical_every``-th row; NaN on the others."""
         region = self._block.region.rows
         first = -region.start % self._every
         ratios = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
@@ -351,7 +374,15 @@ class Part:
 
 
 def critical_ratio(scores: Tensor) -> Tensor:
-    """β/Λ of rows (…, keys) of scores, −inf on hidden keys; NaN for rows that see one key."""
+    """Scale of each row's scores, divided by the scale at which the row freezes on a few keys.
+
+    Args:
+        scores: (…, keys), −inf on hidden keys.
+
+    Returns:
+        The smallest gap of a score to the maximum over the log of its rank, (…); NaN for rows that
+        see fewer than two keys.
+    """
     ordered = _sorted(scores)
     top = ordered[..., -1:]
     gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., :-1]

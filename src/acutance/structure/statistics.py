@@ -166,7 +166,10 @@ def statistics(
         if marks:
             marked = torch.isin(tokens, torch.tensor(marks, device=tokens.device))
     elif marks:
-        raise ValueError("special needs tokens, got None")
+        raise ValueError(
+            f"special={special!r:.40} needs the token ids of the keys: pass tokens=..., got "
+            "tokens=None"
+        )
     query_tokens = None if tokens is None else tokens_at(tokens, positions)
     places = Places(positions, tokens, query_tokens, marked, critical_every)
     return observe_structure(KernelCall(query, key, None, masking, rule), places)
@@ -183,7 +186,7 @@ def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Ten
             f"{tuple(value.shape)} ({describe(query=like)})"
         )
     if value.device != like.device:
-        raise ValueError(f"{name} is on {value.device}, but query is on {like.device}")
+        raise ValueError(f"{name} must be on the query's device {like.device}, got {value.device}")
     return (value if value.dim() == 2 else value.unsqueeze(0)).long()
 
 

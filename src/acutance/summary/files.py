@@ -137,8 +137,8 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{field!r} is not JSON: {_line(error)}") from None
     if not isinstance(record, kind):
-        what = "JSON object" if kind is dict else kind.__name__
-        raise ValueError(f"{field!r} must be a {what}, got {type(record).__name__}")
+        what = "an object" if kind is dict else f"a {kind.__name__}"
+        raise ValueError(f"{field!r} must be {what} in JSON, got {type(record).__name__}")
     return record
 
 
@@ -152,28 +152,27 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
     for field, kind in kinds.items():
         if not isinstance(record.get(field), kind):
-            raise ValueError(
-                f"{field!r} must be a {kind.__name__}, got {_short(record.get(field))}"
-            )
+            what = "an object" if kind is dict else "a list"
+            raise ValueError(f"{field!r} must be {what}, got {_short(record.get(field))}")
     left = record.get("not_provided", [])
     if not isinstance(left, list):
         raise ValueError(f"'not_provided' must be a list, got {_short(left)}")
     for field, texts in (("unread", record["unread"]), ("not_provided", left)):
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{field!r} must contain sentences")
+            raise ValueError(f"{field!r} must be a list of text, got {_short(texts)}")
     metrics = record["metrics"]
     for name in metrics:
         if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
             raise ValueError(f"{_short(name)} is not a metric of this version")
     if len(set(metrics)) != len(metrics):
-        raise ValueError("a metric occurs twice")
+        raise ValueError(f"'metrics' must name each metric once, got {_short(metrics)}")
     for layer in record["layers"]:
         _check_layer(layer)
     if (heads := sum(layer["heads"] for layer in record["layers"])) > MOST_HEADS:
-        raise ValueError(f"a state must be of at most {MOST_HEADS} heads, got {heads}")
+        raise ValueError(f"a state can hold at most {MOST_HEADS} heads, got {heads}")
     modules = [layer["module"] for layer in record["layers"]]
     if len(set(modules)) != len(modules):
-        raise ValueError("a layer occurs twice")
+        raise ValueError(f"'layers' must name each layer once, got {_short(modules)}")
     return record
 
 
@@ -203,15 +202,16 @@ def _check_layer(layer: Any) -> None:
     for name in ("heads", *_COUNTS):
         value = layer.get(name, 0)
         if type(value) is not int or not (name == "heads") <= value <= MOST:
-            raise ValueError(f"a layer's {name} must be a count, got {_short(value)}")
+            raise ValueError(f"a layer's {name} must be a whole number, got {_short(value)}")
     chosen = layer.get("chosen", [])
     if not isinstance(chosen, list) or not all(
         type(head) is int and 0 <= head <= MOST for head in chosen
     ):
-        raise ValueError(f"a layer's chosen heads are numbers, got {_short(chosen)}")
+        raise ValueError(f"a layer's chosen heads must be whole numbers, got {_short(chosen)}")
     if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
         raise ValueError(
-            f"a layer has {layer['heads']} heads, but its chosen heads are {_short(chosen)}"
+            f"a layer's chosen heads must be {layer['heads']} ascending numbers, one for each of "
+            f"its heads, got {_short(chosen)}"
         )
     error = layer.get("error")
     size = type(error) is float or (type(error) is int and error <= MOST)
@@ -239,8 +239,8 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
         shape = (heads, metrics, BINS) if name == "histogram" else (heads, metrics)
         if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
             raise ValueError(
-                f"the array {name!r} is {shape} of {dtype}, got {tuple(tensors[name].shape)} of "
-                f"{tensors[name].dtype}"
+                f"the array {name!r} must have shape {shape} and dtype {dtype}, got "
+                f"{tuple(tensors[name].shape)} and {tensors[name].dtype}"
             )
     count, histogram = tensors["count"], tensors["histogram"]
     defaults = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
@@ -265,7 +265,7 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
         if not bool(good.all()):
             head, metric = (~good).nonzero()[0].tolist()
             raise ValueError(
-                f"the array {name!r} has invalid values, at head {head}, metric {metric}"
+                f"the array {name!r} has an invalid value at head {head}, metric {metric}"
             )
     return {name: tensors[name] for name in (*_ARRAYS, *_ADDED)}
 

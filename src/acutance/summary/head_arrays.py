@@ -58,8 +58,13 @@ def check_arrays(
         part = tensors[name]
         if part.shape != pattern.shape or part.dtype != pattern.dtype:
             raise ValueError(
-                f"the array {name!r} of {what} is {tuple(pattern.shape)} of {pattern.dtype}, got "
-                f"{tuple(part.shape)} of {part.dtype}"
+                f"the array {name!r} of {what} must have shape {tuple(pattern.shape)} and dtype "
+                f"{pattern.dtype}, got {tuple(part.shape)} and {part.dtype}"
             )
-        if not bool(possible(name, part).all()):
-            raise ValueError(f"the array {name!r} of {what} has invalid values")
+        valid = possible(name, part).expand(part.shape)
+        if not bool(valid.all()):
+            index = tuple(torch.logical_not(valid).nonzero()[0].tolist())
+            raise ValueError(
+                f"the array {name!r} of {what} has an invalid value at {index}, "
+                f"{part[index].item()}"
+            )

@@ -105,7 +105,9 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
         if not isinstance(record, dict) or set(record) != {*kinds, "positions", "tokens"}:
             raise ValueError("a map must have a name, module, head, sequence, positions and tokens")
         if any(type(record[field]) is not kind for field, kind in kinds.items()):
-            raise ValueError("a map's name and module must be text, its head and sequence numbers")
+            raise ValueError(
+                "a map's name and module must be text, its head and sequence whole numbers"
+            )
         positions, tokens = record["positions"], record["tokens"]
         if not isinstance(positions, list) or not all(type(one) is int for one in positions):
             raise ValueError("a map's positions must be numbers")
@@ -113,11 +115,14 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
             raise ValueError("a map's tokens must be text")
         if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != len(positions):
             raise ValueError(
-                f"a map is ({len(positions)}, keys) of torch.float32, got {tuple(weights.shape)} "
-                f"of {weights.dtype}"
+                f"a map must have shape ({len(positions)}, keys) and dtype torch.float32, got "
+                f"{tuple(weights.shape)} and {weights.dtype}"
             )
         if tokens and len(tokens) != weights.shape[1]:
-            raise ValueError(f"a map of {weights.shape[1]} keys has {len(tokens)} tokens")
+            raise ValueError(
+                f"a map must have one token for each of its {weights.shape[1]} keys, got "
+                f"{len(tokens)}"
+            )
         if not bool(((weights >= 0) & (weights <= 1 + 1e-3)).all()):
             raise ValueError("a map has weights below 0 or above 1")
         fields = {field: record[field] for field in kinds}

@@ -89,7 +89,15 @@ class OptionalParts:
         }
 
     def to_dicts(self, metrics: tuple[str, ...], heads: int) -> list[dict[str, Any]]:
-        """Each head's parts as plain JSON values."""
+        """For each head, its recorded parts (by n, by position, distances, examples, spans).
+
+        Args:
+            metrics: names of the metrics in the order of the arrays.
+            heads: number of heads.
+
+        Returns:
+            Plain JSON values; non-finite numbers are None.
+        """
         entries: list[dict[str, Any]] = [{} for _ in range(heads)]
         for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
             if profile is not None:

@@ -148,18 +148,20 @@ class Run:
         """
         settings, done = record.get("settings"), record.get("done")
         if not isinstance(settings, dict):
-            raise ValueError("its run has no settings")
+            raise ValueError("'settings' of its run is missing or not an object")
         for name in ("total", "tokens"):
             value = record.get(name)
             if type(value) is not int or not 0 <= value <= MOST:
-                raise ValueError(f"its run's {name} is not a count")
+                raise ValueError(f"{name!r} of its run must be a whole number")
         total, last = record["total"], 0
         if not isinstance(done, list):
-            raise ValueError("its run lists no windows")
+            raise ValueError("'done' of its run is missing or not a list")
         for part in done:
             pair = isinstance(part, list) and len(part) == 2 and all(type(x) is int for x in part)
             if not pair or not last <= part[0] < part[1] <= total:
-                raise ValueError(f"its windows must be ascending ranges below {total}")
+                raise ValueError(
+                    f"'done' of its run must be ascending ranges [start, stop] up to {total}"
+                )
             last = part[1]
         shard = Shard.parse(str(record.get("shard")))
         joined = ranges(index for part in done for index in (tuple(part),))
@@ -334,8 +336,8 @@ def load(path: str | os.PathLike[str]) -> HeadSummary:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not such a file, is cut short, is of another schema, or holds what no
-            probe writes.
+        ValueError: if it is not such a file, is truncated, has another schema version, or has
+            invalid contents.
     """
     header, tensors = read(path, SCHEMA)
     try:

@@ -106,6 +106,9 @@ def pointwise_rows(
 
     Returns:
         float64 of the shape to which n and gamma broadcast; a float for scalars.
+
+    Raises:
+        ValueError: if n or gamma is out of range.
     """
     keys = checked("n", n, f"the number of keys must be finite and at least {least:g}", least)
     scale = checked("gamma", gamma, "the scale of the logits must be finite and at least 0", 0.0)

@@ -335,7 +335,10 @@ def _match_among_random(n: float, d: float) -> Callable[[float], tuple[float, fl
 
 
 def _solve(row: Callable[[float], tuple[float, float]], n: float, fraction: float) -> float:
-    """Scale at which the row's information is ``fraction`` of log n."""
+    """Scale at which a row's information log n − H is ``fraction`` of log n.
+
+    ``row`` returns information and entropy at a scale.
+    """
     log_n = math.log(n)
     if fraction <= 0.5:
         return _root(lambda scale: row(scale)[0] / (fraction * log_n) - 1)

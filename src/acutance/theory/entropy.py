@@ -290,7 +290,7 @@ def jacobian_trace(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
     .. math:: \operatorname{tr} \mathcal J = \sum_j p_j (1 - p_j) = 1 - Y
 
     with :math:`Y = \sum_j p_j^2`. It is also the nuclear norm, and half the sum of the absolute
-    entries. The factor lambda of the derivative by the logits is not included.
+    entries. The factor lambda of the derivative with respect to the logits is not included.
 
     Args:
         logits: Finite logits, shape (..., n).

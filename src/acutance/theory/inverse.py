@@ -197,7 +197,8 @@ def _root(ratio: Callable[[float], float], family: Family) -> float:
     while value(high) > 0:
         if high == most:
             raise ValueError(
-                f"family: the target needs a scale above {math.exp(most):g}, got {family}"
+                f"family: with scores of {family} the target needs a scale above "
+                f"{math.exp(most):g}; choose a less sharp one"
             )
         low, high, step = high, min(high + step, most), 2 * step
     while low == high or value(low) <= 0:

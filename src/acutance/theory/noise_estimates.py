@@ -90,7 +90,9 @@ def monte_carlo_mse(
     row = noisy_row(p, v)
     width = float(check_scale(kind, one_number(scale)))
     if samples < 2:
-        raise ValueError(f"samples: a standard error needs at least 2, got samples={samples}")
+        raise ValueError(
+            f"samples: must be at least 2, for a standard error, got samples={samples}"
+        )
     generator = np.random.default_rng(seed)
     rows = max(1, _DRAWS // row.p.size)
     log_p = np.log(row.p)

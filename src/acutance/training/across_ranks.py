@@ -49,7 +49,12 @@ class ExactMaxima:
     def _reduce(
         self, maxima: dict[str, Tensor], device: torch.device
     ) -> tuple[dict[str, Tensor], bool]:
-        """Maxima over ranks of all known modules, and whether a rank has an unknown one."""
+        """Maxima over ranks for the modules that the ranks agreed on.
+
+        Returns:
+            The maxima by module, and whether a rank has a module that was not agreed on; the maxima
+            are then incomplete.
+        """
         unknown = any(self._layout.get(name) != len(value) for name, value in maxima.items())
         parts = [
             maxima[name].to(device, torch.float64)
@@ -117,8 +122,8 @@ def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
     dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
     if int(counts[0]) != -int(counts[1]):
         raise ValueError(
-            f"every rank must have the same number of rows, got from {-int(counts[1])} to "
-            f"{int(counts[0])}"
+            f"every rank must have the same number of rows, got {-int(counts[1])} on one and "
+            f"{int(counts[0])} on another"
         )
     gathered: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
     return gathered

@@ -149,7 +149,7 @@ def _calling_trainer(callback: object) -> Any:
 
 
 def _prints(callback: object) -> bool:
-    """Whether a callback prints logs to the terminal."""
+    """Whether a Trainer callback prints logs to the terminal."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     return isinstance(callback, PrinterCallback | ProgressCallback)

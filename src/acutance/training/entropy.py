@@ -109,9 +109,9 @@ class EntropyRegularizer(nn.Module):
         return self.weight * torch.stack(losses).mean()
 
     def _distance(self, entropy: Tensor, most: Tensor) -> Tensor:
-        """Distance in nats of each row's entropy from the target or floor, less the margin, (...).
+        """How far each row's entropy is outside the target ± margin, or below the floor, in nats.
 
-        ``most`` is log n, the largest entropy of each row.
+        0 within. ``most`` is log n of each row, its largest entropy; both have shape (rows,).
         """
         nats = self.unit == "nats"
         aim = most.clamp(max=self.aim) if nats else self.aim * most

@@ -199,7 +199,10 @@ class InfoNCE(nn.Module):
 
     @torch.no_grad()
     def _follow(self, sides: list[RowStatistics]) -> None:
-        """One Newton step of 1/τ towards the target, on means over directions and ranks."""
+        """Move 1/τ by one Newton step towards the target entropy, averaged over rows and ranks.
+
+        ``sides`` are the statistics of the rows of anchors and, if symmetric, of positives.
+        """
         parts = [
             (
                 statistics.entropy,

@@ -320,7 +320,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         for place in state_dict["told"]:
             if not isinstance(place, list | tuple) or len(place) != 3:
                 raise ValueError(
-                    f"told must contain a kind, a module and a head each, got {place!r}"
+                    f"'told' of the state must be a list of (kind, module, head), got {place!r}"
                 )
             kind, module, head = place
             warned.add((str(kind), str(module), check_count("head", head, 0)))

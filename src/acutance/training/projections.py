@@ -213,7 +213,16 @@ def _cut(
 def _pair(
     kind: str, query: nn.Module, key: nn.Module, heads: int, width: int, keys: int | None = None
 ) -> Projections:
-    """The row slices of separate query and key projections."""
+    """Which rows of separate query and key projections belong to each head.
+
+    Args:
+        kind: class of the attention module, for messages.
+        query: projection of the queries.
+        key: projection of the keys.
+        heads: number of query heads.
+        width: components of a head.
+        keys: number of key heads; None: as many as the key projection has outputs for.
+    """
     slices = tuple(_slices(f"{kind}'s key projection", key, 0, width, width))
     rows = slices[0][1]
     count = rows // width if keys is None else keys
@@ -301,11 +310,7 @@ def _torch(module: nn.MultiheadAttention) -> Projections:
 
 
 def _ours(module: MultiheadAttention) -> Projections:
-    """The projections of a module of ``acutance.nn``.
-
-    Raises:
-        ValueError: if its scores are normalized or no dot products.
-    """
+    """The projections of the library's own ``acutance.nn.MultiheadAttention``."""
     score = module.score
     if isinstance(score, QKNorm) or not isinstance(
         scores.get(score), scores.Dot | scores.ScaledDot

@@ -23,7 +23,7 @@ __all__ = ["ClampedTemperature", "clamp_inward", "initial_scale"]
 
 
 class _ClampInward(torch.autograd.Function):
-    """Clamp whose gradient is zero only where a descent step would lead further outside."""
+    """Clamp, with a gradient that is zero only where a descent step would go further outside."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
@@ -39,7 +39,7 @@ class _ClampInward(torch.autograd.Function):
 
 
 def clamp_inward(x: Tensor, low: float, high: float) -> Tensor:
-    """Clamp whose gradient is zero only where a descent step would lead further outside.
+    """Clamp, with a gradient that is zero only where a descent step would go further outside.
 
     Example:
         >>> x = torch.tensor([2.0, 2.0], requires_grad=True)

@@ -70,7 +70,7 @@ class Weighting(ABC):
         return weights if visible is None else torch.where(visible, weights, 0.0)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian | None:
-        """The derivative of the weights by the scores.
+        """The derivative of the weights with respect to the scores.
 
         Args:
             scores: finite, 0 where hidden.
@@ -136,7 +136,7 @@ def slopes(
     """The Jacobian of :func:`normalized` weights by the scores.
 
     Args:
-        slope: derivative of each raw weight by its score, (..., rows, S).
+        slope: derivative of each raw weight with respect to its score, (..., rows, S).
         raw: the weights before they are divided.
         weights: the weights after.
         visible: True for visible keys; None: all.

@@ -72,11 +72,11 @@ class SoftmaxOne(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True: the weights and that of the additional outcome sum to 1."""
+        """True: the weights of the keys and the sink sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax over the keys and one more outcome of score 0, whose weight is left out."""
+        """Softmax over the keys and a sink of score 0; only the keys' weights are returned."""
         return _softmax_with_sink(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -86,7 +86,7 @@ class SoftmaxOne(Weighting):
 
 @dataclass(frozen=True)
 class Sink(Weighting):
-    r"""Softmax with an additional outcome of learned score b.
+    r"""Softmax over the keys and a sink, which has no value, of learned score b.
 
     .. math:: p_j = e^{s_j} \big/ \left(e^b + \textstyle\sum_k e^{s_k}\right)
 
@@ -118,11 +118,11 @@ class Sink(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True: the weights and that of the additional outcome sum to 1."""
+        """True: the weights of the keys and the sink sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax over the keys and the sink, whose weight is left out."""
+        """Softmax over the keys and the sink; only the keys' weights are returned."""
         if scores.dim() < 3 or self.sinks.shape[0] not in (1, scores.shape[-3]):
             raise ValueError(
                 f"sinks must have one logit per query head: sinks {tuple(self.sinks.shape)}, "

@@ -44,7 +44,7 @@ def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) 
 
 
 def _entmax_jacobian(weights: Tensor, alpha: float) -> Jacobian:
-    """The derivative of entmax weights p by the scores: diag g − g gᵀ / Σg.
+    """The derivative of entmax weights p with respect to the scores: diag g − g gᵀ / Σg.
 
     Here g = p^(2 − α) where p > 0, else 0 (Peters et al. 2019, proposition 2).
     """

@@ -33,8 +33,8 @@ class Target:
     Attributes:
         name: name of the metric.
         unit: unit of its values.
-        slope: derivative of the metric y by log λ, for each row, from the row's statistics; λ is
-            the factor on its logits.
+        slope: computes from the statistics of rows, for each row, the derivative of the metric y
+            with respect to log λ, λ being the factor on its logits.
         floor: smallest change of the metric that is of interest.
         by_ratio: whether log y is closer to a straight line in λ² than y.
     """

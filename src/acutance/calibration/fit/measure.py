@@ -62,7 +62,7 @@ class Measured:
         return torch.cat([self.values(module).T for module in self.layers])
 
     def _spread(self, layer: LayerValues, found: Tensor) -> Tensor:
-        """Numbers at a layer's knots as numbers at all lengths, NaN where the layer has none."""
+        """Values (knots, heads) at a layer's lengths, in rows of all lengths; NaN at the others."""
         whole = found.new_full((len(self.lengths), found.shape[1]), torch.nan)
         whole[[self.bins.index(k) for k in layer.bins]] = found
         return whole

@@ -125,7 +125,7 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
     """The state of pass ``p`` from the header entry and the tensors of a file."""
     found = PassSums()
     if type(one["done"]) is not int or not 0 <= one["done"] <= MOST:
-        raise ValueError(f"a pass must have done a count of turns, got {one['done']!r:.60}")
+        raise ValueError(f"'done' of a pass must be a whole number, got {one['done']!r:.60}")
     found.done = one["done"]
     for i, name in enumerate(one["layers"]):
         sums, top, longest = (tensors[f"{p}/{i}/{part}"] for part in ("sums", "top", "longest"))
@@ -142,12 +142,14 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
             and bool((longest >= 0).all())
         )
         if not fits:
-            raise ValueError(f"the sums of {name!r:.60} are invalid")
+            raise ValueError(f"the arrays of {name!r:.60} have a wrong shape, dtype or value")
         found.layers[str(name)] = LayerSums(sums, top, longest)
     for i, (name, k) in enumerate(one["scales"]):
         scales = tensors[f"{p}/{i}/scales"]
         if scales.dim() != 2 or not scales.is_floating_point() or bool((scales < 0).any()):
-            raise ValueError(f"the scales of {name!r:.60} are invalid")
+            raise ValueError(
+                f"the scales of {name!r:.60} must be a matrix of numbers of at least 0"
+            )
         found.scales[str(name), int(k)] = scales
     found.unread = tuple(map(str, one["unread"]))
     names = one["factors"]
@@ -156,5 +158,7 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
         factors = {str(name): tensors[f"{p}/{i}/factors"] for i, name in enumerate(names)}
         for name, part in factors.items():
             if part.dim() != 2 or not bool(((part > 0) & part.isfinite()).all()):
-                raise ValueError(f"the factors of {name!r:.60} are invalid")
+                raise ValueError(
+                    f"the factors of {name!r:.60} must be a matrix of finite numbers above 0"
+                )
     return PassState(factors, bool(one["family"]), found)

@@ -89,9 +89,13 @@ def check_lengths(
     if not places or any(b <= a for a, b in itertools.pairwise(places)):
         raise ValueError(f"lengths must be ascending and not empty, got {list(places)}")
     if places[-1] > longest:
-        raise ValueError(f"lengths reach {places[-1]}, but the longest batch has {longest} tokens")
+        raise ValueError(
+            f"lengths must be at most {longest}, the tokens of the longest batch, got {places[-1]}"
+        )
     if ready and (lacking := [n for n in places if n not in batches]):
-        raise ValueError(f"there are no windows of {lacking[0]} tokens, only of {ready}")
+        raise ValueError(
+            f"lengths must have windows in batches, which has {ready}, got {lacking[0]}"
+        )
     return places
 
 
@@ -111,7 +115,8 @@ def batches_by_length(batches: AnyBatches) -> dict[int, list[AnyBatch]]:
             for batch in part:
                 if _length(batch) != length:
                     raise ValueError(
-                        f"a batch of windows of {length} tokens has {_length(batch)} of them"
+                        f"batches[{length}] must have windows of {length} tokens, got a batch with "
+                        f"{_length(batch)}"
                     )
         return ready
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
@@ -217,14 +222,15 @@ def _tensor(batch: AnyBatch) -> Tensor:
         named = [batch[name] for name in _FIRST if name in batch]
         found = next((part for part in (*named, *batch.values()) if isinstance(part, Tensor)), None)
     if not isinstance(found, Tensor):
+        names = f" of {', '.join(batch)}" if isinstance(batch, Mapping) else ""
         raise TypeError(
-            "a batch must be a tensor (B, L) or keyword arguments for the model with such a "
-            f"tensor, got {type(batch).__name__}"
+            "a batch must be a tensor (B, L), or a dict of keyword arguments for the model with "
+            f"such a tensor, got {type(batch).__name__}{names}"
         )
     if found.dim() < 2 or found.shape[0] < 1 or found.shape[1] < 2:
         raise ValueError(
-            "a batch must have windows in the first and at least 2 tokens in the second "
-            f"dimension, got {tuple(found.shape)}"
+            "a batch must have shape (B, L, ...) with at least one window and 2 tokens, got "
+            f"{tuple(found.shape)}"
         )
     return found
 

@@ -146,7 +146,7 @@ class Lineage:
                 result: Tensor = recompute(node, {}, self._version)
                 return result.expand(scores.shape)
             except RuntimeError as error:
-                raise LineageError(f"its scores cannot be recomputed: {error}") from error
+                raise LineageError(f"recomputing its scores failed: {error}") from error
 
     def pairs(self, scores: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Queries (..., L, E) and keys (..., S, E) of each product in the scores.

@@ -45,7 +45,11 @@ def capture(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def change(changer: Changer) -> Iterator[None]:
-    """Context in which a changer changes every query, and what else its methods change."""
+    """Context in which a changer changes the calls of transformers' attention functions.
+
+    It changes queries and, if it has the methods ``changed_output`` or ``instead``, outputs or the
+    whole computation.
+    """
     can = {"changed_output": _output_changers, "instead": _instead}
     groups = [group for method, group in can.items() if hasattr(changer, method)]
     with _wrapping(_changers, changer):

@@ -320,17 +320,23 @@ class _StoredRow:
         if error < 0:
             raise ValueError(f"a standard error must be at least 0, got {error}")
         if self.samples < 0:
-            raise ValueError(f"a number of samples must be at least 0, got {self.samples}")
+            raise ValueError(f"samples must be at least 0, got {self.samples}")
         measured = Estimate(value, error, self.samples, self.skewness)
         if not self.claim:
             return untested_row(self.quantity, measured, self.condition)
         if self.claim not in claims:
-            raise ValueError(f"a row refers to claim {self.claim!r:.60}, which does not exist")
+            raise ValueError(
+                f"a row of {self.quantity!r:.60} tests the claim {self.claim!r:.60}, but the "
+                f"record has only {', '.join(claims):.60}"
+            )
         claim = claims[self.claim]
         bound = self.condition.get(claim.bound) if claim.bound else 0
         words = isinstance(bound, str) and bound not in ("inf", "-inf")
         if bound is None or (words and claim.sense != "in"):
-            raise ValueError(f"a row of the claim {self.claim!r:.60} has no {claim.bound!r:.60}")
+            raise ValueError(
+                f"a row of the claim {self.claim!r:.60} must have a number as condition "
+                f"{claim.bound!r:.60}, got {bound!r:.60}"
+            )
         return claim.row(self.quantity, predicted, measured, self.condition)
 
 
@@ -364,5 +370,7 @@ class _Stored:
 def _decode(value: float | str) -> float:
     """The number that :func:`~acutance.experiments.harness.record._encode` stored."""
     if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
-        raise ValueError(f"a number must be a float, inf, -inf or nan, got {value!r:.60}")
+        raise ValueError(
+            f"a row's numbers must be numbers, 'inf', '-inf' or 'nan', got {value!r:.60}"
+        )
     return float(value)

@@ -130,7 +130,7 @@ def coefficients(ROWS, INDICES, count, at, there, AXIS: tl.constexpr, TERMS: tl.
 def score_gradients(
     x, dp, i, j, rows, masks, scale, EDGE: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients by the scores of one tile.
+    """Gradients with respect to the scores of one tile.
 
     ``x`` are dot products, ``dp`` products of the output's gradient with the values, ``i`` and
     ``j`` indices of queries and keys, ``rows`` the coefficients.
@@ -217,7 +217,7 @@ def queries_kernel(
     ADD: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of ``BLOCK_M`` queries of one head."""
+    """Gradient with respect to ``BLOCK_M`` queries of one head; one program each."""
     batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, FLAGS.causal)
     masks = at_head(
         (queries, keys, offset, window, softcap),
@@ -310,7 +310,10 @@ def keys_kernel(
     E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
     TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ``BLOCK_N`` keys and values of one head, from all query heads that share it."""
+    """Gradients with respect to ``BLOCK_N`` keys and values of one head; one program each.
+
+    They are summed over all query heads that share the key head.
+    """
     blocks = tl.cdiv(keys, BLOCK_N)
     block = tl.program_id(0) % blocks
     whole_head = tl.program_id(0) // blocks

@@ -32,11 +32,11 @@ FEWEST_QUERIES, FEWEST_CHUNKS = 129, 4
 
 
 def has_moments(call: KernelCall) -> bool:
-    """Whether to compute mean and variance of each row's logits from moments of the keys alone.
+    """Whether the mean and variance of logits can be computed from sums of k and k kᵀ over keys.
 
-    That is possible if only position hides keys, every row sees the keys from the first one on,
-    and scores are a positive factor times the dot product. It pays from 129 queries and 4 chunks
-    of keys on.
+    They can, without computing the logits, if keys are masked by position only, every row sees a
+    prefix of the keys, and logits are dot products times a positive factor. False also for calls
+    too small for this to save time.
     """
     given, masking = flags(call), call.masking
     plain = not (given.changed or given.data or given.window)

@@ -81,13 +81,16 @@ def block_of_rows(queries, query_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.cons
 
 @jit
 def edge_tiles(start, all_start, all_stop, stop, BLOCK: tl.constexpr):
-    """How many tiles lie before and behind the whole ones."""
+    """Numbers of tiles in [start, all_start) and in [all_stop, stop), where masks hide some keys.
+
+    Between them, all keys of a tile are visible to all rows.
+    """
     return (all_start - start + BLOCK - 1) // BLOCK, (stop - all_stop + BLOCK - 1) // BLOCK
 
 
 @jit
 def edge_tile(index, left, start, all_stop, BLOCK: tl.constexpr):
-    """Where the ``index``-th of these tiles begins; ``left`` of them lie before the whole ones."""
+    """First key of tile ``index`` of :func:`edge_tiles`; ``left`` of them begin at ``start``."""
     return tl.where(index < left, start + index * BLOCK, all_stop + (index - left) * BLOCK)
 
 
@@ -169,7 +172,12 @@ def _whole(
     LEAD: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """The range [start, stop), begun at a tile, and the whole tiles of the range inside it."""
+    """Round ranges to tiles: [start, stop) outwards, [all_start, all_stop) inside it inwards.
+
+    Returns:
+        (start, all_start, all_stop, stop); the inner range is empty if it contains no whole tile or
+        a mask is given by data.
+    """
     stop = tl.maximum(stop, start)
     start = start // BLOCK * BLOCK
     all_start = ((all_start + BLOCK - 1) // BLOCK + LEAD) * BLOCK

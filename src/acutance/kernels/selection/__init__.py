@@ -243,7 +243,11 @@ def mode() -> str:
 
 
 def install(library: Library) -> Selection:
-    """Choose by the times on disk, and time what is missing when that will pay."""
+    """Make the library use the instruction sets that were fastest when timed earlier.
+
+    Dtypes without stored times are timed later, once they have run enough to make up for it. The
+    environment variables :data:`MEASURE_VARIABLE` and ``ACUTANCE_CPU`` can forbid that.
+    """
     how = mode()
     times = timing.read(library) if how == "auto" else None
     selection = Selection(library, times)

@@ -54,7 +54,7 @@ def packed(
     key_norms: Mapping[str, Any] | None = None,
     judged: Mapping[str, Any] | None = None,
 ) -> str:
-    """The data of the HTML page as one text, as precise as its size budget allows."""
+    """The data of the HTML page as base64 text, as precise as its size budget allows."""
     record, head_classes = _record(summary), classify(summary)
     record["judged"] = _judged(judged)
     if key_norms is not None:
@@ -78,7 +78,10 @@ def packed(
 
 
 def _judged(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The table of changes that were judged by the loss; None if there were none."""
+    """Table of the changes to the model, such as laws, whose loss was measured; None without any.
+
+    ``judged`` is the JSON record that ``probe --judge`` writes, or None.
+    """
     if judged is None or not judged["laws"]:
         return None
     rows = []

@@ -229,7 +229,13 @@ def statistics_at_equal_n(
 
 
 def _weighted_octaves(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
-    """Weighted mean of one side's octaves."""
+    """Means over the octaves of n of one side, weighted so that both sides have equal n.
+
+    Args:
+        profile: metrics by octave.
+        share: weight of each octave, summing to 1, (heads, 1 or metrics, octaves).
+        shared: whether both sides have rows in the octave, same shape.
+    """
     none = ~shared.any(-1)
     rows = profile.count.double()
     each = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)

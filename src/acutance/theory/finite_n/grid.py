@@ -151,7 +151,8 @@ def _grid(family: Family) -> Grid:
     ends, resolved = zip(*(_reach(family, side, unit) for side in (-1, 1)), strict=True)
     if min(-ends[0], ends[1]) < _CELL:
         raise ValueError(
-            f"family: scores must stay below {_LARGEST:g} in absolute value, got {family}"
+            f"family: scores must stay below {_LARGEST:g} in absolute value; lower the scale of "
+            f"{family}"
         )
     below, above = np.arange(ends[0], 0.0, _CELL), np.arange(0.0, ends[1] + 1, _CELL)
     edges = np.concatenate([below, above])
@@ -201,9 +202,12 @@ def _ascending(scores: Array) -> Array:
 
 
 def _reach(family: Family, side: int, unit: float) -> tuple[float, bool]:
-    """Log-odds at which the cells of one tail end, and whether the tail beyond adds to the mean.
+    """Log-odds at which the grid of one tail ends, and whether the mean score may ignore the rest.
 
-    ``side`` is 1 for the upper tail and -1 for the lower; the flag is True if it adds nothing.
+    Args:
+        family: distribution of the scores.
+        side: 1 for the upper tail, -1 for the lower.
+        unit: a typical difference of scores, with which the rest of the tail is compared.
     """
     end, step, beyond = 0.0, _REACH, 1.0
     middle = family.offset(np.zeros(()))

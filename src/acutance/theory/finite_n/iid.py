@@ -201,12 +201,11 @@ def expected_power_sum(
 def expected_collision(
     n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
-    r"""Expected collision probability of a softmax row with n independent logits.
+    r"""Expected collision probability Y of a softmax row with n independent logits.
 
     .. math:: E Y = E \sum_{j=1}^n p_j^2
 
-    Its inverse measures the number of keys that share the weight. It rises with gamma, from 1/n
-    to 1.
+    E Y rises with gamma, from 1/n to 1; 1 / E Y is about the number of keys that share the weight.
 
     Args:
         n: Number of keys, n >= 1; it need not be an integer.
@@ -335,8 +334,8 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
     rare = n * expit(-cells.end) * expit(gap - math.log(n - 1)) ** k if n > 2 else 0.0
     if rare > _RARE * value:
         raise ValueError(
-            "k: this power of the weights is dominated by scores beyond the known quantiles "
-            f"of {family}, got k={k:g} with n={n:g} and gamma={gamma:g}"
+            f"k: the sum of weights**k at n={n:g} and gamma={gamma:g} depends on scores beyond the "
+            f"known quantiles of {family}; lower k or gamma, got k={k:g}"
         )
     return value
 
