@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.judge import judge_law
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -35,7 +36,6 @@ from acutance.cli.shared import (
     fail,
     pass_progress,
     plain_errors,
-    progress,
 )
 
 if TYPE_CHECKING:
@@ -325,7 +325,11 @@ def _fit(
         )
     calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
     if headed is not None and held_out is not None:
-        return _judged(calibration, headed, held_out, lengths, options)
+        return judge_law(
+            calibration, headed, held_out, lengths,
+            windowed=options.windowed, save=options.save, save_every=options.save_every,
+            resume=options.resume,
+        )  # fmt: skip
     reason = "the model has no language-model head" if headed is None else "the text is too short"
     console().print(
         note(("note", "yellow"), f": {reason}, so the loss under the law was not measured"),
@@ -376,54 +380,6 @@ def _held_out(
         if options.even_if_worse:
             return None
         raise type(error)(f"{error}, or --even-if-worse for a law that nothing judged") from error
-
-
-def _judged(
-    calibration: "Calibration",
-    headed: "TextModel",
-    held: "HeldOut",
-    lengths: tuple[int, ...],
-    options: CalibrateOptions,
-) -> "Calibration":
-    """Measure the law's effect on the held-out loss, print it, and add it to the result."""
-    import warnings
-
-    from acutance.judging.judge_model import judge_windows
-    from acutance.judging.remedies import LawRemedy
-    from acutance.judging.render import verdict_sentence
-    from acutance.judging.text_windows import loss_of, text_windows
-    from acutance.report.screen import note
-
-    loss = loss_of(headed)
-    # a causal model's long windows have the short ones inside
-    read = lengths if loss.reads_all else lengths[-1:]
-    windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, read, 0, 0)
-    remedy = LawRemedy("the law", calibration, options.windowed)
-    with (
-        progress("judging", windows.count, 2 * windows.tokens, console()) as advance,
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said before
-        comparison = judge_windows(
-            headed.model,
-            windows,
-            [remedy],
-            loss,
-            save=None if options.save is None else f"{options.save}.judging",
-            save_every=options.save_every,
-            resume=options.resume,
-            overwrite=not options.resume,
-            advance=advance,
-        )
-    (law,) = comparison.laws
-    where = f"on {comparison.windows} held-out windows, {comparison.loss}"
-    console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
-    record = law.to_dict() | {
-        name: part
-        for name, part in comparison.to_dict().items()
-        if name in ("windows", "tokens", "loss", "mean_loss", "lengths", "groups", "unit")
-    }
-    return replace(calibration, judged=record)
 
 
 def _hurts(calibration: "Calibration") -> bool:

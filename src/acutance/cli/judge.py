@@ -30,6 +30,7 @@ from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
 
 if TYPE_CHECKING:
+    from acutance.calibration.fit.result import Calibration
     from acutance.corpus.text_model import TextModel
     from acutance.corpus.texts import Text
     from acutance.judging.paired import LossComparison
@@ -303,3 +304,55 @@ def judge_proposals(
             fail(f"interrupted while judging by the loss{rest}")
             raise typer.Exit(INTERRUPTED) from None
     return Judged(comparison, proposed.reasons)
+
+
+def judge_law(
+    calibration: "Calibration",
+    headed: "TextModel",
+    held: "HeldOut",
+    lengths: tuple[int, ...],
+    *,
+    windowed: bool,
+    save: Path | None,
+    save_every: int,
+    resume: bool,
+) -> "Calibration":
+    """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
+    import warnings
+
+    from acutance.judging.judge_model import judge_windows
+    from acutance.judging.remedies import LawRemedy
+    from acutance.judging.render import verdict_sentence
+    from acutance.judging.text_windows import loss_of, text_windows
+    from acutance.report.screen import note
+
+    loss = loss_of(headed)
+    # a causal model's long windows have the short ones inside
+    read = lengths if loss.reads_all else lengths[-1:]
+    windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, read, 0, 0)
+    remedy = LawRemedy("the law", calibration, windowed)
+    with (
+        progress("judging", windows.count, 2 * windows.tokens, console()) as advance,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said before
+        comparison = judge_windows(
+            headed.model,
+            windows,
+            [remedy],
+            loss,
+            save=None if save is None else f"{save}.judging",
+            save_every=save_every,
+            resume=resume,
+            overwrite=not resume,
+            advance=advance,
+        )
+    (law,) = comparison.laws
+    where = f"on {comparison.windows} held-out windows, {comparison.loss}"
+    console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
+    record = law.to_dict() | {
+        name: part
+        for name, part in comparison.to_dict().items()
+        if name in ("windows", "tokens", "loss", "mean_loss", "lengths", "groups", "unit")
+    }
+    return replace(calibration, judged=record)
