@@ -98,11 +98,7 @@ class ValueSums(NamedTuple):
 
 
 def _unit(log2: float) -> float:
-    """Factor that turns scores into natural units, nats.
-
-    ``log2`` is the factor that turns them into units of log 2: 1 if they already are, so that the
-    result is log 2; log₂ e for scores in nats, so that the result is 1.
-    """
+    """Factor from scores to nats: log 2 if scores are in units of log 2 (``log2`` is 1), else 1."""
     return LN2 if log2 == 1.0 else 1.0
 
 

@@ -188,14 +188,8 @@ def last_visible(masking: Masking) -> Tensor:
 def _last(tile: Tile, hidden: Tensor, start: int) -> Tensor:
     """Index of the last key that each row sees, if the tile's last column is hidden from it.
 
-    Args:
-        tile: a range of keys.
-        hidden: boolean (…, rows, columns), True on hidden keys of the tile's last columns; the
-            columns before these are visible.
-        start: index in the tile of the first of these columns.
-
-    Returns:
-        Index among all keys, without the first three dimensions of ``hidden``; −1 if none is seen.
+    ``hidden`` (…, rows, columns) is True on hidden keys of the tile's columns from ``start`` on;
+    earlier columns are visible. −1 for rows that see no key.
     """
     seen = torch.logical_not(hidden).flatten(0, 2).any(0)
     backwards = seen.flip(-1).to(torch.uint8).argmax(-1)

@@ -310,7 +310,11 @@ def _torch(module: nn.MultiheadAttention) -> Projections:
 
 
 def _ours(module: MultiheadAttention) -> Projections:
-    """The projections of the library's own ``acutance.nn.MultiheadAttention``."""
+    """The projections of the library's own ``acutance.nn.MultiheadAttention``.
+
+    Raises:
+        ValueError: if its scores are not dot products, or are normalised.
+    """
     score = module.score
     if isinstance(score, QKNorm) or not isinstance(
         scores.get(score), scores.Dot | scores.ScaledDot
