@@ -56,7 +56,7 @@ def test_heads_get_windows_of_their_own(windows: Tensor, tmp_path: Path) -> None
     found = extend(windows, laws)
     extra = {x.name: x for x in found.tried if x.name not in laws}
     assert extra
-    assert set(extra) <= {"window by head", "window and temperature by head"}
+    assert all(name.startswith("by head: size=64,far=group") for name in extra)
     assert all(x.within == 0 for x in extra.values())
     assert isinstance(found.chosen, LawRemedy)
     assert isinstance(found.chosen.law, acutance.Law)
@@ -112,4 +112,4 @@ def test_a_budget_leaves_the_best_window(windows: Tensor) -> None:
     """Where there is no time for a backward pass, the window for all heads is the answer."""
     found = extend(windows[:4], [SMALL, LARGE], budget=1e-6)
     assert not found.complete
-    assert "window by head" not in {x.name for x in found.tried}
+    assert not any(x.name.startswith("by head") for x in found.tried)

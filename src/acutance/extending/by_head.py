@@ -243,11 +243,14 @@ def mixed(
     own = own + ((sums - own.sum(1)) / len(places))[:, None]
     least = torch.cat([torch.zeros_like(value[:1]), own]).argmin(0).tolist()
     chosen = dict(zip(places, ([best, *windows][index] for index in least), strict=True))
-    laws = {"window by head": chosen} if any(least) else {}
+    counts = {_words([best, *windows][index]): least.count(index) for index in sorted({*least})}
+    name = "by head: " + ", ".join(f"{one} in {count} heads" for one, count in counts.items())
+    laws = {name: chosen} if any(least) else {}
     if warm is not None:
         signs = torch.where(value[-1].abs() > error[-1], -value[-1].sign(), 0.0).tolist()
         if any(signs):
-            laws["window and temperature by head"] = {
+            name += f"; sharper in {signs.count(1.0)}, softer in {signs.count(-1.0)}"
+            laws[name] = {
                 place: _warm(part, sign, train_length, to)
                 if sign and isinstance(part, Window)
                 else part
@@ -260,6 +263,16 @@ def _warm(window: Window, sign: float, train_length: int, to: int) -> LawPart:
     """A window with factors of 1 ± 0.1 ln(n / T) beyond the trained length T."""
     last = 1 + sign * _TEMPERATURE * math.log(to / train_length)
     return HeadTable([[1.0, last]], lengths=[train_length, to]), window
+
+
+def _words(part: LawPart) -> str:
+    """A window in words, with what differs from the defaults."""
+    if not isinstance(part, Window):
+        return str(part)
+    group = part.group if part.far != "group" else None
+    plain = Window(part.size).to_dict() | {"size": None, "group": group}
+    own = part.to_dict().items()
+    return ",".join(f"{name}={value}" for name, value in own if value != plain[name])
 
 
 def _shrunk(slopes: Tensor) -> tuple[Tensor, Tensor]:

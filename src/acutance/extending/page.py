@@ -56,7 +56,7 @@ def page(found: Extension) -> str:
     ]
     names = [one.name for one in found.finals]
     parts = [
-        f"<h1>{found.to:,} tokens</h1>",
+        f"<h1>Reading {found.to:,} tokens</h1>",
         *(f"<p>{html.escape(line)}</p>" for line in sentences(found)),
         _legend(names),
         "<h2>Loss by position</h2>",
@@ -95,8 +95,9 @@ _STYLE = (
     "svg text{fill:var(--muted);font-size:13px}svg .grid{stroke:var(--grid)}"
     "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}"
     "td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid)}"
+    "td:not(:first-child),th:not(:first-child){white-space:nowrap}"
     "td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}"
-    "tr.over td{color:var(--muted)}.key{margin-right:1.5rem}"
+    "tr.over td{color:var(--muted)}.key{display:inline-block;margin-right:1.5rem}"
 )
 
 
@@ -164,7 +165,9 @@ def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool
             f'<path class="grid" d="M{_LEFT} {at_y(value):.1f}H{_WIDTH - _RIGHT}"/>'
             f'<text x="{_LEFT - 6}" y="{at_y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
         )
-    for value in _ticks(min(min(line.x) for line in lines), max(max(line.x) for line in lines)):
+    for value in _ticks(
+        min(min(line.x) for line in lines), max(max(line.x) for line in lines), log_x
+    ):
         drawn.append(
             f'<text x="{at_x(value):.1f}" y="{bottom + 18}" text-anchor="middle">{value:,}</text>'
         )
@@ -194,7 +197,10 @@ def _step(span: float) -> float:
     return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough)
 
 
-def _ticks(low: float, high: float) -> list[int]:
-    """The largest four powers of 2 between ``low`` and ``high``, ascending."""
-    top = math.floor(math.log2(high) + 0.01)
-    return [1 << power for power in range(max(top - 3, 0), top + 1) if 1 << power >= low]
+def _ticks(low: float, high: float, log_x: bool) -> list[int]:
+    """At most eight powers of 2, or multiples of one, from ``low`` to ``high``, ascending."""
+    if log_x:
+        first, last = math.ceil(math.log2(low) - 0.01), math.floor(math.log2(high) + 0.01)
+        return [1 << power for power in range(last, first - 1, -(1 + (last - first) // 8))][::-1]
+    step = 1 << max(0, math.ceil(math.log2(high / 8)))
+    return [value for value in range(0, math.floor(high) + 1, step) if value >= low]

@@ -35,7 +35,7 @@ def sentences(result: Extension) -> Iterator[str]:
         )
     else:
         one = result[result.chosen.name]
-        beyond = "lowers" if result.helps else "does not lower beyond noise"
+        beyond = "lowers" if result.helps else "is not shown to lower"
         yield (
             f"{one.name} {beyond} the loss beyond {result.train_length:,} tokens: "
             f"{_change(one.beyond)}, from {one.beyond.loss:.3f} nats a token."
