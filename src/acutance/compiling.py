@@ -1,8 +1,8 @@
-"""What watches or transforms a call: compilers, tracers, modes, `torch.func`, forward mode.
+"""Detect compilers, tracers, modes, `torch.func` or forward mode around a call.
 
-Where nothing does, kernels are called past PyTorch's dispatcher. Under one level of
-:func:`torch.func.grad` (vjp, jacrev) and under :func:`torch.func.vmap` the same kernels are called;
-what only PyTorch's operations can differentiate is computed by whole rows.
+Without any of these, kernels are called directly, past PyTorch's dispatcher. The same kernels run
+under one level of :func:`torch.func.grad` (vjp, jacrev) and under :func:`torch.func.vmap`. Where
+only PyTorch's own operations can be differentiated, whole rows are computed with these.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
 
 
 class _Thread(threading.local):
-    """What one thread holds while it runs the model: its function mode, and factors to share."""
+    """State of one thread that runs the model: its function mode, and factors to reuse."""
 
     def __init__(self) -> None:
         self.mode: FunctionChange | None = None

@@ -108,7 +108,7 @@ class HeadLaws:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The laws as plain JSON values."""
         record: dict[str, Any] = {}
         if self.whole is not None or self.window is not None:
             record["whole"] = part_record(self.whole, self.window)

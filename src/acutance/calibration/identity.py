@@ -105,7 +105,7 @@ class Identity:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The record as plain JSON values."""
         return asdict(self)
 
     @classmethod

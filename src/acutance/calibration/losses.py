@@ -71,7 +71,7 @@ class Loss:
         raise NotImplementedError
 
     def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """As :meth:`score`, and add the gradient of the sum of the losses to all that needs one."""
+        """Like :meth:`score`, and backpropagate the sum of the losses."""
         raise NotImplementedError
 
 
@@ -117,7 +117,7 @@ class _Logits(Loss):
 
     @torch.enable_grad()
     def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """As :meth:`score`, and add the gradient of the sum of the losses to all that needs one."""
+        """Like :meth:`score`, and backpropagate the sum of the losses."""
         return self._run(model, batch, backward=True)
 
     def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
@@ -136,15 +136,19 @@ class _Logits(Loss):
         return Scored(self._placed(loss), n.cpu())
 
     def _targets(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """What each place of the output is to predict, and which places are to, (B, L) each."""
+        """Targets of the predictions at each position of the output.
+
+        Returns:
+            Token ids to predict, (B, L); and boolean (B, L), True at positions that count.
+        """
         raise NotImplementedError
 
     def _shown(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor]:
-        """What the model reads, and for each token how many tokens its prediction could read."""
+        """The model's inputs for a batch, and how many tokens each prediction can see, (B, L)."""
         raise NotImplementedError
 
     def _placed(self, loss: Tensor) -> Tensor:
-        """The losses at the places of the tokens that were predicted."""
+        """Move losses (B, L) from the positions that predict to those of the predicted tokens."""
         return loss
 
 

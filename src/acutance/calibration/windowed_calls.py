@@ -1,4 +1,4 @@
-"""What a law with windows computes in the stead of a model's attention."""
+"""Attention calls of a model as a law with windows changes or replaces them."""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ class AttentionCall:
         return f"; keywords that the probe does not know: {', '.join(self.unknown)}"
 
     def kind(self) -> tuple[object, ...]:
-        """A key shared by calls that are read alike: if one is read correctly, all are."""
+        """A key that is equal for calls of one module with the same kinds of arguments.
+
+        If one of them is read correctly, all of them are.
+        """
         tensors = (self.attn_mask, self.key_mask, self.cu_seqlens, self.bias, self.sinks)
         kinds = tuple(None if part is None else (part.dtype, part.dim()) for part in tensors)
         queries, keys = self.query.shape[2], self.key.shape[2]

@@ -220,7 +220,7 @@ class Judged:
         return [*sentences(self.comparison), conclusion(self.comparison)]
 
     def to_dict(self) -> dict[str, Any]:
-        """For the JSON and the page: records of laws, what was measured, sentences."""
+        """JSON record for files and the page: laws with verdicts, windows and loss, sentences."""
         if self.comparison is None:
             return {"laws": []}
         record = self.comparison.to_dict()
@@ -269,7 +269,7 @@ def judge_proposals(
     """Judge what a summary proposes on held-out windows; progress is shown on standard error.
 
     Raises:
-        typer.Exit: if ^C interrupts it.
+        typer.Exit: after Ctrl-C.
     """
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.proposed import proposed_remedies

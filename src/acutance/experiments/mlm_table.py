@@ -168,7 +168,14 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def _applied(model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int, seed: int) -> Row:
-    """Compare the loss with the law applied by :func:`acutance.apply` and built into the model."""
+    """Check that a law applied by :func:`acutance.apply` gives the loss of the built-in law.
+
+    Args:
+        model: a model with the law built in.
+        data: windows, masked windows and mask, as from :func:`evaluation`; two windows are read.
+        n: length of the pieces.
+        seed: seed of the model, for the record.
+    """
     windows, ids, hidden = (one[:2] for one in data)
     _, built_in = read(model, windows, ids, hidden, n)
     bare = Encoder(**_SHAPE)

@@ -62,7 +62,7 @@ class Windows:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of windows, rising."""
+        """Lengths of windows, ascending."""
         return tuple(sorted({turn.length for turn in self.turns}))
 
     @property
@@ -117,7 +117,7 @@ def judge(
         loss: None or ``"next_token"``, the cross-entropy of each token given those before it; a
             :class:`~acutance.judging.MaskedTokens`; or a function of model and batch that returns
             the loss of each token, (B, L), NaN where nothing is predicted.
-        lengths: windows are cut into parts of these lengths, rising; None leaves them whole.
+        lengths: windows are cut into parts of these ascending lengths; None leaves them whole.
         texts: the text that each window is from. From 5 texts on, errors are those from text to
             text, else from window to window.
         save: file that keeps the state after each run of the model, to continue from.
@@ -193,10 +193,10 @@ def judge_windows(
         remedies: changes of the model to compare with the unchanged model.
         loss: the loss.
         save: as for :func:`judge`.
-        save_every: likewise.
-        resume: likewise.
-        overwrite: likewise.
-        advance: likewise.
+        save_every: as for :func:`judge`.
+        resume: as for :func:`judge`.
+        overwrite: as for :func:`judge`.
+        advance: as for :func:`judge`.
 
     Returns:
         The comparison, as :func:`judge`.

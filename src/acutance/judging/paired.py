@@ -85,7 +85,7 @@ class Part:
         return max(abs(self.low), abs(self.high))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; what is not finite is None."""
+        """Plain JSON values; numbers that are not finite become None."""
         record = {"from": self.first, "to": self.last, "delta": self.delta, "error": self.error}
         found: dict[str, Any] = finite(
             record | {"low": self.low, "high": self.high, "loss": self.loss}
@@ -196,7 +196,7 @@ class LossComparison:
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict`, whole or not at all."""
+        """Write :meth:`to_dict` as a JSON file, atomically."""
         write_text(path, as_json(self.to_dict(), indent=1) + "\n")
 
 

@@ -58,7 +58,7 @@ class Sums:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything as one safetensors file, whole or not at all."""
+        """Write everything to one safetensors file, atomically."""
         from safetensors.torch import save
 
         tensors = {"loss": self.loss, "count": self.count, "done": self.done}

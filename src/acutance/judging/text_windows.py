@@ -27,7 +27,7 @@ def text_windows(
     Args:
         loaded: the model.
         texts: what to read; no window spans two.
-        lengths: rising.
+        lengths: lengths of the parts that each window is cut into, ascending.
         most: windows of the longest length; 0 takes all.
         seed: of their places.
 

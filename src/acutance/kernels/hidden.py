@@ -1,8 +1,8 @@
 """Non-finite values at hidden keys, such as NaN in padding, which must not affect any row.
 
-A weight of 0 does not hide a value or a key that is NaN: 0 · NaN is NaN. Kernels multiply all the
-same, which costs nothing where everything is finite, and what is not is sorted out here, once it
-has shown.
+A weight of 0 does not hide a value or a key that is NaN: 0 · NaN is NaN. Kernels multiply without a
+check, which costs nothing if everything is finite. If their output is not finite, the functions
+here compute it again with hidden values replaced.
 """
 
 from __future__ import annotations

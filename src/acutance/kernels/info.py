@@ -1,4 +1,4 @@
-"""What runs here, and why: :func:`info`."""
+"""Which kernels run on this machine, and why: :func:`info`."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def info() -> KernelInfo:
         The record; its text is for reading.
 
     Raises:
-        ValueError: if ``ACUTANCE_CPU``, ``ACUTANCE_BACKEND`` or ``ACUTANCE_MEASURE`` names what
-            there is not.
+        ValueError: if ``ACUTANCE_CPU``, ``ACUTANCE_BACKEND`` or ``ACUTANCE_MEASURE`` has an unknown
+            value.
 
     Example:
         >>> info().auto in ("native", "blocked")

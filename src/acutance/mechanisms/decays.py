@@ -26,7 +26,7 @@ def retnet_decays(
         device: where they live.
 
     Returns:
-        (Hq,), rising towards 1. From head 20 on they are 1 in float32.
+        (Hq,), increasing towards 1. From head 20 on they are 1 in float32.
 
     Example:
         >>> retnet_decays(3)
@@ -81,7 +81,7 @@ def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
 
     Raises:
         TypeError: if they are neither a number nor a floating Tensor.
-        ValueError: if there is not one, or one for each query head, or one is outside (0, 1].
+        ValueError: if there is neither one decay nor one for each head, or one is outside (0, 1].
     """
     if isinstance(decay, Tensor):
         if decay.dtype not in FLOATS:

@@ -196,7 +196,7 @@ class Recurrence(Form):
     radii: tuple[float, float] = (0.9, 0.999)
 
     def decays(self, like: Tensor) -> Tensor:
-        r""":math:`|\lambda|`, (states,)."""
+        r"""Decay :math:`|\lambda|` of each state per step, (states,), on the device of ``like``."""
         parameters = self._parameters(1, like)
         return lru_decays(parameters.nu_log, parameters.theta_log).abs()
 

@@ -83,7 +83,17 @@ def _rings(heads: int) -> Tensor:
 
 def _decay(name: str, title: str, formula: str, source: str, more: str, decays: str,
            of: Callable[[int], Tensor]) -> Mechanism:  # fmt: skip
-    """The table entry for a decay that ignores content."""
+    """The table entry of a mechanism whose weights λ^distance do not depend on the tokens.
+
+    Args:
+        name: name of the mechanism.
+        title: title of its page.
+        formula: formula in LaTeX.
+        source: paper or article.
+        more: a sentence to append on where it can concentrate; may be empty.
+        decays: code of its decays λ, for the example.
+        of: returns the decays of a given number of heads, (heads,).
+    """
     ones = "torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value"
     return Mechanism(
         name, title, formula, source,

@@ -56,7 +56,11 @@ class HeadCall:
     def attend(
         self, value: Tensor, *, dropout_p: float, statistics: bool
     ) -> tuple[Tensor, RowStatistics | WeightStatistics | None]:
-        """Output (B, Hq, L, Ev) for values (B, H, S, Ev), in memory of O(L + S)."""
+        """Attention to ``value`` (B, H, S, Ev), with O(L + S) memory.
+
+        Returns:
+            The output (B, Hq, L, Ev), and the row statistics; None without ``statistics``.
+        """
         result = attention(
             self.query,
             self.key,

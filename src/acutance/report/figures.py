@@ -160,5 +160,5 @@ def _gap(layers: int, heads: int) -> float:
 
 
 def _short(value: float, metric: str) -> str:
-    """A metric's value for a cell of the map."""
+    """A metric's value as text for a cell of the heat map."""
     return brief(value, metric).replace("-", "−")

@@ -144,7 +144,7 @@ def mass_of_largest(state: RowState, keys: int) -> Tensor:
         keys: number of keys, at least 1.
 
     Raises:
-        ValueError: if there is not one key at least, or the state has no gap histogram.
+        ValueError: if ``keys`` is below 1, or the state has no gap histogram.
 
     Example:
         >>> import torch

@@ -19,7 +19,7 @@ Far = Literal["drop", "clamp", "group"]
 
 @dataclass(frozen=True)
 class Window:
-    r"""What a row reads of its keys: the newest, the first, and what becomes of the others.
+    r"""Which keys a row attends to: the newest and the first, and how it treats those between.
 
     A row at position i reads the newest ``size`` keys (distance i − j below ``size``) at their own
     distance, and the first ``sinks`` keys it can see. ``far`` decides about the rest:
@@ -38,9 +38,9 @@ class Window:
         sink_positions: at which distance a row reads sinks outside the window: ``"keep"``, their
             own; ``"window"``, as if they stood right behind the window, in their order, the last
             one at distance ``size``.
-        far: what becomes of the other keys.
+        far: how the other keys are treated: ``"drop"``, ``"clamp"`` or ``"group"``.
         group: how many positions share one, for ``far="group"``.
-        beyond: rows with at most so many visible keys are left as they are.
+        beyond: rows with at most this many visible keys are not changed.
 
     Raises:
         TypeError: if a number is not an integer.

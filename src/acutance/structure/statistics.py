@@ -270,12 +270,16 @@ def _is_native(call: KernelCall, places: Places) -> bool:
 def _native(
     call: KernelCall, places: Places, by_head: bool
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-    """The metrics (B, Hq, L), the octaves, those of even weights, and the peaks.
+    """Structure metrics computed by the native library.
 
     Args:
-        call: the call.
-        places: what is asked of its rows.
+        call: queries, keys and masks.
+        places: positions and tokens of queries and keys.
         by_head: whether heads may see different keys.
+
+    Returns:
+        Metrics by name, (B, Hq, L); weight by octave of distance, (B, Hq, L, 2, octaves); the same
+        for uniform weights; and the relative position of the largest weight, (B, Hq, L).
     """
     query, masking, dtype = call.query, call.masking, accumulate_dtype(call.query.dtype)
     positions, tokens, query_tokens, special, every, octaves = places

@@ -30,7 +30,7 @@ __all__ = ["WHOLE", "Run", "Shard", "State", "load_state", "merge_states", "rang
 Ranges = tuple[tuple[int, int], ...]
 #: Entries of two lists that are compared one by one.
 _FEW = 1000
-#: How a differing setting is told; others are told by their values.
+#: How messages describe a setting that differs; other settings are described by their values.
 _DIGESTS = {"model": "another model", "text": "another text"}
 
 

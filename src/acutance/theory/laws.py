@@ -157,7 +157,7 @@ def scaling_exponent(
 
 @dataclass(frozen=True)
 class _Aim:
-    """What a growth law keeps: a number of effective keys, or a share of log n as entropy."""
+    """What a growth law holds constant: the effective keys, or entropy as a share of log n."""
 
     few: bool  # a number of effective keys, rather than a fraction of log n
     value: float

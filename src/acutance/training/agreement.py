@@ -179,8 +179,8 @@ def _centred_log_ratios(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Ten
         expected: (B, L, H).
 
     Yields:
-        log(expected / lengths), centred so that a common scale cancels, and log(lengths), centred
-        likewise. All zeros in the first mean agreement up to scale.
+        log(expected / lengths) and log(lengths), each centred so that a common scale cancels. If
+        the first is all zeros, the norms agree up to scale.
     """
     batch, rows, heads = expected.shape
     orders = [lengths.reshape(batch, rows, heads)]

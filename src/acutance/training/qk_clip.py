@@ -111,7 +111,7 @@ class QKClip:
         self._shapes: dict[str, tuple[int, float]] = {}
         self._layouts: dict[str, int] = {}
         self._outputs: Outputs | None = None
-        self._makers: dict[str, tuple[torch.nn.Module, ...]] = {}  # of what was told, in a context
+        self._makers: dict[str, tuple[torch.nn.Module, ...]] = {}  # of reported calls, in a context
         self._attending: set[torch.nn.Module] = set()  # projections of which attention was seen
         self._aside: set[torch.nn.Module] = set()  # what only has the name of a projection
         self._modules: dict[str, torch.nn.Module] = {}

@@ -291,12 +291,12 @@ class _Job:
         return PassState(factors, family and len(passes) == request.passes - 1)
 
     def _history(self, passes: int) -> dict[str, list[LayerState]]:
-        """What was applied and measured in the first passes, in order, by module name."""
+        """For each module, factors applied and values measured in the first ``passes`` passes."""
         first = self._states(0)
         return {name: [self._states(p)[name] for p in range(passes)] for name in first}
 
     def _states(self, p: int) -> dict[str, LayerState]:
-        """What was applied and measured in finished pass ``p``, by module name.
+        """For each module, the factors applied and values measured in the finished pass ``p``.
 
         Raises:
             ValueError: if no layer can be calibrated.

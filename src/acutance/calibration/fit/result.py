@@ -113,13 +113,14 @@ class Calibration(Law):
         return found
 
     def worst(self, *, law: bool = True) -> float:
-        """Largest relative distance from the target over heads and possible lengths.
+        """Largest relative distance from the target, over heads and lengths that can reach it.
 
-        Targets near 0, of heads that look at one key, count as the size of which 5 % is of no
-        interest: 0.2 nats of entropy. What is below the bound ``max_logit`` counts as 0.
+        The distance is divided by the target, or by a least size (0.2 nats for entropy) if the
+        target is smaller, as for heads that attend to one key. For ``max_logit``, which is an upper
+        bound, values below the target have distance 0.
 
         Args:
-            law: under the law, or without it.
+            law: measure under the law; False for the model without it.
         """
         found, least = 0.0, TARGETS[self.metric].floor / HELD
         for one in self.heads:

@@ -117,7 +117,10 @@ def _value(argument: Any, results: dict[int, Any], version: Callable[[Tensor], V
 
 
 def as_view(node: Node, other_args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
-    """A function that repeats how ``node`` views its first argument."""
+    """A function that takes the same view of another tensor as ``node`` of its first argument.
+
+    ``other_args`` and ``kwargs`` are the remaining arguments of the recorded operation.
+    """
     func, part, named = node.func, node.part, dict(kwargs)
 
     def view(base: Tensor) -> Tensor:
@@ -131,7 +134,7 @@ def as_view(node: Node, other_args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def compose_views(first: View, then: View) -> View:
-    """A view of a view: first ``first``, then ``then``."""
+    """A function that applies the view ``first`` to a tensor, and ``then`` to the result."""
     return lambda base: then(first(base))
 
 

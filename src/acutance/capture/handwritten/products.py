@@ -159,7 +159,7 @@ class Lineage:
         return tuple(operands(name, args, kwargs) for name, args, kwargs in calls)
 
     def narrowest(self, scores: Tensor) -> torch.dtype:
-        """Of the dtypes that the scores passed through, the one with the highest mask value."""
+        """Of the dtypes that the scores passed through, the one whose lowest number is highest."""
         entry = self._nodes.get(id(scores))
         return scores.dtype if entry is None else narrower(scores.dtype, entry[1].narrow)
 

@@ -348,7 +348,7 @@ class Record:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values; numbers that are not finite become strings."""
+        """The record as plain JSON values; numbers that are not finite become strings."""
         judgements = [
             {
                 **asdict(judgement.claim),

@@ -184,7 +184,10 @@ class Measured:
 
 
 def measured(run: Run) -> Measured:
-    """Measure the rows of the run's windows; cached, so that experiments share it."""
+    """Run the model on the run's windows and measure every attention row.
+
+    The result is cached, so that several experiments share it.
+    """
     return _measured(run.quick, run.seed)
 
 

@@ -55,7 +55,7 @@ PASSES = ("forward", "decode", "backward")
 #: Numbers of the dtypes in ``cpu/api.h``.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 _WIDTH = 64
-#: Time of this thread alone, where it is told finely enough.
+#: CPU time of this thread; on Windows, whose CPU clock is too coarse, wall time.
 _clock = time.perf_counter if sys.platform == "win32" else time.thread_time
 
 
@@ -130,20 +130,27 @@ def sample(dtype: str, name: str, queries: int, keys: int) -> Sample:
     return Sample(call, result, tuple(memory))
 
 
-def seconds(library: Library, kernel: str, name: str, made: Sample) -> Callable[[], float]:
-    """A function that runs the sample once by one kernel and returns how long that took."""
+def seconds(library: Library, kernel: str, name: str, call: Sample) -> Callable[[], float]:
+    """A function that runs a call once and returns how many seconds that took.
+
+    Args:
+        library: the native library.
+        kernel: name of the instruction set, one of ``library.cpus``.
+        name: name of the pass, one of :data:`PASSES`.
+        call: the call, from :func:`sample`.
+    """
     place, code, run = library.cpus.index(kernel), PASSES.index(name), library.run
 
     def once() -> float:
         start = _clock()
-        run(place, code, made.call, made.result)
+        run(place, code, call.call, call.result)
         return _clock() - start
 
     return once
 
 
 def blocked_timer(queries: int, keys: int) -> Callable[[], float]:
-    """A function that runs the blocked path on one float32 head and returns its CPU seconds."""
+    """A function that runs the plain PyTorch kernel on one float32 head; it returns CPU seconds."""
     device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     query, key = (
@@ -238,7 +245,7 @@ def _checked(seconds: Any) -> Times:
     """Check that data from a cache file has the form of :data:`Times`, and return it.
 
     Raises:
-        ValueError: if it has not.
+        ValueError: if it has another form.
     """
     times: Times = {}
     for dtype, passes in seconds.items():

@@ -165,7 +165,7 @@ class Codes:
     Attributes:
         values: codes (``uint8`` or ``uint16``; the largest code means NaN), or ``float32`` values.
         low: the value of code 0, as ``asinh(value / soft)``.
-        high: the value of the largest numeric code, likewise.
+        high: the value of the largest numeric code, as ``asinh(value / soft)``.
     """
 
     values: Array
@@ -175,6 +175,8 @@ class Codes:
 
 def encode(values: Array, width: int, soft: float) -> Codes:
     """Quantise numbers to ``width`` bytes each; one code represents non-finite numbers.
+
+    Steps are nearly equal for numbers below ``soft`` and nearly proportional to numbers above it.
 
     Example:
         >>> codes = encode(np.array([0.0, 10.0, math.nan]), 1, 1.0)
@@ -198,7 +200,7 @@ def encode(values: Array, width: int, soft: float) -> Codes:
 
 
 def decode(codes: Codes, soft: float) -> Array:
-    """The numbers represented by codes; NaN for non-finite ones."""
+    """Inverse of :func:`encode` with the same ``soft``; NaN for numbers that were not finite."""
     if codes.values.dtype.kind == "f":
         return codes.values.astype(np.float64)
     none = int(np.iinfo(codes.values.dtype).max)

@@ -40,7 +40,7 @@ __all__ = ["PREDICTED_MECHANISMS", "predict"]
 
 
 class _Case(NamedTuple):
-    """What one prediction is made of: its formulas, limits for many keys, and parameters."""
+    """Formulas of one prediction, their limits for many keys, and the parameters."""
 
     formulas: Formulas
     population: MetricRecord
