@@ -66,7 +66,8 @@ class FunctionChanger(Protocol):
             scores: input of the softmax.
             without_products: the same with every product of queries and keys set to zero.
             dim: dimension of the softmax.
-            narrow: of the dtypes the scores passed through, the one with the highest mask value.
+            narrow: of the dtypes the scores passed through, the one whose lowest number, the usual
+                mask value, is highest.
         """
 
     def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:

@@ -161,7 +161,8 @@ def decide_head_axis(
 ) -> tuple[int, bool]:
     """Index of the head dimension among four, and whether evidence rather than convention decided.
 
-    A dimension that is not queries may be heads; the number of heads decides, then the values.
+    Only dimensions that are not queries are considered: first one with ``heads`` entries, then the
+    one that the product with the values shows to be heads.
 
     Args:
         shape: shape of the scores, keys last.

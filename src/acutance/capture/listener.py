@@ -380,11 +380,11 @@ class Listener:
     def _on_attention(self, in_pass: bool, fewer_than_3d: bool) -> None:
         """Before a watched attention function runs, follow every module and function again.
 
+        Nothing is done for a call outside the model or with too few dimensions.
+
         Args:
             in_pass: whether the function is called inside a forward pass of the model.
             fewer_than_3d: whether its first argument has too few dimensions to be attention.
-
-        Nothing is done for a call outside the model or with too few dimensions.
         """
         if self.muted() or fewer_than_3d or not self._in_home_thread():
             return

@@ -349,9 +349,9 @@ def real_rows_from_counts(n: Tensor, seen: Tensor) -> RealRows | None:
 
 
 def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
-    """Whether a real row of a call sees a key that is called padding.
+    """Whether a row of a real token sees a key that a padding mask marks as padding.
 
-    If so, the padding mask is not believed.
+    If so, the mask is not used: it means something else.
 
     Args:
         call: the captured call.

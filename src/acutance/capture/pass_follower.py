@@ -93,14 +93,17 @@ class PassFollower:
     def watch(
         self, inside: Callable[[], Iterable[torch.nn.Module]] | None = None, modes: int = 0
     ) -> bool:
-        """Replace following by watching entry points, if nothing else could go unnoticed.
+        """Replace the hooks on every module by watching attention functions, if that is enough.
+
+        It is not if the model has code other than PyTorch's and transformers', or other hooks or
+        function modes are active.
 
         Args:
             inside: returns further modules to follow; those that use the interface are added.
             modes: number of this thread's function modes that belong to the caller.
 
         Returns:
-            Whether entry points are watched from now on.
+            Whether attention functions are watched from now on.
         """
         with self.lock:
             if self.is_library is False or self._running or self._entry_points is not None:

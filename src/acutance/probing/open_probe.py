@@ -47,34 +47,35 @@ def probe(
         model: any module; calls inside it are read, whatever else runs.
         metrics: names from :data:`acutance.METRICS`; None is all of them (``noise_gain`` only with
             ``noise``, ``keys_50`` and its like only with ``gaps``).
-        verify: rebuild outputs from what was captured and compare, which catches a capture that
-            misses something at the price of computing the output twice: ``"first"`` that of the
-            first call of each kind in each layer, True that of every call, False none.
+        verify: recompute outputs from the captured arguments and compare them with the model's. A
+            capture that misses something then shows, but outputs are computed twice. ``"first"``
+            checks the first call of each kind in each layer, True every call, False none.
         noise: also record ``noise_gain``, which needs a third matrix product.
         gaps: also record how many keys hold 50, 90, 95 and 99 % of a row's weight (``keys_90``),
             from counts of keys by the distance of their logit below the row's maximum. With
-            ``structure``, ``critical_ratio`` is then of every row, to a bin, instead of sixteen.
+            ``structure``, ``critical_ratio`` is then computed on every row, from these counts, and
+            not only on every sixteenth row.
         keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
         every: read the first of every ``every`` forward passes.
         layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
             patterns of module names, or text of several (``"0-3,-1,decoder.*"``).
         heads: read these heads of each layer only: numbers and ranges.
-        max_rows: read at most this many rows of a call, drawn at random; the summary tells the
-            standard error that this gives each mean.
-        seed: which rows are drawn.
-        provide: let acutance's kernel compute the attention that it measures, in one pass, so that
-            the model does not compute it again. Outputs are then equal to rounding, no longer to
-            the bit; :attr:`Probe.not_provided` lists what was left to the model, and why.
+        max_rows: read at most this many rows of a call, drawn at random; the summary has the
+            standard error of each mean that results from it.
+        seed: random seed for the choice of rows.
+        provide: let acutance's kernel compute attention and its statistics in one pass, in place of
+            the model's function. Outputs are then equal up to rounding, not bit for bit;
+            :attr:`Probe.not_provided` lists calls that the model computed itself, with the reason.
         structure: also record where each row's weight lies: the metrics of
             :data:`acutance.structure.STRUCTURE`, and the weight by octave of distance. Costs a
             second pass over the scores.
-        tokenizer: with ``structure``, names the special tokens and has words for examples.
+        tokenizer: gives ``structure`` the ids of special tokens, and examples and maps their words.
         special: ids of special tokens instead of the tokenizer's; without both, those of the
             model's configuration.
         examples: keep this many of each head's sharpest rows, with the tokens they attend to
             (implies ``structure``).
-        profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which errors
-            and slopes are made of. False saves that where only heads' numbers are wanted.
+        profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which
+            standard errors and slopes against n need. False saves time and memory.
         spans: named parts of the input, as ``{"system": (0, 31), "document": (31, 800)}``: also
             record how much weight the rows of each part, and all rows, put on each part
             (:attr:`HeadSummary.spans`). A part is a pair of the first token and one past the last
@@ -85,7 +86,7 @@ def probe(
         maps: rows of attention weights to keep, as ``{"layer 5 head 3": [0, 10, 511]}``: for each
             head the positions of its rows in the input, a number, several or a slice, at most 64
             (:attr:`Probe.maps`). A head is named ``"layer 5 head 3"``, ``"5.3"`` or ``(5, 3)``;
-            layers as for ``layers``. With ``tokenizer`` keys have words.
+            layers are named as for ``layers``.
         attention_mask: which tokens are real, (B, T), 1 or True; their rows count, those of padding
             do not. Needed only where the model is called without such a mask: one that a module
             gets as ``attention_mask``, ``mask``, ``key_padding_mask`` or ``padding_mask`` is read
@@ -99,7 +100,7 @@ def probe(
         probe can see; results are in :meth:`Probe.summary`.
 
     Raises:
-        TypeError: if ``model`` is not a module, or an option of another type than it says.
+        TypeError: if ``model`` is not a module, or an option has a wrong type.
         ValueError: if a metric does not exist (naming the nearest), layers choose nothing, heads
             are more than the model has, a number is too small, ``attention_mask`` or ``rows`` has
             another shape or other values, or ``spans`` are empty, negative or overlap. Leaving the

@@ -74,11 +74,12 @@ def rotary_width(module: nn.Module, width: int) -> int:
 def agrees(
     projections: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
 ) -> bool | None:
-    """Whether scored vectors have the norms of the projections' outputs, up to a scale.
+    """Whether queries and keys are the projections' outputs, only rotated and scaled.
 
-    Rotations keep norms and scales by head and position multiply them, but selecting other heads,
-    normalising, clamping or adding a term changes them. Only if norms agree does a factor on the
-    weights multiply the scores. A rotated part of each head may have a scale of its own.
+    This is checked by norms: rotations keep them, and scales by head and position multiply them,
+    while selecting other heads, normalising, clamping or adding a term changes their ratios. Only
+    if norms agree does a factor on the weights multiply the scores. The rotated and the other
+    entries of a head may have different scales.
 
     Args:
         projections: the weights of queries and keys.

@@ -136,7 +136,7 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
         width: width of one head's query, E.
 
     Returns:
-        One, or the possible layouts of a fused projection, the usual one for its name first.
+        One layout; of a fused projection every possible one, the most common for its name first.
 
     Raises:
         ValueError: if they are unknown or computed from other weights, or a later normalisation
