@@ -54,7 +54,7 @@ def probe(
         gaps: also record how many keys hold 50, 90, 95 and 99 % of a row's weight (``keys_90``),
             from counts of keys by the distance of their logit below the row's maximum. With
             ``structure``, ``critical_ratio`` is then computed on every row, from these counts, and
-            not only on every sixteenth row.
+            not only on about sixteen rows of a sequence.
         keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
         every: read the first of every ``every`` forward passes.
         layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
