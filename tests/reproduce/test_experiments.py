@@ -31,7 +31,7 @@ FROM_ARTICLES = {
 BEYOND = {"finite_n", "gap_law", "simplex", "entropy_floor", "ssmax", "freezing"}
 REAL = {"real_heads", "real_sinks", "real_topk", "real_distance", "real_lengths"}
 TRAINED = REAL | {
-    "first", "max_retrieval", "mlm_table", "qk_norm_scale", "calibrated_length",
+    "first", "max_retrieval", "mlm_table", "qk_norm_scale", "calibrated_length", "swan",
 }  # fmt: skip
 #: Measured for seconds: those that train, and sums over many samples.
 LONG = TRAINED - {"real_distance"} | {

@@ -30,6 +30,7 @@ from acutance.experiments import (
     sparsity_linear,
     sparsity_relu2,
     ssmax,
+    swan,
     temperature,
 )
 from acutance.experiments.harness.experiment import Experiment
@@ -66,6 +67,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         mlm_table,
         qk_norm_scale,
         calibrated_length,
+        swan,
     )
 }
 
