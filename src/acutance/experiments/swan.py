@@ -103,7 +103,7 @@ def read_texts(run: Run) -> Texts:
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
     generator = torch.Generator().manual_seed(4000 + run.seed)
     longest = size(run).length * times(run)[-1]
-    known = texts.sample_windows(training, longest, run.size(6, 18), generator)
+    known = texts.sample_windows(training, longest, run.size(6, 30), generator)
     windows = texts.sample_windows(held_out, longest + 1, run.size(32, 48), generator)
     return Texts(training, known, windows)
 
@@ -162,7 +162,7 @@ def laws(run: Run, model: torch.nn.Module, known: Tensor) -> dict[str, AnyLaw]:
             passes=run.size(3, 4),
         )  # fmt: skip
     found[LOSS] = calibrate(
-        model, list(known.split(1)), target="loss", lengths=lengths, passes=run.size(2, 5)
+        model, list(known.split(1)), target="loss", lengths=lengths, passes=run.size(2, 6)
     )
     return found
 
@@ -278,31 +278,37 @@ def rows_of(factors: Sequence[int], found: Mapping[tuple[str, str], Sequence[Ten
                 ),
             ]
     clipped, none = (HYBRID, CLIPPED), (HYBRID, NONE)
+
+    def row(claim: Claim, quantity: str, law: str, difference: Estimate, factor: int) -> Row:
+        return claim.row(quantity, 0.0, difference, {"model": HYBRID, "law": law, BOUND: factor})
+
     for at, factor in enumerate(factors):
         if factor == 1:
             continue
-        where = {"model": HYBRID, BOUND: factor}
-        grown = [
+        grown = over_seeds([
             (a[at] - a[0]) - (b[at] - b[0])
             for a, b in zip(found[none], found[ROPE, NONE], strict=True)
-        ]
+        ])  # fmt: skip
+        change = {law: less((HYBRID, law), none, at) for law in (CLIPPED, LLAMA)}
+        beyond = {law: less((HYBRID, law), clipped, at) for law in (ENTROPY, LOSS)}
         rows += [
-            HOLDS.row("loss less none, nat", 0.0, less(clipped, none, at), where),
-            FLAT.row("loss less that at 1×, nat", 0.0, less(clipped, clipped, at, 0), where),
-            ROBUST.row("growth of the loss less RoPE's, nat", 0.0, over_seeds(grown), where),
-            COARSE.row("loss less none, nat", 0.0, less((HYBRID, LLAMA), none, at), where),
-            CONSTANT.row("loss less log n, nat", 0.0, less((HYBRID, ENTROPY), clipped, at), where),
-            FITTED.row("loss less log n, nat", 0.0, less((HYBRID, LOSS), clipped, at), where),
+            row(HOLDS, "loss, less none, nat", CLIPPED, change[CLIPPED], factor),
+            row(FLAT, "loss, less that at 1×, nat", CLIPPED, less(clipped, clipped, at, 0), factor),
+            row(ROBUST, "growth of the loss, less RoPE's, nat", NONE, grown, factor),
+            row(COARSE, "loss, less none, nat", LLAMA, change[LLAMA], factor),
+            row(CONSTANT, "loss, less log n, nat", ENTROPY, beyond[ENTROPY], factor),
+            row(FITTED, "loss, less log n, nat", LOSS, beyond[LOSS], factor),
         ]
     temperatures = [law for kind, law in found if kind == HYBRID and law != WINDOW]
     best = min(
         temperatures,
         key=lambda law: float(torch.stack(list(found[HYBRID, law]))[:, -1].mean()),
     )
-    where = {"model": HYBRID, "law": best, BOUND: factors[-1]}
     difference = less((HYBRID, WINDOW), (HYBRID, best), -1)
-    rows.append(READS.row("loss, window − best temperature, nat", 0.0, difference, where))
-    return rows
+    return [
+        *rows,
+        row(READS, "loss, window − best temperature, nat", best, difference, factors[-1]),
+    ]
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
