@@ -105,7 +105,7 @@ def read_texts(run: Run) -> Texts:
 
 @torch.no_grad()
 def losses(run: Run, model: torch.nn.Module, windows: Tensor) -> Tensor:
-    """Mean loss of rows that read T/2 to T keys, T to 2 T, ..., in each window, (lengths, windows)."""
+    """Mean loss of rows that read T/2 to T keys, T to 2 T, ...; (lengths, windows)."""
     parts = windows.split(run.size(8, 1))
     each = torch.cat([next_byte_losses(model, part) for part in parts]).double()
     ends = [size(run).length * factor for factor in times(run)]
@@ -298,9 +298,9 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Loss against length: of both models with the simplest remedies, and of all laws less none."""
     figure, (left, right) = plot_style.new_figure(
         "Position-free global layers beyond their trained length",
-        "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows that "
-        "read at most 1 to 16 times the trained length T, and more than half of it. Bars: standard "
-        "errors over windows and seeds.",
+        "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows "
+        "that read at most 1 to 16 times the trained length T, and more than half of it. Bars: "
+        "standard errors over windows and seeds.",
         panels=2,
         theme=theme,
     )
