@@ -339,7 +339,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
         plot_style.draw_line(right, factors, y, curve)
         plot_style.draw_marks(right, factors, y, curve, law, error=error)
     plot_style.reference(right, theme, y=0.0)
-    for axes, where in ((left, "center right"), (right, "upper left")):
+    for axes, where in ((left, "center right"), (right, "lower left")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(factors, [f"{factor}×" for factor in factors])
         plot_style.legend(axes, theme, where=where)
