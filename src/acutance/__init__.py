@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         weights,
     )
     from acutance.attend import attention, key_mass, row_statistics
-    from acutance.caching import CachePlan, HeadPlan
+    from acutance.caching import Budget, CachePlan, HeadPlan, budget
     from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
     from acutance.capture.tap import tap
     from acutance.comparison import compare
@@ -50,6 +50,7 @@ __all__ = [
     "METRICS",
     "Applied",
     "ApplyError",
+    "Budget",
     "CachePlan",
     "Calibration",
     "Extension",
@@ -66,6 +67,7 @@ __all__ = [
     "__version__",
     "apply",
     "attention",
+    "budget",
     "caching",
     "calibrate",
     "calibration",
@@ -106,6 +108,8 @@ _HOMES = {
     "row_statistics": "acutance.attend",
     "CachePlan": "acutance.caching",
     "HeadPlan": "acutance.caching",
+    "Budget": "acutance.caching",
+    "budget": "acutance.caching",
     "Applied": "acutance.calibration",
     "ApplyError": "acutance.calibration",
     "Calibration": "acutance.calibration",

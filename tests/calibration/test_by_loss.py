@@ -213,7 +213,7 @@ def test_a_fit_resumes_where_it_was_interrupted(
     [
         ({"value": 2.0}, "target='loss' holds nothing constant"),
         ({"reference": 64}, "target='loss' holds nothing constant"),
-        ({"law": "ssmax"}, "target='loss' fits law='table' or 'constant', got law='ssmax'"),
+        ({"law": "ssmax"}, "target='loss' fits law='table', 'constant' or 'none', got law='ssmax'"),
         ({"lengths": [128]}, "lengths reach 128, but the longest batch has 64 tokens"),
         ({"resume": True}, "resume needs save"),
         ({"target": "entropy", "loss": "next_token"}, "loss is for target='loss', got target="),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli import (
+    budget,
     calibrate,
     compare,
     diff,
@@ -70,6 +71,7 @@ app.command("predict", cls=Command)(predict.predict)
 app.command("temperature", cls=Command)(temperature.temperature)
 app.command("calibrate", cls=Command)(calibrate.calibrate)
 app.command("judge", cls=Command)(judge.judge)
+app.command("budget", cls=Command)(budget.budget)
 app.command("extend", cls=Command)(extend.extend)
 app.command("compare", cls=Command)(compare.compare)
 app.command("reproduce", cls=Command)(reproduce.reproduce)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.judge import judge_law
+from acutance.cli.judge import held_out_ends, hurts, judge_law
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -28,6 +28,7 @@ from acutance.cli.options import (
     command,
     load_model,
     read_lengths,
+    read_window,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import (
@@ -41,8 +42,6 @@ from acutance.cli.shared import (
 if TYPE_CHECKING:
     from acutance.calibration.fit.result import Calibration
     from acutance.corpus.text_model import TextModel
-    from acutance.corpus.texts import Text
-    from acutance.judging.text_windows import HeldOut
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -121,10 +120,22 @@ class CalibrateOptions:
             metavar="NAME",
             help=(
                 "Form of the law: one factor per length (table), or a function of n: constant, "
-                "ssmax, log_n, sqrt_log_n or clip_log_n. With --target loss: table or constant."
+                "ssmax, log_n, sqrt_log_n or clip_log_n. With --target loss: table, constant, or "
+                "with --window none."
             ),
         ),
     ] = "table"
+    window: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--window",
+            metavar="SIZE[,SINKS]",
+            help=(
+                "With --target loss: heads for which it lowers the loss read only the newest SIZE "
+                "keys and the first SINKS; repeat for sizes to choose from."
+            ),
+        ),
+    ] = None
     passes: Annotated[
         int,
         typer.Option(
@@ -200,7 +211,7 @@ class CalibrateOptions:
     {
         READ: "text lengths tokenizer attention device trust_remote_code allow_pickle "
         "allow_missing",
-        FIT: "target reference law limit windowed passes",
+        FIT: "target reference law window limit windowed passes",
         LESS: "windows batch_size seed",
         WRITE: "out even_if_worse json save overwrite",
         LONG: "save_every resume",
@@ -228,7 +239,7 @@ def calibrate(options: CalibrateOptions) -> None:
         from acutance.calibration.fit.law_families import FITTED
         from acutance.files import as_json, put_text
 
-        check_choice("--law", options.law, dict.fromkeys(("table", *FITTED)))
+        check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
         check_choice("--target", target, (*TARGETS, "loss"))
         try:
             calibration = _fit(options, lengths, target, value)
@@ -237,7 +248,7 @@ def calibrate(options: CalibrateOptions) -> None:
             fail(f"interrupted before the law was fitted and judged{rest}")
             raise typer.Exit(INTERRUPTED) from None
 
-        refused = options.out is not None and not options.even_if_worse and _hurts(calibration)
+        refused = options.out is not None and not options.even_if_worse and hurts(calibration)
 
         def write_json(path: Path) -> None:
             if str(path) == "-":
@@ -287,13 +298,21 @@ def _fit(
         "windowed": options.windowed,
     }
     if not by_loss:
+        if options.window:
+            raise typer.BadParameter("it needs --target loss", param_hint="--window")
         check_request(**arguments)
+    elif options.window:
+        arguments["window"] = [read_window(text) for text in options.window]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_positions(loaded.model, lengths)
     for warning in caught:
         console().print(note(("note", "yellow"), f": {warning.message}"))
-    held_out = None if headed is None else _held_out(headed, texts, lengths[-1], options)
+    held_out = (
+        None
+        if headed is None
+        else held_out_ends(headed, texts, lengths[-1], unjudged=options.even_if_worse)
+    )
     if held_out is not None:
         texts, loaded = held_out.fit, replace(loaded, tokenizer=held_out.tokenizer)
     read = lengths
@@ -363,30 +382,6 @@ def _load(options: CalibrateOptions, by_loss: bool) -> "tuple[TextModel | None, 
             raise
         return None, load_model(options, options.device)
     return headed, headed.base
-
-
-def _held_out(
-    headed: "TextModel", texts: "list[Text]", longest: int, options: CalibrateOptions
-) -> "HeldOut | None":
-    """Split texts: the law is fitted to the beginnings and judged on the ends.
-
-    None, for no judging, if the text is too short and ``--even-if-worse`` is given.
-    """
-    from acutance.judging.text_windows import hold_out
-
-    try:
-        return hold_out(headed, texts, longest)
-    except ValueError as error:
-        if options.even_if_worse:
-            return None
-        raise type(error)(f"{error}, or --even-if-worse for a law that nothing judged") from error
-
-
-def _hurts(calibration: "Calibration") -> bool:
-    """Whether the law raises the loss, at least at some positions."""
-    from acutance.judging.paired import HURTS, MIXED
-
-    return calibration.judged is not None and calibration.judged["verdict"] in (HURTS, MIXED)
 
 
 def _target(text: str) -> tuple[str, float | None]:

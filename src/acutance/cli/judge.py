@@ -356,3 +356,27 @@ def judge_law(
         if name in ("windows", "tokens", "loss", "mean_loss", "lengths", "groups", "unit")
     }
     return replace(calibration, judged=record)
+
+
+def held_out_ends(
+    headed: "TextModel", texts: "list[Text]", longest: int, *, unjudged: bool
+) -> "HeldOut | None":
+    """Split texts: the law is fitted to the beginnings and judged on the ends.
+
+    None, for no judging, if the text is too short and ``unjudged`` allows it.
+    """
+    from acutance.judging.text_windows import hold_out
+
+    try:
+        return hold_out(headed, texts, longest)
+    except ValueError as error:
+        if unjudged:
+            return None
+        raise type(error)(f"{error}, or --even-if-worse for a law that nothing judged") from error
+
+
+def hurts(calibration: "Calibration") -> bool:
+    """Whether the law raises the loss, at least at some positions."""
+    from acutance.judging.paired import HURTS, MIXED
+
+    return calibration.judged is not None and calibration.judged["verdict"] in (HURTS, MIXED)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from acutance.corpus.load_model import TextModel
+    from acutance.scaling import Window
 
 Given = TypeVar("Given", bound="DataclassInstance")
 #: What help shows instead of the type of a switch.
@@ -206,6 +207,19 @@ def read_lengths(text: str) -> tuple[int, ...]:
             f"lengths must be at least 2 and ascending, got {text}", param_hint="--lengths"
         )
     return lengths
+
+
+def read_window(text: str) -> Window:
+    """Parse ``SIZE[,SINKS]`` of ``--window``."""
+    from acutance.scaling import Window
+
+    size, _, sinks = text.partition(",")
+    try:
+        return Window(int(size), sinks=int(sinks or 0))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"it must be SIZE or SIZE,SINKS, as in 1024,4, got {text!r}", param_hint="--window"
+        ) from error
 
 
 def check_resume(resume: bool, save: Path | None) -> None:

@@ -4,70 +4,54 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from acutance.calibration.by_loss.choose_windows import WindowChoice, choose_windows
 from acutance.calibration.by_loss.gradients import (
     FactorTable,
-    Layers,
     LossGradients,
     Reading,
     attending_layers,
+    joined,
 )
 from acutance.calibration.by_loss.readings import Readings
 from acutance.calibration.by_loss.result import HeadSlope, LossCalibration, significant
-from acutance.calibration.fit.passes import knots_of
-from acutance.calibration.fit.request import check_positions
-from acutance.calibration.fit.windows import (
-    AnyBatches,
-    Turn,
-    batches_by_length,
-    check_lengths,
-    cut,
-    digest,
+from acutance.calibration.by_loss.runs import (
+    Advance,
+    Run,
+    Unit,
+    Windows,
+    check_state,
+    difference,
+    mean_gradient,
+    mean_loss,
+    read_windows,
+    split_units,
 )
+from acutance.calibration.fit.passes import knots_of
+from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
-from acutance.calibration.losses import AnyLoss, Loss, choose_loss
+from acutance.calibration.losses import AnyLoss
 from acutance.capture.find_layers import layer_numbers
-from acutance.corpus.texts import model_digest
-from acutance.files import refuse_replacing
+from acutance.scaling import Window
 from acutance.shapes import check_count, check_flag, check_number
 
 __all__ = ["FAMILIES", "calibrate_by_loss", "loss_slopes"]
 
-#: Called after each run of the model: tokens just read, the pass from 1, and passes at most.
-Advance = Callable[[int, int, int], None]
-
-#: What ``law`` may be: factors at every length, or one for all lengths.
-FAMILIES = ("table", "constant")
-#: Every so many windows, one decides when to stop and is not fitted to.
-_STOPS = 3
-#: Windows that are fitted to, and that decide, at least.
-_LEAST = (4, 2)
+#: What ``law`` may be: factors at every length, one for all lengths, or windows alone.
+FAMILIES = ("table", "constant", "none")
 #: Of the factors that are changed, so many are expected to have no slope.
 _BY_CHANCE = 0.1
 #: The first rate of Adam's steps in log λ, steps of a pass, and its decays.
 _RATE, _STEPS, _MOMENTUM, _SQUARES = 0.05, 4, 0.9, 0.95
 #: Level of the one-sided test that the law lowers the loss.
 _LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """All batches of one window: the window itself, or one cut of it for each length."""
-
-    turns: tuple[Turn, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all batches."""
-        return sum(turn.length * turn.groups.numel() for turn in self.turns)
 
 
 def calibrate_by_loss(
@@ -77,6 +61,7 @@ def calibrate_by_loss(
     lengths: Sequence[int] | None = None,
     loss: AnyLoss | None = None,
     law: str = "table",
+    window: Window | Sequence[Window] | None = None,
     passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,
@@ -93,25 +78,37 @@ def calibrate_by_loss(
         ValueError: if there are fewer than six windows, or an argument is out of range.
     """
     if law not in FAMILIES:
-        raise ValueError(f"target='loss' fits law='table' or 'constant', got law={law!r:.40}")
+        raise ValueError(
+            f"target='loss' fits law='table', 'constant' or 'none', got law={law!r:.40}"
+        )
+    if law == "none" and window is None:
+        raise ValueError("law='none' fits no factors: give a window for heads to read through")
     check_number("limit", limit, above=1.0)
     passes = check_count("passes", passes, 2)
-    start = _start(
-        model, batches, lengths, loss, law, windowed, save, save_every, resume, overwrite,
-        {"limit": limit},
-    )  # fmt: skip
-    units = start.units
-    stopping = [unit for index, unit in enumerate(units) if index % _STOPS == _STOPS - 1]
-    fitting = [unit for index, unit in enumerate(units) if index % _STOPS != _STOPS - 1]
-    if len(fitting) < _LEAST[0] or len(stopping) < _LEAST[1]:
-        raise ValueError(
-            f"target='loss' needs at least {sum(_LEAST)} windows of {start.places[-1]} tokens, "
-            f"{_LEAST[0]} to fit to and {_LEAST[1]} to decide when to stop, got {len(units)}: "
-            "give more text, or shorter lengths"
-        )
-    job = _Job(start, fitting, stopping, passes, limit, advance)
-    values = start.running(job.fit)
-    return job.result(values)
+    check_flag("windowed", windowed)
+    every = check_state(save, resume=resume, overwrite=overwrite, every=save_every)
+    windows = read_windows(model, batches, lengths, loss)
+    fitting, stopping = split_units(windows)
+    choice = None
+    if window is not None:
+        choices = [window] if isinstance(window, Window) else list(window)
+        if not choices or not all(isinstance(one, Window) for one in choices):
+            raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
+        state = None if save is None else f"{os.fspath(save)}.windows"
+        check_state(state, resume=resume, overwrite=overwrite)
+        choice = choose_windows(
+            windows, fitting, stopping, choices, passes,
+            save=state, save_every=every, resume=resume, advance=advance,
+        )  # fmt: skip
+    run, skipped = None, {} if choice is None else dict(choice.skipped)
+    fixed = {} if choice is None else choice.law
+    if law != "none":
+        more = {"limit": limit} | ({} if choice is None else {"windows": choice.words})
+        run, unscaled = _factor_run(windows, law, windowed, save, every, resume, more, fixed)
+        skipped |= unscaled
+    return _Job(windows, run, fitting, stopping, passes, limit, advance, choice).result(
+        law, skipped
+    )
 
 
 def loss_slopes(
@@ -165,151 +162,56 @@ def loss_slopes(
         >>> min(head.slope[-1] for head in heads) < -0.01  # sharper would help beyond 128
         True
     """
-    start = _start(
-        model, windows, lengths, loss, law, windowed, save, 1, resume, overwrite, {"slopes": True}
-    )
-    if len(start.units) < 2:
-        raise ValueError(f"errors need at least 2 windows, got {len(start.units)}")
+    every = check_state(save, resume=resume, overwrite=overwrite)
+    check_flag("windowed", windowed)
+    if law not in FAMILIES[:2]:
+        raise ValueError(f"law must be 'table' or 'constant', got {law!r:.40}")
+    read = read_windows(model, windows, lengths, loss)
+    if len(read.units) < 2:
+        raise ValueError(f"errors need at least 2 windows, got {len(read.units)}")
+    run, _ = _factor_run(read, law, windowed, save, every, resume, {"slopes": True}, {})
 
-    def run() -> list[Reading]:
-        zero = torch.zeros(start.gradients.size, dtype=torch.float64)
-        return [start.read(unit, zero, advance, 1, 1) for unit in start.units]
+    def slopes() -> list[Reading]:
+        zero = torch.zeros(run.gradients.size, dtype=torch.float64)
+        return [run.read(unit, zero, advance, 1, 1) for unit in read.units]
 
-    slope, error = _mean(start.running(run))
-    return _by_head(model, start.gradients, slope, error)
-
-
-# -- what both begin with --------------------------------------------------------------------------
-
-
-@dataclass
-class _Start:
-    """A checked request: the windows, what computes gradients on them, and stored results."""
-
-    model: torch.nn.Module
-    loss: Loss
-    units: list[_Unit]
-    places: tuple[int, ...]
-    law: str
-    layers: Layers
-    gradients: LossGradients
-    readings: Readings
-
-    def running(self, run: Callable[[], Any]) -> Any:
-        """Return ``run()`` with the model prepared; readings are saved even after an interrupt."""
-        with self.gradients:
-            try:
-                return run()
-            finally:
-                self.readings.save()
-
-    def read(
-        self, unit: _Unit, values: Tensor, advance: Advance | None, number: int, most: int
-    ) -> Reading:
-        """Loss and gradient of one unit at given factors, from the file or computed.
-
-        Args:
-            unit: the window.
-            values: log-factors, (parameters,).
-            advance: progress callback; None calls nothing.
-            number: number of this pass, for the callback.
-            most: largest number of passes, for the callback.
-        """
-
-        def make() -> Reading:
-            parts = [self.gradients.read(self._batch(turn), values) for turn in unit.turns]
-            return Reading(
-                sum(part.loss for part in parts),
-                sum(part.count for part in parts),
-                torch.stack([part.gradient for part in parts]).sum(0),
-            )
-
-        reading = self.readings.get(make)
-        if advance is not None:
-            advance(unit.tokens, number, most)
-        return reading
-
-    def _batch(self, turn: Turn) -> Mapping[str, Any]:
-        """A batch as keyword arguments of the model, on its device."""
-        batch = turn.batch if isinstance(turn.batch, Mapping) else {"input_ids": turn.batch}
-        device = self.gradients.device
-        return {
-            name: part.to(device) if isinstance(part, Tensor) else part
-            for name, part in batch.items()
-        }
+    slope, error = mean_gradient(run.running(slopes))
+    return _by_head(model, run.gradients, slope, error)
 
 
-def _start(
-    model: torch.nn.Module,
-    batches: AnyBatches | Tensor,
-    lengths: Sequence[int] | None,
-    loss: AnyLoss | None,
+def _factor_run(
+    windows: Windows,
     law: str,
     windowed: bool,
     save: str | os.PathLike[str] | None,
-    save_every: int,
+    every: int,
     resume: bool,
-    overwrite: bool,
     more: Mapping[str, Any],
-) -> _Start:
-    """Check the arguments of :func:`calibrate_by_loss` or :func:`loss_slopes`; resume a file.
+    fixed: Mapping[Any, Window],
+) -> tuple[Run[LossGradients], Mapping[str, str]]:
+    """What reads the derivatives by factors, and why layers have none.
 
-    ``more`` are further settings that a resumed run must share.
+    Args:
+        windows: windows of the text.
+        law: a family.
+        windowed: also scale layers with a sliding window.
+        save: file of the readings, or None.
+        every: windows between two writes.
+        resume: continue from the file.
+        more: further settings that a resumed run must share.
+        fixed: windows of heads that stay as they are.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if resume and save is None:
-        raise ValueError("resume needs save, the file to continue from, got save=None")
-    if save is not None:
-        refuse_replacing(save, resume=resume, overwrite=overwrite)
-    check_flag("windowed", windowed)
-    every = check_count("save_every", save_every, 1)
-    chosen = choose_loss(model, loss)
-    found = batches_by_length(batches.split(1) if isinstance(batches, Tensor) else batches)
-    places = check_lengths(lengths, found)
-    check_positions(model, places)
-    # a causal model's long windows have the short ones inside
-    units = _units(found, places if chosen.reads_all else places[-1:])
-    device = next((part.device for part in model.parameters()), None)
-    layers = attending_layers(model, units[0].turns[-1], device, windowed)
-    knots = knots_of(places) if law == "table" else (places[-1],)
-    gradients = LossGradients(model, chosen, layers, knots, windowed=windowed)
-    settings = {
-        "model": model_digest(model),
-        "text": digest([turn for unit in units for turn in unit.turns]),
-        "loss": chosen.words,
-        "lengths": list(places),
-        "law": law,
-        "windowed": windowed,
-        "dtype": str(next((part.dtype for part in model.parameters()), None)),
-        **more,
-    }
+    turn = windows.units[0].turns[-1]
+    layers = attending_layers(windows.model, turn, windows.device, windowed)
+    knots = knots_of(windows.lengths) if law == "table" else (windows.lengths[-1],)
+    gradients = LossGradients(
+        windows.model, windows.loss, layers, knots, windowed=windowed, windows=fixed
+    )
+    settings = {**windows.settings(), "law": law, "windowed": windowed, **more}
     readings = Readings(settings, save, every)
     if resume:
         readings.resume()
-    start = _Start(model, chosen, units, places, law, layers, gradients, readings)
-    if not len(readings):
-        chosen.check(model, start._batch(units[0].turns[-1]))
-    return start
-
-
-def _units(found: Mapping[int, list[Any]], places: Sequence[int]) -> list[_Unit]:
-    """The windows in the order of the text, each with its batches at every length.
-
-    Args:
-        found: batches by length, under 0 if they are to be cut.
-        places: lengths, ascending.
-    """
-    if 0 in found:
-        cuts = [cut({0: [batch]}, places) for batch in found[0]]
-        return [_Unit(tuple(turns)) for turns in cuts if turns]
-    count = len(found[places[-1]])
-    parts: list[list[Turn]] = [[] for _ in range(count)]
-    for length in places:
-        for index, batch in enumerate(found[length]):
-            where = index * count // len(found[length])
-            parts[where] += cut({length: [batch]}, [length])
-    return [_Unit(tuple(turns)) for turns in parts]
+    return Run(windows, gradients, readings), layers.skipped
 
 
 # -- the fit ---------------------------------------------------------------------------------------
@@ -334,57 +236,74 @@ class _Adam:
 
 
 class _Job:
-    """One fit by gradient steps; each step is decided by earlier readings."""
+    """One fit by gradient steps; each step is decided by earlier readings.
+
+    Args:
+        windows: windows of the text.
+        run: reads the derivatives by factors; None if there are none.
+        fitting: windows that are fitted to.
+        stopping: windows that decide.
+        passes: largest number of passes.
+        limit: bound of the factors.
+        advance: progress callback, or None.
+        choice: the heads that read through a window; None if there is none.
+    """
 
     def __init__(
         self,
-        start: _Start,
-        fitting: Sequence[_Unit],
-        stopping: Sequence[_Unit],
+        windows: Windows,
+        run: Run[LossGradients] | None,
+        fitting: Sequence[Unit],
+        stopping: Sequence[Unit],
         passes: int,
         limit: float,
         advance: Advance | None,
+        choice: WindowChoice | None,
     ) -> None:
-        self._start, self._fitting, self._stopping = start, fitting, stopping
+        self._windows, self._run, self._choice = windows, run, choice
+        self._fitting, self._stopping = fitting, stopping
         self._passes, self._limit, self._advance = passes, math.log(limit), advance
         self._slopes: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
-        self._differences: tuple[float, float] = (0.0, 0.0)
-        self._mean_loss, self._done = 0.0, 1
+        self._before: Sequence[Reading] = () if choice is None else choice.before
+        self._after: Sequence[Reading] = () if choice is None else choice.after
+        self._done = 1 if choice is None else choice.passes
 
-    def fit(self) -> Tensor:
+    def _fit(self, run: Run[LossGradients]) -> Tensor:
         """The best log-factors, (parameters,); all 0 if none lowers the loss beyond noise."""
-        zero = torch.zeros(self._start.gradients.size, dtype=torch.float64)
-        first = self._read(self._fitting, zero, 1)
-        before = self._read(self._stopping, zero, 1)
-        self._slopes = _mean([*first, *before])
-        slope, error = _mean(first)
+        zero = torch.zeros(run.gradients.size, dtype=torch.float64)
+        first = self._read(run, self._fitting, zero, 1)
+        before = self._read(run, self._stopping, zero, 1)
+        self._slopes = mean_gradient([*first, *before])
+        slope, error = mean_gradient(first)
         quotient = (slope / error).abs().nan_to_num(0.0)
         p = torch.as_tensor(2 * student.sf(quotient.numpy(), len(first) - 1))
         free = significant(p, _BY_CHANCE).double()
-        self._mean_loss = best_loss = _loss(before)
-        best, found = zero, before
+        self._before = self._before or before
+        best, best_loss, found = zero, mean_loss(before), before
+        self._after = before
         if not bool(free.any()):
             return zero
         rate, adam, values = _RATE, _Adam(len(zero)), zero
         values = self._step(values, adam, slope * free, rate)
         for number in range(2, self._passes + 1):
             for part in self._parts():
-                slope, _ = _mean(self._read(part, values, number))
+                slope, _ = mean_gradient(self._read(run, part, values, number))
                 values = self._step(values, adam, slope * free, rate)
-            after = self._read(self._stopping, values, number)
-            self._done = number
-            if _loss(after) < best_loss:
-                best, best_loss, found = values, _loss(after), after
+            after = self._read(run, self._stopping, values, number)
+            self._done = max(self._done, number)
+            if mean_loss(after) < best_loss:
+                best, best_loss, found = values, mean_loss(after), after
             elif rate < _RATE:
                 break
             else:  # from the best again, in smaller steps
                 values, rate, adam = best, rate / 2, _Adam(len(zero))
-        self._differences = _difference(before, found)
-        delta, error_of_it = self._differences
+        delta, error_of_it = difference(before, found)
         enough = float(student.ppf(_LEVEL, len(before) - 1)) * error_of_it
+        if self._choice is None or delta < -enough:
+            self._after = found
         return best if delta < -enough else zero
 
-    def _parts(self) -> list[Sequence[_Unit]]:
+    def _parts(self) -> list[Sequence[Unit]]:
         """The windows that are fitted to, one part for each step of a pass."""
         steps = min(_STEPS, len(self._fitting))
         return [self._fitting[step::steps] for step in range(steps)]
@@ -393,78 +312,54 @@ class _Job:
         """Log-factors after one step of Adam with this rate, within the limits."""
         return (values + rate * adam.step(gradient)).clamp(-self._limit, self._limit)
 
-    def _read(self, units: Sequence[_Unit], values: Tensor, number: int) -> list[Reading]:
+    def _read(
+        self, run: Run[LossGradients], units: Sequence[Unit], values: Tensor, number: int
+    ) -> list[Reading]:
         """Loss and gradient of each unit at these log-factors, in pass ``number``."""
-        return [
-            self._start.read(unit, values, self._advance, number, self._passes) for unit in units
-        ]
+        return [run.read(unit, values, self._advance, number, self._passes) for unit in units]
 
-    def result(self, values: Tensor) -> LossCalibration:
-        """The record of the fit."""
-        start = self._start
-        law: dict[Any, Any] = {}
+    def result(self, family: str, skipped: Mapping[str, str]) -> LossCalibration:
+        """Fit, and return the record of the fit.
+
+        Args:
+            family: of the factors.
+            skipped: why layers were not fitted, by module name.
+        """
+        run, choice, model = self._run, self._choice, self._windows.model
+        scalings: dict[str, Any] = {}
         factors: dict[str, Tensor] = {}
-        start.gradients.set(values)
-        for name, table in start.gradients.tables.items():
-            law[name] = table.record()
-            factors[name] = table.log_factor.detach().double().exp()
-        slopes = _by_head(start.model, start.gradients, *self._slopes)
-        delta, error = self._differences
-        counts: dict[int, int] = {}
-        for unit in start.units:
-            for turn in unit.turns:
-                counts[turn.length] = counts.get(turn.length, 0) + turn.groups.numel()
+        slopes: tuple[HeadSlope, ...] = ()
+        if run is not None:
+            values = run.running(lambda: self._fit(run))
+            run.gradients.set(values)
+            for name, table in run.gradients.tables.items():
+                scalings[name] = table.record()
+                factors[name] = table.log_factor.detach().double().exp()
+            slopes = _by_head(model, run.gradients, *self._slopes)
+        delta, error = difference(self._before, self._after)
+        law = joined(scalings, {} if choice is None else choice.law)
         return LossCalibration(
-            model=Identity.of(start.model),
+            model=Identity.of(model),
             everywhere=None,
-            layers=Law.of(start.model, law).layers,
-            lengths=start.places,
+            layers=Law.of(model, law).layers if law else (),
+            lengths=self._windows.lengths,
             target="loss",
             metric="loss",
-            family=start.law,
+            family=family,
             passes=self._done,
-            windows=counts,
-            skipped=dict(start.layers.skipped),
+            windows=self._windows.counts,
+            skipped=dict(skipped),
             slopes=slopes,
             factors=tuple(tuple(factors[one.module][one.head].tolist()) for one in slopes),
+            gates=() if choice is None else choice.gates,
+            choices=() if choice is None else choice.windows,
             fitted=len(self._fitting),
             stopped=len(self._stopping),
             delta=delta,
             error=error,
-            loss=start.loss.words,
-            mean_loss=self._mean_loss,
+            loss=self._windows.loss.words,
+            mean_loss=mean_loss(self._before),
         )
-
-
-def _loss(readings: Sequence[Reading]) -> float:
-    """Mean loss over the predictions of several windows, in nats."""
-    return sum(one.loss for one in readings) / sum(one.count for one in readings)
-
-
-def _mean(readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
-    """Derivatives of the mean loss by each log-factor, and their standard errors over windows."""
-    gradients = torch.stack([one.gradient for one in readings])
-    counts = torch.tensor([float(one.count) for one in readings], dtype=torch.float64)
-    return _ratio(gradients, counts)
-
-
-def _ratio(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over windows of ``sums`` divided by that of ``counts``, and its standard error.
-
-    ``sums`` is (windows, ...) and ``counts`` (windows,).
-    """
-    total, number = counts.sum(), len(counts)
-    mean = sums.sum(0) / total
-    away = (sums - mean * counts.view(-1, *[1] * (sums.dim() - 1))).square().sum(0)
-    return mean, (away * number / max(1, number - 1)).sqrt() / total
-
-
-def _difference(before: Sequence[Reading], after: Sequence[Reading]) -> tuple[float, float]:
-    """Mean loss after minus before on the same windows, with its standard error."""
-    sums = torch.tensor([b.loss - a.loss for a, b in zip(before, after, strict=True)]).double()
-    counts = torch.tensor([float(one.count) for one in before], dtype=torch.float64)
-    mean, error = _ratio(sums, counts)
-    return float(mean), float(error)
 
 
 def _by_head(

@@ -19,7 +19,7 @@ from acutance.calibration.fit.passes import PassSums, evaluating, run_pass
 from acutance.calibration.fit.windows import Turn
 from acutance.calibration.losses import Loss
 from acutance.capture.find_layers import attention_layers, uses_interface
-from acutance.scaling import HeadTable
+from acutance.scaling import HeadTable, Window
 from acutance.scaling.base import Rows
 from acutance.scaling.learned import LearnedScaling
 
@@ -29,7 +29,9 @@ __all__ = [
     "LossGradients",
     "Reading",
     "attending_layers",
+    "first_tokens",
     "frozen",
+    "joined",
     "one_block_at_a_time",
 ]
 
@@ -108,7 +110,7 @@ def attending_layers(
         ProbeError: if the model ran no attention that can be read.
         ValueError: if no layer can be scaled.
     """
-    few = Turn(min(_FEW, turn.length), _first(turn, _FEW), torch.zeros(1, dtype=torch.int64))
+    few = Turn(min(_FEW, turn.length), first_tokens(turn, _FEW), torch.zeros(1, dtype=torch.int64))
     found = run_pass(
         model, [few], TARGETS["entropy"], (few.length,), None, so_far=PassSums(), windowed=windowed
     )
@@ -148,6 +150,8 @@ class LossGradients:
         layers: the layers to scale.
         knots: numbers n of visible keys at which there are factors.
         windowed: also scale layers with a sliding window.
+        windows: windows of layers, by module name, and of heads, by (module name, head), which
+            stay as they are.
     """
 
     def __init__(
@@ -158,9 +162,10 @@ class LossGradients:
         knots: Sequence[int],
         *,
         windowed: bool = False,
+        windows: Mapping[Any, Window] | None = None,
     ) -> None:
         self._model, self._loss, self._windowed = model, loss, windowed
-        self.device = next((part.device for part in model.parameters()), None)
+        self._windows = {} if windows is None else dict(windows)
         self.tables = {name: FactorTable(heads, knots) for name, heads in layers.heads.items()}
         self._context, self._prepared = ExitStack(), False
 
@@ -177,7 +182,8 @@ class LossGradients:
             context.enter_context(evaluating(self._model))
             context.enter_context(frozen(self._model))
             context.enter_context(one_block_at_a_time(self._model))
-            context.enter_context(apply(self._model, self.tables, windowed=self._windowed))
+            law = joined(self.tables, self._windows)
+            context.enter_context(apply(self._model, law, windowed=self._windowed))
             self._context = context.pop_all()
         self._prepared = True
 
@@ -202,6 +208,17 @@ class LossGradients:
         total = torch.cat([part.flatten().double().cpu() for part in parts])
         return Reading(float(scored.loss[known].sum()), int(known.sum()), total)
 
+    def score(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
+        """The loss alone, with a gradient of 0."""
+        if not self._prepared:
+            self._prepare()
+        self.set(values)
+        with torch.no_grad():
+            scored = self._loss.score(self._model, batch)
+        known = ~scored.loss.isnan()
+        zeros = torch.zeros(self.size, dtype=torch.float64)
+        return Reading(float(scored.loss[known].sum()), int(known.sum()), zeros)
+
     def set(self, values: Tensor) -> None:
         """Apply these log-factors, (parameters,), from now on."""
         for table, part in zip(self.tables.values(), self.split(values), strict=True):
@@ -213,6 +230,19 @@ class LossGradients:
         shapes = [table.log_factor.shape for table in self.tables.values()]
         parts = values.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def joined(scalings: Mapping[str, Any], windows: Mapping[Any, Window]) -> dict[Any, Any]:
+    """One law of the scalings of layers and of the windows of layers or (layer, head).
+
+    Example:
+        >>> joined({"a": "ssmax"}, {"a": Window(8), ("b", 1): Window(8)})["a"][0]
+        'ssmax'
+    """
+    law: dict[Any, Any] = {**scalings, **windows}
+    return law | {
+        name: (scaling, windows[name]) for name, scaling in scalings.items() if name in windows
+    }
 
 
 @contextmanager
@@ -265,7 +295,7 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _first(turn: Turn, tokens: int) -> Any:
+def first_tokens(turn: Turn, tokens: int) -> Any:
     """The first tokens of a batch's first window, in the form of the batch."""
     if isinstance(turn.batch, Tensor):
         return turn.batch[:1, :tokens]

@@ -8,8 +8,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from acutance.calibration.by_loss.result import HeadSlope, LossCalibration
+from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
 from acutance.report.screen import NumberTable
+from acutance.scaling import Window
 from acutance.summary.layer import not_loaded_sentence
 
 __all__ = ["sentences", "show"]
@@ -20,13 +21,43 @@ MOST = 20
 
 def show(found: LossCalibration) -> RenderableType:
     """A fit to the loss for a rich console: a table of the heads, then sentences."""
-    title = Text(
-        f"Loss ({found.loss}): its derivative by log λ of each head without a law, in nats a "
-        f"token, and the factors λ of the law ({found.family}), at n visible keys",
-        style="bold",
-    )
+    parts: list[RenderableType] = []
+    if found.gates:
+        title = (
+            f"Loss ({found.loss}): its derivative by a gate that lets a head read through a "
+            "window, without a law, in nats a token"
+        )
+        parts += [Text(title, style="bold"), "", _gate_table(found), ""]
+    if found.slopes:
+        law = "with these windows" if any(found.reads) else "without a law"
+        title = (
+            f"Loss ({found.loss}): its derivative by log λ of each head {law}, in nats a "
+            f"token, and the factors λ of the law ({found.family}), at n visible keys"
+        )
+        parts += [Text(title, style="bold"), "", _table(found), ""]
     lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
-    return Group(title, "", _table(found), "", *lines)
+    return Group(*parts, *lines)
+
+
+def _gate_table(found: LossCalibration) -> NumberTable:
+    """The slope of the loss by the gates, and what heads read."""
+    table = NumberTable(keys=2, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    names = [f"slope, {_words(window)}" for window in found.choices]
+    for name in ("layer", "head", *names, "reads"):
+        table.add_column(name, justify="right", no_wrap=True)
+    pairs = sorted(zip(found.gates, found.reads, strict=True), key=lambda pair: min(pair[0].slope))[
+        :MOST
+    ]
+    for one, window in pairs:
+        reads = Text("all", style="dim") if window is None else Text(_words(window), style="cyan")
+        slopes = [_with_error(one, at) for at in range(len(one.slope))]
+        table.add_row(str(one.layer), str(one.head), *slopes, reads)
+    return table
+
+
+def _words(window: Window) -> str:
+    """A window's size and sinks, as the command accepts them."""
+    return f"{window.size},{window.sinks}" if window.sinks else str(window.size)
 
 
 def _table(found: LossCalibration) -> NumberTable:
@@ -48,7 +79,7 @@ def _table(found: LossCalibration) -> NumberTable:
     return table
 
 
-def _with_error(one: HeadSlope, at: int) -> str:
+def _with_error(one: HeadSlope | GateSlope, at: int) -> str:
     """A head's slope at a length with its standard error."""
     return f"{one.slope[at]:+.4f}±{one.error[at]:.4f}"
 
@@ -59,29 +90,36 @@ def sentences(found: LossCalibration) -> Iterator[str]:
         yield not_loaded_sentence(found.weights_not_loaded)
     windows = f"{found.stopped} windows that were not fitted to"
     effect = f"{found.delta:+.4f} ± {found.error:.4f} nat"
-    if found.changed:
+    streaming = sum(window is not None for window in found.reads)
+    if found.changed or streaming:
         yield (
             f"With the law the loss of {windows} changes by {effect}, from "
-            f"{found.mean_loss:.3f}. They decided when to stop: judge the law on other text."
-        )
-        yield (
-            f"{found.changed} of {len(found.slopes)} heads have a factor other than 1; the "
-            "derivatives of the others are not beyond noise."
+            f"{found.mean_loss:.3f}. They decided what the law is: judge it on other text."
         )
     else:
         yield (
             f"No law was found that lowers the loss of {windows} beyond noise (the best "
-            f"changes it by {effect}): every factor is 1."
+            f"changes it by {effect}): every head stays as it is."
         )
-    if len(found.slopes) > MOST:
-        yield f"The table has the {MOST} heads with the largest derivatives; --json has all."
+    if found.gates and streaming:
+        yield (
+            f"{streaming} of {len(found.gates)} heads read through a window; for the others no "
+            "gain was found beyond noise."
+        )
+    if found.changed:
+        yield (
+            f"{found.changed} of {len(found.slopes)} heads have a factor other than 1; the "
+            "derivatives of the others are not beyond noise."
+        )
+    if max(len(found.slopes), len(found.gates)) > MOST:
+        yield f"A table has the {MOST} heads with the largest derivatives; --json has all."
     yield f"Fitted to {found.fitted} windows in {found.passes} passes; ± is one standard error."
     for name, why in list(found.skipped.items())[:4]:
         yield f"Not fitted: {name}: {why}."
     if len(found.skipped) > 4:
         yield f"Not fitted: {len(found.skipped) - 4} more layers."
-    first, last = found.slopes[0].lengths[0], found.slopes[0].lengths[-1]
     if found.family == "table":
+        first, last = found.slopes[0].lengths[0], found.slopes[0].lengths[-1]
         yield (
             f"Beyond n = {last} each head keeps its last factor, without measurement; rows with "
             f"fewer than {first} keys use that length's factor."

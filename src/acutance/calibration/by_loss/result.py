@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.fit.result import Calibration, Numbers
+from acutance.calibration.head_laws import HeadLaws
 from acutance.files import finite
+from acutance.scaling import Window
 
-__all__ = ["HeadSlope", "LossCalibration", "significant"]
+__all__ = ["GateSlope", "HeadSlope", "LossCalibration", "significant"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,29 @@ class HeadSlope:
 
 
 @dataclass(frozen=True)
+class GateSlope:
+    """How the loss changes if a head computes another output, to first and second order.
+
+    Attributes:
+        layer: number among the attention layers.
+        head: query head, or key head.
+        module: qualified name of the layer.
+        slope: for each alternative, derivative of the mean loss by a gate that opens to it, in
+            nats a token; negative where the alternative would help.
+        error: its standard error from window to window.
+        curvature: second-order cost, with the empirical Fisher information as the curvature, in
+            nats a token; never negative.
+    """
+
+    layer: int
+    head: int
+    module: str
+    slope: Numbers
+    error: Numbers
+    curvature: Numbers
+
+
+@dataclass(frozen=True)
 class LossCalibration(Calibration):
     """The result of :func:`acutance.calibrate` with ``target="loss"``: a law, and what led to it.
 
@@ -46,16 +71,21 @@ class LossCalibration(Calibration):
     Attributes:
         slopes: for every head, the derivative of the loss by its factors without a law.
         factors: for every head in the same order, its factors at the lengths.
+        gates: for every head, the derivative of the loss by a gate that opens to each window,
+            without any law; empty if no window was to be chosen.
         fitted: windows that the steps read.
         stopped: other windows, which decided how many steps were made.
         delta: mean loss of those with the law that was best on them minus that without.
         error: its standard error.
+        choices: the windows that the gates open to; none if no window was to be chosen.
         loss: what was lowered, in words.
         mean_loss: without a law, over the windows that decided, in nats.
     """
 
     slopes: tuple[HeadSlope, ...] = ()
     factors: tuple[Numbers, ...] = ()
+    gates: tuple[GateSlope, ...] = ()
+    choices: tuple[Window, ...] = ()
     fitted: int = 0
     stopped: int = 0
     delta: float = 0.0
@@ -67,6 +97,16 @@ class LossCalibration(Calibration):
     def changed(self) -> int:
         """Heads with a factor other than 1."""
         return sum(any(one != 1.0 for one in row) for row in self.factors)
+
+    @property
+    def reads(self) -> tuple[Window | None, ...]:
+        """For every head of :attr:`gates`, the window that it reads through; None for all keys."""
+        laws = dict(self.layers)
+        found: list[Window | None] = []
+        for one in self.gates:
+            law = laws.get(one.module, HeadLaws())
+            found.append(law.window or dict(law.windows).get(one.head))
+        return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""
@@ -88,6 +128,11 @@ class LossCalibration(Calibration):
             "heads": [
                 finite(asdict(one)) | {"factors": list(row)}
                 for one, row in zip(self.slopes, self.factors, strict=True)
+            ],
+            "choices": [window.to_dict() for window in self.choices],
+            "gates": [
+                finite(asdict(one)) | {"window": None if window is None else window.to_dict()}
+                for one, window in zip(self.gates, self.reads, strict=True)
             ],
         }
 

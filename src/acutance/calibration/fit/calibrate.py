@@ -29,7 +29,7 @@ from acutance.calibration.fit.windows import (
 from acutance.calibration.losses import AnyLoss
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
-from acutance.scaling import Scaling
+from acutance.scaling import Scaling, Window
 from acutance.shapes import check_count
 
 __all__ = ["Advance", "calibrate"]
@@ -50,6 +50,7 @@ def calibrate(
     lengths: Sequence[int] | None = None,
     reference: int | None = None,
     law: str = "table",
+    window: Window | Sequence[Window] | None = None,
     passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,
@@ -98,7 +99,9 @@ def calibrate(
         reference: the training length, one of the lengths; None is the shortest.
         law: ``"table"``, a factor at every length; or a family fitted to it: ``"constant"``,
             ``"ssmax"`` (s log n + b), ``"log_n"``, ``"sqrt_log_n"``, ``"clip_log_n"``. For the
-            loss ``"table"`` or ``"constant"``.
+            loss ``"table"``, ``"constant"``, or with a window ``"none"`` for windows alone.
+        window: with ``target="loss"``, let those heads read through it for which that lowers the
+            loss, before factors are fitted; of several, each head chooses its own.
         passes: runs over all windows at most, the first without a law.
         limit: factors stay between 1/limit and limit.
         windowed: also fit layers with a sliding window.
@@ -154,12 +157,14 @@ def calibrate(
                 "target='loss' holds nothing constant: value and reference cannot be given"
             )
         return calibrate_by_loss(
-            model, batches, lengths=lengths, loss=loss, law=law, passes=passes, limit=limit,
-            windowed=windowed, save=save, save_every=save_every, resume=resume,
+            model, batches, lengths=lengths, loss=loss, law=law, window=window, passes=passes,
+            limit=limit, windowed=windowed, save=save, save_every=save_every, resume=resume,
             overwrite=overwrite, advance=advance,
         )  # fmt: skip
     if loss is not None:
         raise ValueError(f"loss is for target='loss', got target={target!r:.40}")
+    if window is not None:
+        raise ValueError(f"window is for target='loss', got target={target!r:.40}")
     if resume and save is None:
         raise ValueError("resume needs save, the file to continue from, got save=None")
     if save is not None:

@@ -1,0 +1,306 @@
+"""acutance.budget: a cache plan of a given size, or loss, chosen by held-out loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from acutance.caching.alternatives import Dropped, Rounded
+from acutance.caching.frontier import Budget, Point
+from acutance.caching.layer_shapes import cache_shapes
+from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.caching.proposals import Place, cheapest, options_of
+from acutance.calibration.apply_law import apply
+from acutance.calibration.by_loss.choose_windows import gate_slopes
+from acutance.calibration.by_loss.gates import Alternative
+from acutance.calibration.by_loss.gradients import Reading
+from acutance.calibration.by_loss.readings import Readings
+from acutance.calibration.by_loss.runs import (
+    Advance,
+    Run,
+    Windows,
+    check_state,
+    difference,
+    mean_loss,
+    read_windows,
+)
+from acutance.calibration.fit.passes import evaluating
+from acutance.calibration.fit.windows import AnyBatches
+from acutance.calibration.losses import AnyLoss
+from acutance.scaling import Window
+from acutance.shapes import check_number
+
+__all__ = ["PLANS", "budget"]
+
+#: What key heads may keep instead of everything, unless the caller says otherwise.
+PLANS = (
+    HeadPlan("streaming", first=4, recent=124),
+    HeadPlan("streaming", first=4, recent=252),
+    HeadPlan(key_bits=8, value_bits=8),
+    HeadPlan(key_bits=4, value_bits=4),
+)
+#: Shares of the full cache at which the frontier is measured.
+SHARES = (0.75, 0.5, 0.35, 0.25)
+#: Windows whose derivatives are read, and that decide, at least.
+_LEAST = (2, 2)
+#: Level of the one-sided interval within which the loss may rise.
+_LEVEL = 0.95
+
+
+def budget(
+    model: torch.nn.Module,
+    windows: AnyBatches | Tensor,
+    *,
+    keep: float | None = None,
+    max_loss: float | None = None,
+    plans: Sequence[HeadPlan] = PLANS,
+    shares: Sequence[float] = SHARES,
+    loss: AnyLoss | None = None,
+    save: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    advance: Advance | None = None,
+) -> Budget:
+    r"""Find what each key head must keep in the cache, at a given size or a given loss.
+
+    Every second window gives what each of ``plans`` would cost each key head: from one backward
+    pass, the derivative of the loss by a gate to the head's output under the plan (see
+    :func:`acutance.calibration.gate_slopes`), and the same with its second-order cost. For either,
+    plans of all heads with the least sum of costs are proposed at each share of the full cache.
+    The other windows decide: the loss of every proposal is measured on them.
+
+    Args:
+        model: a causal language model of transformers with its head.
+        windows: tokens (B, L), read one window at a time, or batches as for
+            :func:`acutance.calibrate`; at least 4. The size of a cache is that after L tokens.
+        keep: share of the full 16-bit cache that the plan may take; 0.5 if neither this nor
+            ``max_loss`` is given.
+        max_loss: largest rise of the mean loss, in nats a token: the smallest plan is returned
+            whose rise is below it with 95 % confidence.
+        plans: what a key head may keep instead of everything.
+        shares: shares at which the frontier is measured; ``keep`` is added.
+        loss: as for :func:`acutance.judge`.
+        save: file that keeps the measured losses, to continue from; the derivatives are in the
+            same file with ``.costs`` at the end.
+        resume: continue from what ``save`` holds.
+        overwrite: replace what ``save`` holds.
+        advance: called after each run of the model with its tokens, the pass (1 for derivatives, 2
+            for losses) and 2.
+
+    Returns:
+        The plan, and the frontier of loss against bytes that it was chosen from.
+
+    Raises:
+        LossError: if the model has no such loss.
+        PlanError: if the model has no cache that a plan can describe.
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if an argument is out of range, there are fewer than 4 windows, or a plan keeps
+            more keys than a window has.
+
+    Example:
+        >>> from acutance.caching import HeadPlan, budget
+        >>> from acutance.experiments.models import texts
+        >>> from acutance.experiments.models.trained import decoder
+        >>> code = texts.read(texts.files("held out")).long()
+        >>> streaming = [HeadPlan("streaming", first=2, recent=30)]
+        >>> found = budget(decoder(), code[: 4 * 128].view(4, 128), keep=0.6, plans=streaming)
+        >>> found.plan.share(128) <= 0.6
+        True
+    """
+    shares = _check(keep, max_loss, shares, plans)
+    check_state(save, resume=resume, overwrite=overwrite)
+    costs_file = None if save is None else f"{os.fspath(save)}.costs"
+    check_state(costs_file, resume=resume, overwrite=overwrite)
+    shapes = cache_shapes(model)
+    read = read_windows(model, windows, None, loss)
+    n = read.lengths[-1]
+    for plan in plans:
+        if plan.kind == "streaming" and plan.first + plan.recent >= n:
+            raise ValueError(
+                f"plans must keep fewer keys than a window has, got first={plan.first} and "
+                f"recent={plan.recent} for windows of {n} tokens"
+            )
+    units = read.units
+    if len(units) < sum(_LEAST):
+        raise ValueError(
+            f"windows must be at least {sum(_LEAST)}, half for derivatives and half to decide, got "
+            f"{len(units)}"
+        )
+    fitting, deciding = units[::2], units[1::2]
+    costs = gate_slopes(
+        model,
+        [turn.batch for unit in fitting for turn in unit.turns],
+        [_alternative(plan) for plan in plans],
+        key_heads=True,
+        loss=loss,
+        save=costs_file,
+        resume=resume,
+        overwrite=overwrite,
+        advance=None if advance is None else lambda tokens, *_: advance(tokens, 1, 2),
+    )
+    rules: dict[str, dict[Place, tuple[float, ...]]] = {
+        "first order": {(one.module, one.head): one.slope for one in costs},
+        "second order": {
+            (one.module, one.head): tuple(map(sum, zip(one.slope, one.curvature, strict=True)))
+            for one in costs
+        },
+    }
+    whole = CachePlan.of(model)
+    targets = [int(share * whole.full_bytes(n)) for share in shares]
+    proposals = []
+    for rule, by_head in rules.items():
+        for heads in cheapest(options_of(shapes, plans, by_head, n), targets):
+            if (
+                proposal := (rule, CachePlan(whole.model, shapes, _by_layer(heads)))
+            ) not in proposals:
+                proposals.append(proposal)
+    points, before = _measure(read, deciding, proposals, save, resume, advance)
+    return Budget(
+        plan=_choose(points, n, keep, max_loss, len(deciding), whole),
+        points=tuple(points),
+        n=n,
+        windows=len(deciding),
+        mean_loss=before,
+        loss=read.loss.words,
+        costs=costs,
+        options=tuple(plans),
+    )
+
+
+def _by_layer(heads: Mapping[Place, HeadPlan]) -> dict[str, tuple[HeadPlan, ...]]:
+    """What key heads keep, by module name; heads of a layer are in their order."""
+    names = dict.fromkeys(name for name, _ in heads)
+    return {
+        name: tuple(one for (layer, _), one in heads.items() if layer == name) for name in names
+    }
+
+
+def _check(
+    keep: float | None, max_loss: float | None, shares: Sequence[float], plans: Sequence[HeadPlan]
+) -> list[float]:
+    """Check the arguments that do not depend on the model; returns the shares, falling."""
+    if keep is not None and max_loss is not None:
+        raise ValueError(f"give keep or max_loss, got keep={keep!r} and max_loss={max_loss!r}")
+    if max_loss is not None:
+        check_number("max_loss", max_loss, above=0.0)
+    some = [*shares] + ([] if keep is None else [keep])
+    for share in some:
+        check_number("keep" if share is keep else "shares", share, above=0.0)
+        if share > 1.0:
+            raise ValueError(f"keep and shares must be at most 1, got {share!r}")
+    if not plans or not all(isinstance(one, HeadPlan) for one in plans):
+        raise TypeError(f"plans must be a sequence of HeadPlan, got {plans!r:.80}")
+    return sorted({*some, *([0.5] if keep is max_loss is None else [])}, reverse=True)
+
+
+def _alternative(plan: HeadPlan) -> Window | Alternative:
+    """What a head computes under a plan, for the gates."""
+    if plan.kind == "streaming":
+        return Window(plan.recent, sinks=plan.first)
+    if plan.kind == "dropped":
+        return Dropped()
+    return Rounded(plan.key_bits, plan.value_bits)
+
+
+# -- the losses of plans ---------------------------------------------------------------------------
+
+
+class _PlanScores:
+    """Context that measures the loss of a batch under one of several plans."""
+
+    def __init__(self, windows: Windows, plans: Sequence[CachePlan | None]) -> None:
+        self._windows, self._plans = windows, plans
+
+    def __enter__(self) -> _PlanScores:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def score(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
+        """Loss of a batch under the plan with the number in ``values``."""
+        model = self._windows.model
+        with evaluating(model), torch.no_grad(), _applied(model, self._plans[int(values)]):
+            scored = self._windows.loss.score(model, batch)
+        known = ~scored.loss.isnan()
+        zero = torch.zeros(1, dtype=torch.float64)
+        return Reading(float(scored.loss[known].sum()), int(known.sum()), zero)
+
+    read = score
+
+
+def _applied(model: torch.nn.Module, plan: CachePlan | None) -> AbstractContextManager[Any]:
+    """Context in which a model runs under a plan, as a mask where a mask expresses it."""
+    if plan is None:
+        return nullcontext()
+    heads = [one for some in plan.layers.values() for one in some]
+    if all(one == HeadPlan() for one in heads):
+        return nullcontext()
+    if any(one.kind == "dropped" or one.quantised for one in heads):
+        return plan.applied(model)
+    return apply(model, plan.law())
+
+
+def _measure(
+    read: Windows,
+    deciding: Sequence[Any],
+    proposals: Sequence[tuple[str, CachePlan]],
+    save: str | os.PathLike[str] | None,
+    resume: bool,
+    advance: Advance | None,
+) -> tuple[list[Point], float]:
+    """The loss of every proposal on the deciding windows, and the mean loss without a plan."""
+    different: dict[str, CachePlan] = {plan.words: plan for _, plan in proposals}
+    plans = [None, *different.values()]
+    settings = {**read.settings(), "plans": list(different)}
+    readings = Readings(settings, save, 1)
+    if resume:
+        readings.resume()
+    run = Run(read, _PlanScores(read, plans), readings)
+
+    def losses() -> list[list[Reading]]:
+        return [
+            [
+                run.read(unit, torch.tensor(index), advance, 2, 2, backward=False)
+                for unit in deciding
+            ]
+            for index in range(len(plans))
+        ]
+
+    before, *after = run.running(losses)
+    by_words = dict(zip(different, after, strict=True))
+    n = read.lengths[-1]
+    points = []
+    for rule, plan in proposals:
+        delta, error = difference(before, by_words[plan.words])
+        points.append(Point(rule, plan, plan.bytes(n), plan.share(n), delta, error))
+    return points, mean_loss(before)
+
+
+def _choose(
+    points: Sequence[Point],
+    n: int,
+    keep: float | None,
+    max_loss: float | None,
+    windows: int,
+    whole: CachePlan,
+) -> CachePlan:
+    """The plan that was asked for: the least loss at a share, or the fewest bytes at a loss."""
+    if max_loss is None:
+        share = 0.5 if keep is None else keep
+        fitting = [one for one in points if one.share <= share]
+        least = min((one.share for one in points), default=1.0)
+        if not fitting:
+            raise ValueError(
+                f"keep={share!r} is not reached: the smallest plan of these heads takes "
+                f"{least:.3f} of the cache at {n} tokens; allow plans that keep less"
+            )
+        return min(fitting, key=lambda one: one.delta).plan
+    level = float(student.ppf(_LEVEL, windows - 1))
+    within = [one for one in points if one.delta + level * one.error <= max_loss]
+    return min(within, key=lambda one: one.bytes).plan if within else whole

@@ -1,0 +1,105 @@
+"""The result of a search for a cache plan: the plan, and loss against bytes of all candidates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.calibration.by_loss.result import GateSlope
+from acutance.files import as_json, finite, write_text
+
+__all__ = ["Budget", "Point"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured plan.
+
+    Attributes:
+        rule: how it was proposed.
+        plan: the plan.
+        bytes: of its cache, scales included, in 16-bit numbers.
+        share: of the full cache.
+        delta: mean loss under the plan minus that without, in nats a token.
+        error: standard error of ``delta`` from window to window.
+    """
+
+    rule: str
+    plan: CachePlan
+    bytes: int
+    share: float
+    delta: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The result of :func:`acutance.budget`.
+
+    Attributes:
+        plan: the plan that was chosen.
+        points: every plan whose loss was measured.
+        n: tokens for which caches are counted and losses measured.
+        windows: windows that decided.
+        mean_loss: of them without a plan, in nats a token.
+        loss: what was measured, in words.
+        costs: for every key head, derivatives by gates to each of ``options``.
+        options: what heads could keep instead of everything.
+    """
+
+    plan: CachePlan
+    points: tuple[Point, ...]
+    n: int
+    windows: int
+    mean_loss: float
+    loss: str
+    costs: tuple[GateSlope, ...]
+    options: tuple[HeadPlan, ...]
+
+    @property
+    def frontier(self) -> tuple[Point, ...]:
+        """Points with less loss than every other one of as many bytes or fewer, largest first."""
+        found: list[Point] = []
+        for one in sorted(self.points, key=lambda point: (point.bytes, point.delta)):
+            if not found or one.delta < found[-1].delta:
+                found.append(one)
+        return tuple(reversed(found))
+
+    @property
+    def chosen(self) -> Point | None:
+        """The measured point of :attr:`plan`; None if it is the full cache."""
+        return next((one for one in self.points if one.plan == self.plan), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the plans of other points as plain JSON values."""
+        chosen, frontier = self.chosen, self.frontier
+        return {
+            "schema": "acutance.budget/1",
+            "loss": self.loss,
+            "n": self.n,
+            "windows": self.windows,
+            "mean_loss": self.mean_loss,
+            "full_bytes": self.plan.full_bytes(self.n),
+            "points": [
+                {
+                    "rule": one.rule,
+                    "plan": one.plan.name,
+                    "bytes": one.bytes,
+                    "share": one.share,
+                    "delta": one.delta,
+                    "error": finite(one.error),
+                    "frontier": one in frontier,
+                    "chosen": one == chosen,
+                }
+                for one in self.points
+            ],
+            "options": [asdict(one) for one in self.options],
+            "costs": [finite(asdict(one)) for one in self.costs],
+            "plan": self.plan.record(),
+        }
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_dict` as JSON, whole or not at all."""
+        write_text(path, as_json(self.to_dict(), indent=1) + "\n")

@@ -1,0 +1,187 @@
+"""``acutance budget``: what each key head must keep in the cache, at a given size or loss."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acutance.cli.options import (
+    LESS,
+    LONG,
+    READ,
+    WRITE,
+    AllowMissing,
+    AllowPickle,
+    AttentionName,
+    Device,
+    JsonTo,
+    Model,
+    Resume,
+    Tokenizer,
+    TrustRemoteCode,
+    check_resume,
+    command,
+    load_model,
+    read_lengths,
+)
+from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
+from acutance.cli.shared import INTERRUPTED, console, fail, pass_progress, plain_errors
+
+if TYPE_CHECKING:
+    from acutance.caching import Budget, HeadPlan
+
+PLAN = "What heads may keep"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BudgetOptions:
+    """The options of ``acutance budget``."""
+
+    model: Model = None
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="FILE", help="Text file to read; can be repeated."),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="PLAN", help="Write the plan to this file."),
+    ] = None
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            "--keep", help="Share of the full 16-bit cache that the plan may take. Default: 0.5."
+        ),
+    ] = None
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss",
+            help="Instead: the smallest plan that raises the loss by no more, in nats a token.",
+        ),
+    ] = None
+    streaming: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--streaming",
+            metavar="FIRST,RECENT",
+            help="First and newest keys that a head may keep; repeat for more. "
+            "Default: 4,124 and 4,252.",
+        ),
+    ] = None
+    length: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="N",
+            help="Length of the windows, which the size of the cache refers to. "
+            "Default: the model's longest, at most 512.",
+        ),
+    ] = None
+    windows: Annotated[
+        int,
+        typer.Option("--windows", min=0, help="Windows, spread over the text; 0: all."),
+    ] = 16
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the windows' positions.")] = 0
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Save the state after every window, for --resume; derivatives in FILE.costs.",
+        ),
+    ] = None
+    resume: Resume = False
+    overwrite: Overwrite = False
+    json: JsonTo = None
+    tokenizer: Tokenizer = None
+    attention: AttentionName = None
+    device: Device = "cpu"
+    trust_remote_code: TrustRemoteCode = False
+    allow_pickle: AllowPickle = False
+    allow_missing: AllowMissing = False
+
+
+@command(
+    BudgetOptions,
+    {
+        READ: "text length tokenizer attention device trust_remote_code allow_pickle allow_missing",
+        PLAN: "keep max_loss streaming",
+        LESS: "windows seed",
+        WRITE: "out json save overwrite",
+        LONG: "resume",
+    },
+)
+def budget(options: BudgetOptions) -> None:
+    """Find what each key head must keep in the key-value cache, at a given size or loss."""
+    check_outputs(
+        {"--out": options.out, "--json": options.json, "--save": options.save},
+        {"MODEL": options.model, "--text": options.text},
+        state="--save",
+        resume=options.resume,
+        overwrite=options.overwrite,
+    )
+    check_resume(options.resume, options.save)
+    lengths = None if options.length is None else read_lengths(options.length)
+    if lengths is not None and len(lengths) > 1:
+        raise typer.BadParameter("a plan is for one length", param_hint="--lengths")
+    with plain_errors():
+        from acutance.caching.render import show
+        from acutance.files import as_json, put_text
+
+        try:
+            result = _search(options, lengths)
+        except KeyboardInterrupt:
+            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
+            fail(f"interrupted before a plan was chosen{rest}")
+            raise typer.Exit(INTERRUPTED) from None
+        write_and_show(
+            {
+                "plan": result.plan.save,
+                "json": lambda path: put_text(as_json(result.to_dict()) + "\n", path),
+            },
+            {"plan": options.out, "json": options.json},
+            lambda screen: screen.print(show(result)),
+        )
+
+
+def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget":
+    """Load the model, read the texts, and search; progress is shown on standard error."""
+    from acutance.caching.find_plan import PLANS
+    from acutance.caching.find_plan import budget as search
+    from acutance.corpus import texts as corpus
+    from acutance.judging.text_windows import loss_of, text_windows
+
+    plans = [_plan(text) for text in options.streaming] if options.streaming else list(PLANS)
+    texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    with console().status("loading the model"):
+        loaded = load_model(options, options.device, head=True)
+    length = loaded.window(None) if lengths is None else lengths[0]
+    windows = text_windows(loaded, texts, [length], options.windows, options.seed)
+    batches: list[Any] = [turn.batch for turn in windows.turns]
+    with pass_progress(windows.tokens // 2, console()) as advance:
+        return search(
+            loaded.model,
+            batches,
+            keep=options.keep,
+            max_loss=options.max_loss,
+            plans=plans,
+            loss=loss_of(loaded),
+            save=options.save,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            advance=advance,
+        )
+
+
+def _plan(text: str) -> "HeadPlan":
+    """Parse ``FIRST,RECENT``."""
+    from acutance.caching import HeadPlan
+
+    first, _, recent = text.partition(",")
+    try:
+        return HeadPlan("streaming", first=int(first), recent=int(recent))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"it must be FIRST,RECENT, as in 4,124, got {text!r}", param_hint="--streaming"
+        ) from error
