@@ -102,7 +102,7 @@ def test_a_law_is_fitted_written_and_probed(
         (("--text", "EMPTY"), 1, "contains no text"),
         (("--text", "none.txt"), 1, "there is no text file at none.txt"),
         (("--target", "entropi"), 2, "did you mean 'entropy'"),
-        (("--target", "entropy=many"), 2, "the value must be a number"),
+        (("--target", "entropy=many"), 2, "the value after '=' must be a number"),
         (("--target", "entropy=99", "--lengths", "16,64"), 1, "must be between 0 and 4.159"),
         (("--law", "log"), 2, "did you mean 'log_n'"),
         (("--resume",), 2, "needs --save, the file to continue from"),
