@@ -116,7 +116,7 @@ class Search:
         self._remedies += found
         deciding = range(max(1, count - 1))
         for window in deciding:
-            for remedy in (None, best, *found):
+            for remedy in found:
                 if not self._has_time(remedy, window):
                     self.complete = False
                     return
