@@ -15,7 +15,7 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.shapes import check_count
 
-__all__ = ["LayerShape", "PlanError", "cache_shapes"]
+__all__ = ["LayerShape", "PlanError", "cache_shapes", "check_model"]
 
 
 class PlanError(ValueError):
@@ -88,6 +88,31 @@ def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
         >>> list(cache_shapes(decoder()).items())[0]
         ('model.layers.0.self_attn', LayerShape(heads=..., query_heads=..., ...))
     """
+    check_model(model)
+    name, inner = class_name(model), unwrap(model)
+    shapes = _Shapes()
+    device = next((part.device for part in inner.parameters()), None)
+    training = inner.training
+    inner.eval()
+    try:
+        with huggingface.change(shapes), torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            cache = inner(input_ids=token, use_cache=True).past_key_values
+    finally:
+        inner.train(training)
+    if cache is None or not shapes.calls or cache.get_seq_length() != 1:
+        raise PlanError(f"{name} has no key-value cache: it returns none with use_cache=True")
+    names = {id(module): place for place, module in named_modules(model)}
+    return {names[id(module)]: shape for module, shape in shapes.calls.items()}
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise unless a model's configuration is that of a decoder whose cache can be planned.
+
+    Raises:
+        PlanError: as :func:`cache_shapes`.
+        TypeError: if it is not a module.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     name, inner = class_name(model), unwrap(model)
@@ -105,20 +130,6 @@ def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
             "attention interface"
         )
     _check_kinds(name, config)
-    shapes = _Shapes()
-    device = next((part.device for part in inner.parameters()), None)
-    training = inner.training
-    inner.eval()
-    try:
-        with huggingface.change(shapes), torch.no_grad():
-            token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            cache = inner(input_ids=token, use_cache=True).past_key_values
-    finally:
-        inner.train(training)
-    if cache is None or not shapes.calls or cache.get_seq_length() != 1:
-        raise PlanError(f"{name} has no key-value cache: it returns none with use_cache=True")
-    names = {id(module): place for place, module in named_modules(model)}
-    return {names[id(module)]: shape for module, shape in shapes.calls.items()}
 
 
 def _check_kinds(name: str, config: Any) -> None:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
+from acutance.caching.head_plan import Bits, HeadPlan, Kind
+from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes, check_model
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import names_in
 from acutance.capture.layer_choice import choose_layers
@@ -21,129 +22,12 @@ from acutance.from_json import checked, read_json, sealed_json
 from acutance.scaling import Window
 from acutance.shapes import check_count
 
-__all__ = ["SCHEMA", "Bits", "CachePlan", "HeadPlan", "Kind"]
+if TYPE_CHECKING:
+    from acutance.caching.run_plan import AppliedPlan
+
+__all__ = ["SCHEMA", "Bits", "CachePlan", "HeadPlan", "Kind", "holds_plan"]
 
 SCHEMA = "acutance.cache_plan/1"
-
-Kind = Literal["full", "streaming", "dropped"]
-Bits = Literal[16, 8, 4, 2]
-#: Bytes of the scale and the zero point of a group, both float16.
-_SCALE_AND_ZERO = 4
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """What one key head keeps.
-
-    * ``"full"``: every key and value;
-    * ``"streaming"``: the first ``first`` and the newest ``recent``, the row's own key included;
-    * ``"dropped"``: nothing. The output of its query heads is zero.
-
-    A precision of 16 bits means not quantised: keys or values stay in the model's dtype. Only full
-    heads can be quantised; the few keys of a streaming head stay as they are.
-
-    Attributes:
-        kind: full, streaming or dropped.
-        first: how many of the first keys a streaming head keeps.
-        recent: how many of the newest keys a streaming head keeps.
-        key_bits: precision of the keys.
-        value_bits: precision of the values.
-
-    Raises:
-        TypeError: if a number is not an integer.
-        ValueError: if a field is unknown or does not fit the kind.
-
-    Example:
-        >>> HeadPlan("streaming", first=4, recent=124).keys(4096)
-        128
-    """
-
-    kind: Kind = "full"
-    first: int = 0
-    recent: int = 0
-    key_bits: Bits = 16
-    value_bits: Bits = 16
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind must be {', '.join(get_args(Kind))}, got {self.kind!r:.60}")
-        streams = self.kind == "streaming"
-        check_count("first", self.first, 0)
-        check_count("recent", self.recent, 1 if streams else 0)
-        if not streams and (self.first or self.recent):
-            raise ValueError(
-                f"only a streaming head has first and recent keys, got first={self.first} and "
-                f"recent={self.recent} for a {self.kind} head"
-            )
-        for name in ("key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if type(bits) is not int or bits not in get_args(Bits):
-                known = ", ".join(map(str, get_args(Bits)))
-                raise ValueError(f"{name} must be {known}, got {bits!r:.60}")
-            if bits < 16 and self.kind != "full":
-                raise ValueError(
-                    f"only full heads are quantised, got {name}={bits} for {self.kind}"
-                )
-
-    @property
-    def quantised(self) -> bool:
-        """Whether keys or values have less than 16 bits."""
-        return self.key_bits < 16 or self.value_bits < 16
-
-    def keys(self, n: int) -> int:
-        """Number of keys that it keeps of n tokens."""
-        if self.kind == "full":
-            return n
-        return min(n, self.first + self.recent)
-
-    def bytes(
-        self, n: int, shape: LayerShape, *, group: int = 32, residual: int = 32, itemsize: int = 2
-    ) -> int:
-        """Bytes of its keys and values for n tokens; scales and zero points count.
-
-        Args:
-            n: tokens in the cache.
-            shape: of its layer.
-            group: tokens that share the scale of a key channel, channels that share the scale of a
-                value.
-            residual: newest tokens that are never quantised.
-            itemsize: bytes of a number that is not quantised.
-
-        Example:
-            >>> shape = LayerShape(heads=3, query_heads=9, key_width=64, value_width=64)
-            >>> [HeadPlan(key_bits=bits, value_bits=bits).bytes(4096, shape) for bits in (16, 8, 4)]
-            [1048576, 593408, 333312]
-        """
-        check_count("n", n, 0)
-        if not self.quantised:
-            return self.keys(n) * (shape.key_width + shape.value_width) * itemsize
-        groups = quantised_groups(n, group, residual)
-        packed = groups * group
-        plain = (n - packed) * itemsize
-
-        def part(width: int, bits: int, scales: int) -> int:
-            if bits == 16:
-                return n * width * itemsize
-            return packed * width * bits // 8 + scales * _SCALE_AND_ZERO + plain * width
-
-        return part(shape.key_width, self.key_bits, groups * shape.key_width) + part(
-            shape.value_width, self.value_bits, packed * value_groups(shape.value_width, group)
-        )
-
-
-def quantised_groups(n: int, group: int, residual: int) -> int:
-    """Number of whole groups of tokens that are quantised when a cache holds n tokens.
-
-    Example:
-        >>> [quantised_groups(n, 32, 32) for n in (63, 64, 96)]
-        [0, 1, 2]
-    """
-    return max(0, n - residual) // group
-
-
-def value_groups(width: int, group: int) -> int:
-    """Number of scales of one token's value: groups of channels, or one if they do not divide."""
-    return width // group if width % group == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -311,9 +195,23 @@ class CachePlan:
         text = json.dumps(self.record(), sort_keys=True)
         return f"cache plan {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
-    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which a model runs under the plan; the same as ``acutance.apply``."""
-        raise NotImplementedError("running a model under a plan is not implemented yet")
+    def applied(self, model: torch.nn.Module) -> AppliedPlan:
+        """Run a model under the plan, as ``acutance.apply(model, plan)`` does.
+
+        Every forward pass and every ``generate`` that brings no cache gets a
+        :class:`~acutance.caching.PlannedCache`. Rows read the same keys in one pass, in chunks and
+        in decoding.
+
+        Returns:
+            What is in force at once and until ``restore()``, or as a context manager until it ends.
+
+        Raises:
+            PlanError: if the plan is for another model, or the model's cache cannot be planned.
+        """
+        check_model(model)
+        from acutance.caching.run_plan import AppliedPlan
+
+        return AppliedPlan(model, self.check(model))
 
     def check(self, model: torch.nn.Module) -> CachePlan:
         """This plan with the layer names of a model, after checking that it is for this model.
@@ -395,3 +293,12 @@ class CachePlan:
         return cls(
             Identity.from_dict(record["model"]), shapes, layers, record["group"], record["residual"]
         )
+
+
+def holds_plan(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says that it holds a plan; False if there is none or it cannot be read."""
+    if not os.path.isfile(path):
+        return False
+    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        return f'"{SCHEMA.partition("/")[0]}/' in file.read(200)
+    return False

@@ -6,6 +6,7 @@ import threading
 import warnings
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from acutance.calibration.factors import (
     query_factor,
     situation_of,
 )
-from acutance.calibration.law import AnyLaw, Law
+from acutance.calibration.law import AnyLaw, Change, Law
 from acutance.calibration.plain_calls import PlainCalls
 from acutance.calibration.windowed_calls import WindowedCall, rotary_of_layers
 from acutance.capture.change_functions import FunctionChange
@@ -33,6 +34,8 @@ from acutance.capture.torch_modes import EAGER, forget_compiled
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
+T = TypeVar("T")
+
 _WINDOWED = "its rows see only a window (windowed=True scales it)"
 _CROSS = "its rows have no distance from their keys: it is cross-attention"
 
@@ -41,7 +44,11 @@ class ApplyError(RuntimeError):
     """A law could not be applied where it should have been."""
 
 
-def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied:
+@overload
+def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied: ...
+@overload
+def apply(model: torch.nn.Module, law: Change[T], *, windowed: bool = False) -> T: ...
+def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
     r"""Multiply each row's query by a law's factor, and let rows read keys through its windows.
 
     The factor is that of n, the keys that the row reads: its position in a cache, without padding,
@@ -57,7 +64,9 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
         law: a scaling or its name, a :class:`~acutance.scaling.Window`, or a pair (scaling, window)
             for all heads; a mapping from layer or (layer, head) to these, where layers are named
             as for :func:`acutance.probe` (block numbers, ranges, module names, patterns) and what
-            is left out is left alone; or a :class:`Law`, such as :meth:`Law.load` reads.
+            is left out is left alone; or a :class:`Law`, such as :meth:`Law.load` reads. A
+            :class:`~acutance.CachePlan`, or another change with a method ``applied``, is returned
+            as that method applies it.
         windowed: also scale layers with a sliding window of the model's, whose rows see no more
             keys in a longer text.
 
@@ -83,6 +92,8 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
         >>> applied.calls
         {'MultiheadAttention': 1}
     """
+    if isinstance(law, Change):
+        return law.applied(model)
     return Applied(model, law, windowed=windowed)
 
 

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
@@ -21,7 +21,7 @@ from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer", "names_in"]
+__all__ = ["SCHEMA", "AnyLaw", "Change", "HeadLaws", "Law", "LawError", "by_layer", "names_in"]
 
 SCHEMA = "acutance.law/1"
 _JUDGED = "judged"
@@ -31,6 +31,17 @@ _JUDGED = "judged"
 LayerName: TypeAlias = int | str
 #: One scaling, window or pair of them for all, or one for each layer or head.
 AnyLaw: TypeAlias = "LawPart | Law | Mapping[Any, LawPart]"
+
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@runtime_checkable
+class Change(Protocol[_T_co]):
+    """A change of a model that applies itself, such as a plan for its cache."""
+
+    def applied(self, model: torch.nn.Module) -> _T_co:
+        """Change the model; what is returned is a context manager whose end restores it."""
 
 
 class LawError(ValueError):

@@ -10,13 +10,14 @@ from acutance.calibration.losses import Loss, LossError, MaskedTokens, NextToken
 from acutance.judging.judge_model import judge
 from acutance.judging.paired import LawComparison, LossComparison, Part
 from acutance.judging.proposed import Proposals, proposed_remedies
-from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
+from acutance.judging.remedies import HeadsOff, LawRemedy, PlanRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 
 __all__ = [
     "HeadsOff",
     "LawComparison",
     "LawRemedy",
+    "PlanRemedy",
     "Loss",
     "LossComparison",
     "LossError",

@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from acutance.caching.plan import CachePlan, holds_plan
 from acutance.calibration.apply_law import ApplyError, apply
 from acutance.calibration.law import AnyLaw, Law
 from acutance.calibration.named_law import named_law
@@ -23,7 +24,10 @@ from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.judging.rope import RopeRemedy, named_rope
 from acutance.scaling import Window
 
-__all__ = ["HeadsOff", "LawRemedy", "Remedy", "as_remedies", "named_remedy"]
+if TYPE_CHECKING:
+    from acutance.caching.run_plan import AppliedPlan
+
+__all__ = ["HeadsOff", "LawRemedy", "PlanRemedy", "Remedy", "as_remedies", "named_remedy"]
 
 
 @runtime_checkable
@@ -62,6 +66,23 @@ class LawRemedy:
     def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Context in which the law is applied; leaving it raises ApplyError if no call changed."""
         return apply(model, self.law, windowed=self.windowed)
+
+
+@dataclass(frozen=True)
+class PlanRemedy:
+    """A plan for the key-value cache as a remedy with a name of its own."""
+
+    name: str
+    plan: CachePlan
+
+    @property
+    def words(self) -> str:
+        """The digest of the plan."""
+        return self.plan.words
+
+    def applied(self, model: torch.nn.Module) -> AppliedPlan:
+        """Context in which the model runs under the plan."""
+        return self.plan.applied(model)
 
 
 @dataclass(frozen=True)
@@ -156,8 +177,10 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def named_remedy(text: str) -> LawRemedy | HeadsOff | RopeRemedy:
-    """The change to a model that a text names: a law, a law's file, RoPE settings, heads off.
+def named_remedy(text: str) -> LawRemedy | PlanRemedy | HeadsOff | RopeRemedy:
+    """The change to a model that a text names: a file, a law, RoPE settings, or heads off.
+
+    A file holds a law or a plan for the cache.
 
     Raises:
         OSError: if a file cannot be read.
@@ -174,6 +197,8 @@ def named_remedy(text: str) -> LawRemedy | HeadsOff | RopeRemedy:
     kind, colon, rest = text.partition(":")
     if kind in ("off", "rope") and colon and not os.path.exists(text):
         return HeadsOff(_heads(rest)) if kind == "off" else named_rope(rest)
+    if holds_plan(text):
+        return PlanRemedy(text, CachePlan.load(text))
     return LawRemedy(text, named_law(text))
 
 
@@ -224,9 +249,13 @@ def _is_pair(laws: Any) -> bool:
 
 def _remedy(name: str, one: Any) -> Remedy:
     """One law, name, file or remedy as a remedy with the given name."""
+    if isinstance(one, str):
+        one = named_remedy(one)
+        name = name if isinstance(one, LawRemedy | PlanRemedy) else ""
+    if isinstance(one, CachePlan):
+        return PlanRemedy(name or one.name, one)
+    if isinstance(one, LawRemedy | PlanRemedy) and name:
+        return replace(one, name=name)
     if isinstance(one, Remedy):
         return one
-    if isinstance(one, str):
-        remedy = named_remedy(one)
-        return LawRemedy(name, remedy.law) if name and isinstance(remedy, LawRemedy) else remedy
     return LawRemedy(name or (f"law ({one.target})" if isinstance(one, Law) else str(one)), one)

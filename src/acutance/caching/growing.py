@@ -1,0 +1,128 @@
+"""Tensors that grow by tokens: as they are, or packed but for the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from acutance.caching.head_plan import value_groups
+from acutance.caching.packing import Packed, quantise
+
+__all__ = ["Channel", "Growing", "Read"]
+
+#: read(packed, start, stop): tokens before ``packed`` as they are packed, then tokens from
+#: ``start`` to ``stop`` as they were, in one tensor.
+Read = Callable[[int, int, int], Tensor]
+
+
+class Growing:
+    """A tensor that grows along one dimension, with a little room: at most 1/64 of its length."""
+
+    def __init__(self, dim: int, buffer: Tensor | None = None, n: int = 0) -> None:
+        self._dim, self._buffer, self.n = dim, buffer, n
+
+    def append(self, new: Tensor) -> None:
+        """Add a tensor at the end."""
+        count = new.shape[self._dim]
+        if self._buffer is None or self.n + count > self._buffer.shape[self._dim]:
+            room = self.n + count
+            shape = list(new.shape)
+            shape[self._dim] = room + room // 64
+            larger = new.new_empty(shape)
+            if self._buffer is not None:
+                larger.narrow(self._dim, 0, self.n).copy_(self.get())
+            self._buffer = larger
+        self._buffer.narrow(self._dim, self.n, count).copy_(new)
+        self.n += count
+
+    def get(self) -> Tensor:
+        """What was added."""
+        assert self._buffer is not None
+        return self._buffer.narrow(self._dim, 0, self.n)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensor, if there is one."""
+        return [] if self._buffer is None else [self._buffer]
+
+    def select(self, index: Tensor) -> Growing:
+        """A copy with these indices of dimension 0."""
+        buffer = None if self._buffer is None else self._buffer.index_select(0, index)
+        return Growing(self._dim, buffer, self.n)
+
+
+class Channel:
+    """The keys, or the values, of a few heads in one precision.
+
+    Args:
+        bits: 16 packs nothing.
+        group: tokens of a group; of values, also channels that share a scale.
+        of_keys: whether a scale is shared along tokens, as for keys.
+    """
+
+    def __init__(self, bits: int, group: int, *, of_keys: bool) -> None:
+        self._bits, self._group, self._of_keys = bits, group, of_keys
+        self._plain = Growing(2)  # used with 16 bits
+        self._codes, self._scale, self._zero = Growing(2), Growing(2), Growing(2)
+        self._rest: Tensor | None = None  # newest tokens, not packed
+
+    def append(self, new: Tensor, packed: int) -> Read:
+        """Add tokens (B, H, L, D) and pack all before the token ``packed``; returns their reader.
+
+        The reader is valid until the next call.
+        """
+        if self._bits == 16:
+            self._plain.append(new)
+            plain = self._plain.get()
+
+            def whole(packed: int, start: int, stop: int) -> Tensor:
+                if packed == start:
+                    return plain[:, :, :stop]
+                return torch.cat([plain[:, :, :packed], plain[:, :, start:stop]], 2)
+
+            return whole
+        before = self._codes.n * self._group
+        exact = new if self._rest is None else torch.cat([self._rest, new], 2)
+        count = packed - before
+        if count:
+            self._pack(exact[:, :, :count].unflatten(2, (-1, self._group)))
+        if count or self._rest is None:
+            self._rest = exact[:, :, count:].clone()
+        else:
+            self._rest = exact
+        restored = self._restored(new.dtype) if packed else exact[:, :, :0]
+
+        def parts(packed: int, start: int, stop: int) -> Tensor:
+            newest = exact[:, :, start - before : stop - before]
+            return torch.cat([restored[:, :, :packed], newest], 2)
+
+        return parts
+
+    def _pack(self, groups: Tensor) -> None:
+        """Pack whole groups (B, H, G, tokens, D)."""
+        width = groups.shape[-1]
+        channels = None if self._of_keys else width // value_groups(width, self._group)
+        packed = quantise(groups, self._bits, channels)
+        self._codes.append(packed.codes)
+        self._scale.append(packed.scale)
+        self._zero.append(packed.zero)
+
+    def _restored(self, dtype: torch.dtype) -> Tensor:
+        """What is packed, rounded, (B, H, tokens, D)."""
+        parts = [one.get() for one in (self._codes, self._scale, self._zero)]
+        return Packed(parts[0], parts[1], parts[2], self._bits).restore(dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that it holds."""
+        growing = (self._plain, self._codes, self._scale, self._zero)
+        rest = [] if self._rest is None else [self._rest]
+        return [tensor for one in growing for tensor in one.tensors()] + rest
+
+    def select(self, index: Tensor) -> Channel:
+        """A copy with the sequences of these indices."""
+        other = Channel(self._bits, self._group, of_keys=self._of_keys)
+        other._plain, other._codes = self._plain.select(index), self._codes.select(index)
+        other._scale, other._zero = self._scale.select(index), self._zero.select(index)
+        other._rest = None if self._rest is None else self._rest.index_select(0, index)
+        return other

@@ -1,0 +1,292 @@
+"""Run a model under a plan: every pass gets a planned cache, every attention call reads it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.attend import attention
+from acutance.caching.head_plan import HeadPlan, Plan
+from acutance.caching.planned_cache import (
+    PlannedCache,
+    PlannedLayer,
+    forget_pending,
+    reading,
+    take_pending,
+)
+from acutance.calibration.apply_law import ApplyError
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.module_names import class_name, named_modules, unwrap
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall, base_name
+from acutance.capture.torch_modes import EAGER, forget_compiled
+from acutance.masks import hides
+
+__all__ = ["AppliedPlan"]
+
+
+class AppliedPlan:
+    """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.
+
+    Attributes:
+        plan: the plan, with the layer names of this model.
+        calls: attention calls that ran under it, by module name.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self.calls: dict[str, int] = {}
+        self._model = model
+        self._names = {id(module): name for name, module in named_modules(model)}
+        self._masks = _Masks()
+        with ExitStack() as context:
+            context.callback(forget_compiled)
+            context.enter_context(EAGER)
+            for module in unwrap(model).modules():
+                if (signature := _signature(module)) is not None:
+                    give = functools.partial(self._give_cache, signature)
+                    hook = module.register_forward_pre_hook(give, with_kwargs=True)
+                    context.callback(hook.remove)
+            context.enter_context(huggingface.change(self))
+            context.enter_context(reading())
+            forget_compiled()
+            self._context: ExitStack | None = context.pop_all()
+
+    # -- in force or not --------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Remove the plan from the model. Later calls have no effect.
+
+        Warns:
+            UserWarning: if no attention call ran under the plan.
+        """
+        if self._remove() and not self.calls:
+            warnings.warn(self._did_nothing(), stacklevel=2)
+
+    def __enter__(self) -> AppliedPlan:
+        if self._context is None:
+            raise ApplyError("this plan was removed from its model: apply it again")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._remove() and kind is None and not self.calls:
+            raise ApplyError(self._did_nothing())
+
+    def _remove(self) -> bool:
+        """Remove all hooks; returns whether they were still installed."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
+        return context is not None
+
+    def _did_nothing(self) -> str:
+        return f"the plan changed no call of {class_name(self._model)}: it did not run"
+
+    # -- the cache of a pass ----------------------------------------------------------------------
+
+    def _give_cache(
+        self,
+        signature: inspect.Signature,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Replace the empty cache of a pass by a planned one, before a model's forward method."""
+        forget_pending()
+        names = list(signature.parameters)[1:]  # the first is self
+        given = dict(zip(names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        if isinstance(cache, PlannedCache):
+            if cache.plan is not self.plan and cache.plan != self.plan:
+                raise ApplyError("past_key_values is the cache of another plan")
+            return None
+        if cache is None:
+            config: Any = module.config
+            use = given.get("use_cache")
+            if not (getattr(config, "use_cache", False) if use is None else use):
+                return None
+        elif type(cache).__name__ != "DynamicCache" or cache.get_seq_length():
+            what = f"{type(cache).__name__} with {cache.get_seq_length()} tokens"
+            raise ApplyError(
+                "past_key_values must be a cache of this plan, an empty DynamicCache or None, got "
+                f"a {what}"
+            )
+        place, planned = names.index("past_key_values"), PlannedCache(self.plan)
+        if place < len(args):
+            return (*args[:place], planned, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "past_key_values": planned}
+
+    # -- attention calls, as acutance.capture.protocols.Changer -----------------------------------
+
+    def changed_query(self, call: InterfaceCall) -> None:
+        """None: queries stay as they are."""
+
+    def mute(self) -> AbstractContextManager[None]:
+        """A context that does nothing."""
+        return nullcontext()
+
+    def instead(self, call: InterfaceCall) -> PlannedCall | None:
+        """The call as it runs under the plan; None for a module of another model.
+
+        Raises:
+            ApplyError: if the call cannot run under the plan.
+        """
+        module, _, key, _, _ = call.positional()
+        name = self._names.get(id(module))
+        if name is None:
+            return None
+        try:
+            if name not in self.plan.layers:
+                raise ValueError("the plan has no such layer")
+            layer = take_pending(key)
+            planned = PlannedCall(self.plan, name, call, layer, self._masks)
+        except ValueError as error:
+            raise ApplyError(f"the plan cannot be applied to {name}: {error}") from error
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return planned
+
+
+def _signature(module: torch.nn.Module) -> inspect.Signature | None:
+    """The signature of a whole model, which makes a cache if it gets none; None for its parts."""
+    if getattr(module, "config", None) is None:
+        return None
+    found = inspect.signature(type(module).forward)
+    return found if {"past_key_values", "input_ids"} <= set(found.parameters) else None
+
+
+class PlannedCall:
+    """One call of transformers' interface under a plan.
+
+    Args:
+        plan: the plan.
+        name: of the module.
+        call: the call, whose keys are the new ones if there is a cache.
+        layer: the cache; None if there is none and the call has all keys.
+        masks: reads masks.
+
+    Raises:
+        ValueError: if the call cannot run under the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        name: str,
+        call: InterfaceCall,
+        layer: PlannedLayer | None,
+        masks: _Masks,
+    ) -> None:
+        _, query, key, value, mask = call.positional()
+        _check_call(call)
+        if layer is None:
+            if query.shape[2] != key.shape[2]:
+                raise ValueError("its earlier keys are not in a planned cache")
+            layer = PlannedLayer(plan.group, plan.residual)
+        shape = plan.shapes[name]
+        if (key.shape[1], key.shape[3]) != (shape.heads, shape.key_width):
+            raise ValueError(
+                f"the plan has {shape.heads} key heads of width {shape.key_width}, but its keys "
+                f"are {tuple(key.shape)}"
+            )
+        self._heads: tuple[HeadPlan, ...] = plan.layers[name]
+        self._tensors, self._layer = (query, key, value), layer
+        self._real = masks.real_tokens(mask, query, layer.real_counts(query.shape[0]))
+        self._scale, self._softcap = call["scaling"], call["softcap"] or None
+        self._dropout = float(call["dropout"] or 0.0)
+
+    def run(self, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """The output (B, L, Hq, Ev) and None for the weights."""
+        with torch._C.DisableTorchFunction():
+            output = self._layer.attend(self._heads, *self._tensors, self._real, self._attend)
+        return output.transpose(1, 2).contiguous(), None
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, offset: int | None
+    ) -> Tensor:
+        """Attention with the call's scale, softcap and dropout."""
+        return attention(
+            query, key, value, mask, offset is not None, self._scale, True,
+            query_offset=offset or 0, softcap=self._softcap, dropout_p=self._dropout,
+        )  # fmt: skip
+
+    def read(self, name: str) -> AttentionCall:
+        """Raises ValueError: heads read different keys, some of them rounded."""
+        raise ValueError("it runs under a cache plan, whose heads read different keys")
+
+
+def _check_call(call: InterfaceCall) -> None:
+    """Raise ValueError if a call has what a planned cache does not compute."""
+    module, query, _, _, mask = call.positional()
+    kind = base_name(call.implementation)
+    if call["position_bias"] is not None or call["s_aux"] is not None:
+        raise ValueError("its scores have a bias or learned sinks")
+    if call["cache"] is not None or call["sliding_window"] is not None:
+        raise ValueError("it has a sliding window or a paged cache of its own")
+    if mask is None and query.shape[2] > 1:
+        causal = call["is_causal"]
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if kind == "eager" or not causal:
+            raise ValueError("it is not causal")
+
+
+class _Masks:
+    """Reads which new tokens are no padding; the layers of a pass share the result."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], Tensor | None] | None = None
+
+    def real_tokens(self, mask: Any, query: Tensor, counts: list[int]) -> Tensor | None:
+        """Which new tokens are no padding, (B, L); None if all are.
+
+        Args:
+            mask: of the call.
+            query: (B, Hq, L, E).
+            counts: earlier tokens of each sequence that are no padding.
+
+        Raises:
+            ValueError: if the mask hides keys by more than causality and padding.
+        """
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"its mask is a {type(mask).__name__}: use sdpa or eager attention")
+        last = self._last  # read once: another thread may replace it
+        if last is None or last[0]() is not mask:
+            self._last = last = weakref.ref(mask), _real_tokens(mask, query, counts)
+        return last[1]
+
+
+def _real_tokens(mask: Tensor, query: Tensor, counts: list[int]) -> Tensor | None:
+    """:meth:`_Masks.real_tokens` for a tensor."""
+    batch, new = query.shape[0], query.shape[2]
+    if mask.dim() == 2:
+        real = mask[:, -new:].bool()
+        return None if bool(real.all()) else real
+    hidden = torch.logical_not(mask) if mask.dtype == torch.bool else hides(mask)
+    if mask.dtype != torch.bool and bool((mask.masked_fill(hidden, 0.0) != 0).any()):
+        raise ValueError("its mask adds numbers to scores")
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise ValueError(f"its mask has shape {tuple(mask.shape)}, not (B, 1, L, S)")
+    seen = torch.logical_not(hidden[:, 0]).expand(batch, new, -1)
+    now = seen[:, :, -new:]
+    real = now.diagonal(dim1=1, dim2=2)
+    rows = torch.arange(new, device=mask.device)
+    expected = real[:, None, :] & (rows <= rows[:, None])
+    earlier = seen[:, :, :-new].sum(-1) == torch.tensor(counts, device=mask.device)[:, None]
+    fits = (now == expected).all(-1) & earlier
+    if not bool((fits | torch.logical_not(real)).all()):
+        raise ValueError("its mask hides keys by more than causality and padding")
+    return None if bool(real.all()) else real

@@ -1,0 +1,275 @@
+"""What is stored of the keys and values of a few heads, and the attention that reads it.
+
+The heads of one store keep the same, for sequences of the same length without padding. Each store
+first attends, so that a row reads what its plan gives it, and then forgets what no later row reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from acutance.caching.growing import Channel, Growing
+from acutance.caching.head_plan import HeadPlan, quantised_groups
+
+__all__ = ["Attend", "Store", "store_for"]
+
+#: attention(query, key, value, mask, offset): offset None reads all keys, else row i reads the keys
+#: up to i + offset.
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "int | None"], Tensor]
+#: Rows whose masks are formed at a time.
+_BLOCK = 512
+
+
+class Store(ABC):
+    """Keys and values of H heads and B sequences.
+
+    Attributes:
+        n: tokens that were stored, forgotten ones included.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """Store new tokens, and return the output of their rows.
+
+        Args:
+            query: (B, Hq, L, E), Hq a multiple of H.
+            key: (B, H, L, E).
+            value: (B, H, L, Ev).
+            attend: computes attention.
+
+        Returns:
+            (B, Hq, L, Ev).
+        """
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All tensors that it holds."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> Store:
+        """A copy with the sequences of these indices."""
+
+
+def store_for(plan: HeadPlan, group: int, residual: int) -> Store:
+    """The store of heads with a plan; ``group`` and ``residual`` as in a :class:`CachePlan`."""
+    if plan.kind == "dropped":
+        return Dropped()
+    if plan.kind == "streaming":
+        return Streaming(plan.first, plan.recent)
+    if plan.quantised:
+        return Quantised(plan, group, residual)
+    return Full()
+
+
+class Dropped(Store):
+    """Nothing: the output is zero."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """Zeros."""
+        self.n += key.shape[2]
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+
+    def tensors(self) -> list[Tensor]:
+        """None."""
+        return []
+
+    def select(self, index: Tensor) -> Store:
+        """Another one."""
+        other = Dropped()
+        other.n = self.n
+        return other
+
+
+class Full(Store):
+    """All keys and values, as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._key, self._value = Growing(2), Growing(2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """See :class:`Store`."""
+        before, self.n = self.n, self.n + key.shape[2]
+        with torch.inference_mode(False), torch.no_grad():
+            self._key.append(key)
+            self._value.append(value)
+        if before:
+            key, value = self._key.get(), self._value.get()
+        return attend(query, key, value, None, None if query.shape[2] == 1 else before)
+
+    def tensors(self) -> list[Tensor]:
+        """Keys and values."""
+        return self._key.tensors() + self._value.tensors()
+
+    def select(self, index: Tensor) -> Store:
+        """See :class:`Store`."""
+        other = Full()
+        other.n, other._key, other._value = (
+            self.n,
+            self._key.select(index),
+            self._value.select(index),
+        )
+        return other
+
+
+class Streaming(Store):
+    """The first keys and the newest, which lie in a ring: a new key replaces the oldest."""
+
+    def __init__(self, first: int, recent: int) -> None:
+        super().__init__()
+        self._first, self._recent = first, recent
+        self._key = self._value = torch.empty(0)
+
+    def _places(self, position: Tensor) -> Tensor:
+        """Where the keys at these positions lie."""
+        ring = self._first + (position - self._first) % self._recent
+        return torch.where(position < self._first, position, ring)
+
+    def _positions(self, n: int, device: torch.device) -> Tensor:
+        """Positions of the keys that are held of n tokens, in order."""
+        start = max(self._first, n - self._recent)
+        first = torch.arange(min(self._first, n), device=device)
+        return torch.cat([first, torch.arange(start, max(n, start), device=device)])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """See :class:`Store`."""
+        before, self.n = self.n, self.n + key.shape[2]
+        if query.shape[2] == 1:
+            self._keep(key, value, before)
+            held = min(self.n, self._first + self._recent)
+            if before:
+                key, value = self._key[:, :, :held], self._value[:, :, :held]
+            return attend(query, key, value, None, None)
+        position = torch.arange(before, self.n, device=key.device)
+        new_key, new_value = key, value
+        if before:
+            held_positions = self._positions(before, key.device)
+            places = self._places(held_positions)
+            key = torch.cat([self._key[:, :, places], key], 2)
+            value = torch.cat([self._value[:, :, places], value], 2)
+            position = torch.cat([held_positions, position])
+        if self.n <= self._first + self._recent:
+            output = attend(query, key, value, None, before)
+        else:
+            output = self._by_blocks(query, key, value, position, before, attend)
+        self._keep(new_key, new_value, before)
+        return output
+
+    def _by_blocks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        before: int,
+        attend: Attend,
+    ) -> Tensor:
+        """The output of rows that do not all read the same keys; ``position`` rises."""
+        outputs = []
+        block = max(_BLOCK, self._recent)
+        rows = torch.arange(before, self.n, device=key.device)
+        for part, some in zip(query.split(block, 2), rows.split(block), strict=True):
+            start, stop = int(some[0]), int(some[-1]) + 1
+            near = (position < self._first) | (position > start - self._recent)
+            index = (near & (position < stop)).nonzero()[:, 0]
+            at, row = position[index], some[:, None]
+            seen = (at <= row) & ((at < self._first) | (at > row - self._recent))
+            outputs.append(attend(part, key[:, :, index], value[:, :, index], seen, None))
+        return torch.cat(outputs, 2)
+
+    def _keep(self, key: Tensor, value: Tensor, before: int) -> None:
+        """Store new keys and values, of positions from ``before`` on, that later rows may read."""
+        with torch.inference_mode(False), torch.no_grad():
+            if key.shape[2] == 1 and before >= self._first + self._recent:  # decoding: in place
+                place = self._first + (before - self._first) % self._recent
+                self._key[:, :, place] = key[:, :, 0]
+                self._value[:, :, place] = value[:, :, 0]
+                return
+            position = self._positions(self.n, key.device)
+            position = position[position >= before]
+            key, value = key[:, :, position - before], value[:, :, position - before]
+            most = self._first + self._recent
+            room = min(self.n, most) - (self._key.shape[2] if before else 0)
+            if room > 0:
+                more = min(room + self.n // 64, most - min(before, most))
+                self._key = _longer(self._key if before else key[:, :, :0], more)
+                self._value = _longer(self._value if before else value[:, :, :0], more)
+            places = self._places(position)
+            self._key.index_copy_(2, places, key)
+            self._value.index_copy_(2, places, value)
+
+    def tensors(self) -> list[Tensor]:
+        """Keys and values."""
+        return [self._key, self._value]
+
+    def select(self, index: Tensor) -> Store:
+        """See :class:`Store`."""
+        other = Streaming(self._first, self._recent)
+        other.n = self.n
+        if self.n:
+            other._key = self._key.index_select(0, index)
+            other._value = self._value.index_select(0, index)
+        return other
+
+
+def _longer(tensor: Tensor, more: int) -> Tensor:
+    """A copy (B, H, S, D) with room for ``more`` tokens."""
+    shape = (*tensor.shape[:2], tensor.shape[2] + more, tensor.shape[3])
+    larger = tensor.new_empty(shape)
+    larger[:, :, : tensor.shape[2]] = tensor
+    return larger
+
+
+class Quantised(Store):
+    """All keys and values; of older tokens, keys or values or both are packed."""
+
+    def __init__(self, plan: HeadPlan, group: int, residual: int) -> None:
+        super().__init__()
+        self._plan, self._group, self._residual = plan, group, residual
+        self._key = Channel(plan.key_bits, group, of_keys=True)
+        self._value = Channel(plan.value_bits, group, of_keys=False)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """See :class:`Store`."""
+        before, self.n = self.n, self.n + key.shape[2]
+        packed = self._packed(self.n)
+        with torch.inference_mode(False), torch.no_grad():
+            keys = self._key.append(key, packed)
+            values = self._value.append(value, packed)
+        outputs = []
+        for part in query.split(_BLOCK, 2):
+            after = before + part.shape[2]
+            # rows before..after read tokens up to some between old and new as they are packed
+            old, new = self._packed(before + 1), self._packed(after)
+            row = torch.arange(before, after, device=key.device)[:, None]
+            seen = None
+            if part.shape[2] > 1:
+                first = torch.arange(new, device=key.device)
+                rest = torch.arange(old, after, device=key.device)
+                limit = (row + 1 - self._residual).clamp(min=0) // self._group * self._group
+                seen = torch.cat([first < limit, (rest >= limit) & (rest <= row)], 1)
+            outputs.append(attend(part, keys(new, old, after), values(new, old, after), seen, None))
+            before = after
+        return torch.cat(outputs, 2)
+
+    def _packed(self, n: int) -> int:
+        """Tokens that a row with n visible keys reads packed."""
+        return quantised_groups(n, self._group, self._residual) * self._group
+
+    def tensors(self) -> list[Tensor]:
+        """Codes, scales, zero points, and the newest keys and values."""
+        return self._key.tensors() + self._value.tensors()
+
+    def select(self, index: Tensor) -> Store:
+        """See :class:`Store`."""
+        other = Quantised(self._plan, self._group, self._residual)
+        other.n = self.n
+        other._key, other._value = self._key.select(index), self._value.select(index)
+        return other
