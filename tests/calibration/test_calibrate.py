@@ -485,7 +485,11 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         ({"law": "sqrt_log_n", "value": 2.0}, ValueError, "value cannot be given"),
         ({"lengths": [64, 16]}, ValueError, r"lengths must be ascending.*\[64, 16\]"),
         ({"lengths": []}, ValueError, "lengths must be ascending"),
-        ({"lengths": [16, 4096]}, ValueError, "lengths reach 4096, but the longest batch has 64"),
+        (
+            {"lengths": [16, 4096]},
+            ValueError,
+            "lengths must be at most 64, the tokens of the longest batch",
+        ),
         ({"lengths": 64}, TypeError, "lengths must be a list of whole numbers"),
         ({"lengths": [1, 64]}, ValueError, "lengths"),
         (
@@ -511,9 +515,17 @@ def test_bad_batches(built: Built) -> None:
         ([], ValueError, "at least one batch, got none"),
         (x, TypeError, "put a single batch into a list"),
         (["text"], TypeError, "a batch must be a tensor"),
-        ([torch.zeros(4)], ValueError, "windows in the first and at least 2 tokens"),
+        (
+            [torch.zeros(4)],
+            ValueError,
+            r"shape \(B, L, ...\) with at least one window and 2 tokens",
+        ),
         ([x[:1]], ValueError, "at least 2 windows of 128 tokens, got 1"),
-        ({64: [x]}, ValueError, "windows of 64 tokens has 128"),
+        (
+            {64: [x]},
+            ValueError,
+            r"batches\[64\] must have windows of 64 tokens, got a batch with 128",
+        ),
     ):
         with pytest.raises(error, match=match):
             acutance.calibrate(model, batches)  # type: ignore[arg-type]
