@@ -214,7 +214,10 @@ def test_a_fit_resumes_where_it_was_interrupted(
         ({"value": 2.0}, "target='loss' holds nothing constant"),
         ({"reference": 64}, "target='loss' holds nothing constant"),
         ({"law": "ssmax"}, "target='loss' fits law='table', 'constant' or 'none', got law='ssmax'"),
-        ({"lengths": [128]}, "lengths reach 128, but the longest batch has 64 tokens"),
+        (
+            {"lengths": [128]},
+            "lengths must be at most 64, the tokens of the longest batch, got 128",
+        ),
         ({"resume": True}, "resume needs save"),
         ({"target": "entropy", "loss": "next_token"}, "loss is for target='loss', got target="),
         ({"target": "los"}, "'los' is not one of .*, loss; did you mean 'loss'"),

@@ -175,5 +175,5 @@ def test_a_wrong_name_names_the_nearest() -> None:
 
 def test_a_gated_unit_has_no_rows_beyond_its_sequence() -> None:
     query, key, value = tensors(rows=5)
-    with pytest.raises(ValueError, match="5 rows from 38 on must lie within 40 keys"):
+    with pytest.raises(ValueError, match="query_offset=38, L=5, S=40"):
         MECHANISMS["gau"].run(query, key, value, query_offset=38)

@@ -328,11 +328,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
     header, tensors = probed(inputs()).parts()
     changes: list[tuple[dict[str, str], dict[str, Tensor], str]] = [
-        ({"spans": '["system"]'}, {}, "spans is"),
+        ({"spans": '["system"]'}, {}, "spans must have shape"),
         ({"spans": '["system", "system"]'}, {}, "different names"),
         ({"spans": '["system", 3]'}, {}, "names"),
         ({"spans": "{}"}, {}, "must be a list"),
-        ({}, {"spans.mean": -tensors["spans.mean"]}, "invalid values"),
+        ({}, {"spans.mean": -tensors["spans.mean"]}, "invalid value"),
     ]
     for headers, arrays, why in changes:
         path = tmp_path / "state.safetensors"
