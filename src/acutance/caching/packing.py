@@ -2,8 +2,8 @@
 
 Keys share a scale along tokens, one for each channel; values along channels, one for each token.
 Liu et al. (2024), arXiv:2402.02750, give the reason: channels of keys differ in size, and a value's
-error should stay in its token. Neither optimum-quanto, torchao nor hqq packs both ways in plain
-PyTorch on any device without a compiled extension, and what is needed are these two functions.
+error should stay in its token. optimum-quanto packs too, but compiles an extension at first use and
+requires ninja for it; what is needed here are these two functions in plain PyTorch.
 """
 
 from __future__ import annotations
