@@ -181,8 +181,8 @@ def test_laws_by_name(tmp_path: Path) -> None:
     assert named_law("ssmax") == SSMax()
     assert named_law("log_n:train_length=64, n_min=8") == LogN(train_length=64, n_min=8)
     for text, match in (
-        ("ssmaxx", "no file ssmaxx, and .* did you mean 'ssmax'"),
-        ("log_n", "log_n needs parameters, as in log_n:train_length=512"),
+        ("ssmaxx", "'ssmaxx' is neither a file nor the name of a law.* did you mean 'ssmax'"),
+        ("log_n", "log_n needs parameters, for example log_n:train_length=512"),
         ("log_n:train_length", "parameters must be name=number"),
         ("log_n:train_length=long", "train_length must be a number"),
         (str(tmp_path), "is a directory"),

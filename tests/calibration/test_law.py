@@ -150,12 +150,12 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda r: r | {"everywhere": {"name": "ssmx"}}, "did you mean 'ssmax'"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "s": "__import__"}}, "s must be a number"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "t": 1}}, "ssmax has no 't'"),
-    (lambda r: r | {"layers": {"a": {"heads": {}}}}, "layer 'a' must have a scaling"),
+    (lambda r: r | {"layers": {"a": {"heads": {}}}}, "'heads' of layer 'a' must be an object"),
     (
         lambda r: r | {"layers": {"a": {"heads": {"-1": {"name": "ssmax"}}}}},
-        "must be whole numbers",
+        "must have whole numbers as names",
     ),
-    (lambda r: r | {"layers": {"a": 5}}, "layer 'a' must have a scaling"),
+    (lambda r: r | {"layers": {"a": 5}}, "layer 'a' must be an object with 'whole'"),
 ]
 
 
