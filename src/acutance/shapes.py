@@ -160,7 +160,11 @@ def _has_autocast(kind: str) -> bool:
 
 
 def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: Callable[[], str]) -> None:
-    """Check that query heads can share key heads."""
+    """Raise ValueError unless ``enable_gqa`` is set and Hq is a multiple of H.
+
+    To be called only if the numbers of query heads Hq and key heads H differ. ``shapes`` returns
+    the text for the message.
+    """
     if not enable_gqa:
         raise ValueError(
             f"query has {query_heads} heads but key has {heads}: pass enable_gqa=True to share "

@@ -301,7 +301,7 @@ class Applied(PlainCalls):
     # -- bookkeeping ------------------------------------------------------------------------------
 
     def _count(self, name: str) -> None:
-        """Count a scaled call of a module; once for a compiled module."""
+        """Count a scaled call of module ``name``; one being traced, only if it has no count yet."""
         if name not in self.calls or not torch.compiler.is_compiling():
             self.calls[name] = self.calls.get(name, 0) + 1
 

@@ -64,7 +64,7 @@ class PlainCalls(ABC):
         return self._modules.running() if self._modules.thread.stack else None
 
     def _running(self) -> Plan | None:
-        """The plan of that module; None outside the model."""
+        """The plan of the innermost module that this thread runs; None outside the model."""
         name = self._running_name()
         return None if name is None else self._plans.of(name)
 

@@ -218,13 +218,17 @@ class Listener:
         model_output: Callable[[], Tensor],
         refusal: str | None = None,
     ) -> Tensor | None:
-        """Compute a call in place of the model; None if the model must compute it.
+        """Compute an attention call's output in place of the model, and record the call.
 
         Args:
             read_call: reads the call's arguments.
             module: name of the call.
-            model_output: runs the model's function and returns its output (B, Hq, L, Ev).
+            model_output: runs the model's function, to compare its output (B, Hq, L, Ev).
             refusal: why calls of this kind cannot be computed here; None if they can.
+
+        Returns:
+            The output. None if the model must compute it: with a reason in ``not_provided`` if
+            this was refused or failed, without one if the listener does not provide this call.
         """
         if not self.provides or not self.captures_module(module):
             return None

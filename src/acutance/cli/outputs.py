@@ -158,7 +158,10 @@ def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) 
 
 
 def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
-    """Every file that is read, with its name for messages."""
+    """(name, path) of every existing input file, as in "that of --corpus"; of a folder, a model's.
+
+    The name is used in messages. ``inputs`` has the paths by option.
+    """
     for option, paths in inputs.items():
         if paths is None:
             continue

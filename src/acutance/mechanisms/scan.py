@@ -243,7 +243,10 @@ def _seen(positions: Tensor, strict: bool) -> Tensor:
 
 
 def fading(log_decay: Tensor, size: int, strict: bool, device: torch.device) -> Tensor:
-    """Decay factors within a chunk, (H, G, 1, size, size); 0 for later keys."""
+    """Decay factors exp(log_decay · (i − j)) of key j in row i of a chunk, (H, G, 1, size, size).
+
+    They are 0 for later keys j > i, and with ``strict`` also for j = i. ``log_decay`` is (H, G).
+    """
     places = torch.arange(size, device=device)
     fade = _powers(log_decay, (places[:, None] - places).clamp(min=0))
     return fade.masked_fill(~_seen(places, strict), 0.0).unsqueeze(2)

@@ -35,28 +35,29 @@ def dense_statistics(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    r"""Every metric of attention rows by definition, from the full matrix in float64.
+    r"""Metrics of softmax attention rows by definition, from the full matrix in float64.
 
-    It accepts the options of :func:`acutance.attention` without checking them. Differentiable
-    unless a visible weight underflows to exactly 0.
+    These are all of :data:`acutance.METRICS` but ``keys_50`` to ``keys_99``. The options below are
+    as in :func:`acutance.attention`, but are not checked. Differentiable unless a visible weight
+    underflows to exactly 0.
 
     Args:
         query: (B, Hq, L, E), any floating dtype, converted to float64.
         key: (B, H, S, E).
         value: (B, H, S, Ev); without it there is no ``noise_gain`` and no ``output``.
         attn_mask: boolean or additive; this and the options below as in :func:`acutance.attention`.
-        is_causal: row i sees keys j ≤ i + query_offset.
+        is_causal: the row of query i sees keys j ≤ i + query_offset.
         scale: factor of the scores; None for 1/√E.
         enable_gqa: allow Hq to be a multiple of H.
         query_offset: position of query 0 among the keys.
-        window: a row at position i sees keys with ``abs(i - j) < window``.
+        window: a row sees keys at a distance below ``window`` from its position i + query_offset.
         key_mask: boolean (B, S), True where a key takes part.
         document_ids: a row sees only keys of its own document.
-        cu_seqlens: the same as cumulative lengths.
+        cu_seqlens: the same documents, given by their cumulative lengths.
         bias: added to the scores.
         alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
         softcap: bound of the scaled scores.
-        sinks: (Hq,) learned logits in the normaliser.
+        sinks: (Hq,) logits that are added to the softmax's denominator, without a key.
 
     Returns:
         By name, each metric (B, Hq, L) in float64 (``n_keys`` int64) and, with values, ``output``

@@ -354,7 +354,10 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _same_sink(left: RowState, right: RowState) -> Tensor:
-    """The sink of two states; if both have one, they must be equal."""
+    """The sink of two states to be merged, from whichever has one; empty if neither has.
+
+    If both have one, they must be equal, which is not checked.
+    """
     if has_sink(left) and has_sink(right):
         return torch.maximum(left.sink, right.sink)
     return left.sink if has_sink(left) else right.sink

@@ -80,7 +80,10 @@ class Window:
 
     @property
     def moves(self) -> bool:
-        """Whether the window reads some keys at another distance than their actual one."""
+        """Whether rows read some keys as if they were at a distance other than their own.
+
+        That is so for ``far`` other than ``"drop"``, and for sinks moved behind the window.
+        """
         return self.far != "drop" or (self.sinks > 0 and self.sink_positions == "window")
 
     @property

@@ -342,8 +342,9 @@ class Part:
     def _peak(self, s: Tensor, top: Tensor) -> Tensor:
         """Position of each row's largest score relative to the query, −8 to 8.
 
-        :data:`NO_PEAK` if the largest score is further away or not unique. ``s`` are the scores
-        (…, rows, keys) and ``top`` their maximum over the keys.
+        :data:`NO_PEAK` if no largest score, or several, lie in that range, or the row sees no key;
+        one of several is returned if the others are further away. ``s`` are the scores (…, rows,
+        keys) and ``top`` their maximum over the keys.
         """
         assert self._at is not None
         near = torch.arange(-PEAKS, PEAKS + 1, device=s.device)

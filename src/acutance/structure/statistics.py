@@ -51,7 +51,7 @@ class StructureStatistics:
             it: octave 0 is distance 0, octave k distances 2^(k−1) to 2^k − 1.
         even: (B, 1 or Hq, L, 2, K), the same if all visible keys had equal weight.
         peak: (B, Hq, L) int64, position of the largest weight relative to the query, −8 to 8; −128
-            if it lies further away or is not unique.
+            if none, or more than one equal to it, lies in that range.
     """
 
     attention_distance: Tensor

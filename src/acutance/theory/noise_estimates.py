@@ -335,7 +335,11 @@ def asymptotic_noise_mse(n: ArrayLike, kind: NoiseKind, scale: float) -> float |
 
 
 def _border(keys: Array, kind: NoiseKind) -> Array:
-    """One over the mean Σp² of the noisy weights at tail rate r = 1: log n and the next terms."""
+    """1 / E[Σp²] of an evenly weighted row under noise with tail rate r = 1, for many keys n.
+
+    The tail is P(ε > x) ~ C exp(−r x), as in :func:`noise_tail_rate`. The value is log n + log log
+    n and a constant, to leading orders.
+    """
     start = 1.5 - np.euler_gamma - math.log(2) if kind == "laplace" else 1 - 2 * np.euler_gamma
     depth = np.log(keys) + start
     return np.asarray(depth + np.log(depth) - 1 + np.euler_gamma)

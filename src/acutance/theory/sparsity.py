@@ -194,7 +194,10 @@ def sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
 
 
 def log_sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
-    r"""Logarithm of ``sparsity_identity``; about -1/(2u²) for u = beta/gamma far from 0.
+    r"""Logarithm of ``sparsity_identity``, S = E|a| / √E[a²] of weights a that are normal scores.
+
+    S is 1 if all weights are equal. The logarithm is accurate where S rounds to 1; it is about
+    -1/(2u²) for u = beta/gamma far from 0.
 
     Args:
         beta: Mean of the scores, finite. It broadcasts against ``gamma``.

@@ -40,7 +40,7 @@ class Outputs:
             self._recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
     def take(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Recorded outputs of a module since :meth:`forget`; removes them."""
+        """Outputs of a module recorded since :meth:`forget`."""
         return tuple(self._recorded.get(module, ()))
 
     def left(self) -> set[nn.Module]:
@@ -48,7 +48,7 @@ class Outputs:
         return set(self._recorded)
 
     def forget(self, modules: Sequence[nn.Module]) -> None:
-        """Discard the recorded outputs."""
+        """Discard the recorded outputs of these modules."""
         for module in modules:
             self._recorded.pop(module, None)
 

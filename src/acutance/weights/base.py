@@ -85,7 +85,7 @@ class Weighting(ABC):
 
     @abstractmethod
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Compute weights from finite scores; the caller sets those of hidden keys to 0."""
+        """Compute weights from finite scores; the caller then sets hidden keys' weights to 0."""
 
 
 def masked(scores: Tensor, visible: Tensor | None, value: float = -torch.inf) -> Tensor:

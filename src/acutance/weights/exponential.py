@@ -49,7 +49,10 @@ class Softmax(Weighting):
         return torch.softmax(masked(scores / self.temperature, visible), -1)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix (diag p − p pᵀ) / τ, with p the weights and τ the temperature."""
+        """The derivative of the weights p with respect to scores / τ: diag p − p pᵀ.
+
+        τ is the temperature; the derivative with respect to the scores themselves is 1/τ of it.
+        """
         return Jacobian(weights, weights, weights)
 
 

@@ -93,18 +93,19 @@ def resemble(
 ) -> Resemblance:
     r"""Fit :math:`a`, :math:`\sqrt{a + b \log n}`, :math:`a + b \log n` and :math:`a + b n`.
 
-    Each is what a kind of logits needs: an exponential tail, normal logits, one match above a
-    narrow bulk, logits that are uniform on an interval.
+    They suit, in this order, logits with an exponential tail, normal logits, one match above a
+    narrow bulk, and logits that are uniform on an interval. With fewer than three lengths only
+    :math:`a` and :math:`a + b \log n` are fitted.
 
     Args:
         lengths: n of each factor, rising.
         factors: positive.
-        errors: their standard errors; NaN counts as none.
+        errors: their standard errors; NaN means 0. At least 1 % of the factor is used.
 
     Returns:
-        The best by χ² + 2 (parameters), ``"undecided"`` where another is within 4 of it, where
-        two lengths, which every growing family goes through, leave nothing to tell, and where
-        only three speak for n.
+        The family with the least χ² + 2 × its number of parameters, or ``"undecided"`` if another
+        is within 4 of it, if there are fewer than three lengths, or if :math:`a + b n` is the
+        best of three lengths.
 
     Example:
         >>> n = [64, 128, 256, 512, 1024]

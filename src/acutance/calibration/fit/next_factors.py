@@ -173,15 +173,16 @@ class LayerState:
 def aim_of(
     first: LayerValues, target: Target, value: float | None, reference: int, limit: float
 ) -> Aim:
-    """The aim of a layer, from what was measured without a law.
+    """The target of a layer's fit, from what was measured in the unchanged model.
 
     Args:
-        first: what was measured.
-        target: the metric.
-        value: desired value at every knot and head; None takes each head's value at the reference.
+        first: what was measured; it has one knot (number of visible keys) for each bin with rows.
+        target: the metric that is to have a certain value.
+        value: that value, at every knot and head (for ``max_logit`` its upper bound); None: each
+            head's own value at the reference length.
         reference: index of the bin of the reference length; a layer without rows there takes its
             first bin with rows.
-        limit: factors stay within 1/limit and limit.
+        limit: factors stay between 1/limit and limit.
     """
     at = first.bins.index(reference) if reference in first.bins else 0
     shown = first.top if target.name == "max_logit" else first.value

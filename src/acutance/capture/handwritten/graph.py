@@ -102,7 +102,14 @@ def recompute(node: Node, results: dict[int, Any], version: Callable[[Tensor], V
 
 
 def _value(argument: Any, results: dict[int, Any], version: Callable[[Tensor], Version]) -> Any:
-    """Value of a recorded argument: recomputed, or the fixed tensor."""
+    """Value of a recorded argument: a node's recomputed result, or a tensor without products.
+
+    Nodes that are not in ``results`` are recomputed first. Containers are handled by element, and
+    other values returned as they are.
+
+    Raises:
+        LineageError: if such a tensor was overwritten since it was recorded.
+    """
     if isinstance(argument, Node):
         return recompute(argument, results, version)
     if isinstance(argument, Fixed):

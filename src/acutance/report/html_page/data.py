@@ -78,9 +78,14 @@ def packed(
 
 
 def _judged(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Table of the changes to the model, such as laws, whose loss was measured; None without any.
+    """Table of changes to the model, such as laws, with what each does to the loss.
 
-    ``judged`` is the JSON record that ``probe --judge`` writes, or None.
+    Args:
+        judged: the JSON record that ``probe --judge`` writes, or None.
+
+    Returns:
+        ``rows``, each with name, reason, difference of the loss and verdict of a change, and
+        ``sentences``; None if there is no record or it has no change.
     """
     if judged is None or not judged["laws"]:
         return None

@@ -209,14 +209,14 @@ def decode(codes: Codes, soft: float) -> Array:
 
 
 def bars(counts: Array, level: Level) -> tuple[Array, int]:
-    """Merge histogram bins, round heights up, and drop bins that no histogram uses.
+    """Merge histogram bins, round heights up, and drop bins at both ends that no histogram uses.
 
     Args:
         counts: (heads, bins) of one metric.
         level: the precision level.
 
     Returns:
-        Heights ``uint8`` (heads, used bins), from 0 to ``level.heights`` relative to each head's
+        Heights ``uint8`` (heads, kept bins), from 0 to ``level.heights`` relative to each head's
         tallest bar, at least 1 for bins with rows; and the index of the first used bin after
         merging.
 
