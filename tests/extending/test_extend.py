@@ -208,7 +208,7 @@ def test_a_stopped_search_goes_on_where_it_was(windows: Tensor, tmp_path: Path) 
         ({"final": 8}, ValueError, "leave one for the search, got 8 and final=8"),
         ({"max_cost": -1.0}, ValueError, "max_cost must be a finite number at least 0"),
         ({"budget": 0.0}, ValueError, "budget must be a finite number above 0"),
-        ({"laws": "nothing"}, ValueError, "there is no file nothing"),
+        ({"laws": "nothing"}, ValueError, "'nothing' is neither a file nor"),
         ({"resume": True}, ValueError, "got save=None"),
         ({"train_length": 1}, ValueError, "train_length must be at least 2"),
     ],
