@@ -418,7 +418,7 @@ def test_bad_input_is_refused(case: str) -> None:
     assert type(caught.value) is error
     assert [part for part in parts if part not in message] == [], message
     assert "\n" not in message
-    assert ". " not in message, "one sentence"
+    assert ". " not in message.replace(". Did you mean", ""), "one sentence"  # Python 3.13 asks
 
 
 @pytest.mark.parametrize(

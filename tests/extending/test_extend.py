@@ -13,20 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import acutance
-from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 from acutance.extending import proposals
 from acutance.extending.page import page
 
 TRAINED = 128
 LAWS = ["clip_log_n:train_length=128", "log_n:base=4.0", "rope:linear,factor=4"]
-
-
-@pytest.fixture(scope="module")
-def windows() -> Tensor:
-    """Windows of 512 bytes of files that the decoder was not trained on."""
-    held_out = texts.read(texts.files("held out"))
-    return texts.sample_windows(held_out, 512, 8, torch.Generator().manual_seed(0))
 
 
 def extend(windows: Tensor, laws: Any = LAWS, **options: Any) -> acutance.Extension:
@@ -137,7 +129,7 @@ def test_proposals_are_tried_and_shown(windows: Tensor) -> None:
     """Every proposal gets one window, a third of them two, and the page shows them all."""
     names = [one.name for one in proposals(decoder(), TRAINED, 256)]
     assert len(names) == len(set(names)) > 12
-    found = acutance.extend(decoder(), 256, windows[:4], train_length=TRAINED)
+    found = acutance.extend(decoder(), 256, windows[:4], train_length=TRAINED, by_head=False)
     assert {one.name for one in found.tried} == set(names)
     kept = -(-len(names) // 3)
     assert [one.windows for one in found.tried].count(1) == len(names) - kept

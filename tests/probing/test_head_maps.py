@@ -154,7 +154,7 @@ def test_damaged_files_are_refused(minilm: Any, tmp_path: Path) -> None:
         ({"maps": "[]"}, {}, "0 maps and 7 arrays"),
         ({"maps": header["maps"].replace('"head"', '"tail"', 1)}, {}, "must have a name"),
         ({}, {"maps.0": -tensors["maps.0"]}, "weights below 0 or above 1"),
-        ({}, {"maps.0": tensors["maps.0"][:1].clone()}, r"is \(2, keys\)"),
+        ({}, {"maps.0": tensors["maps.0"][:1].clone()}, r"must have shape \(2, keys\)"),
     ]
     for headers, arrays, why in changes:
         path = tmp_path / "state.safetensors"

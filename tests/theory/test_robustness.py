@@ -554,7 +554,7 @@ def test_bound_domain():
 
 
 def test_sample_domain():
-    with pytest.raises(ValueError, match=r"^samples: .* at least 2, got samples=1$"):
+    with pytest.raises(ValueError, match=r"^samples: must be at least 2, .* got samples=1$"):
         monte_carlo_mse([0.5, 0.5], TWO_VALUES, "gaussian", 1.0, samples=1, seed=0)
 
 
