@@ -59,7 +59,8 @@ def test_nothing_to_apply_is_said(run: Callable[..., Any], text: Path, tmp_path:
     """A file of an earlier search does not stay."""
     out = tmp_path / "out"
     out.mkdir()
-    (out / "law.json").write_text("{}")
+    for name in ("law.json", "extend.json"):
+        (out / name).write_text("{}")
     done = run(
         "extend", directory(), "--text", text, "--to", 512, "--train-length", 128, "--law",
         "rope:linear,factor=4", "-o", out, "--no-entropy",
@@ -68,6 +69,15 @@ def test_nothing_to_apply_is_said(run: Callable[..., Any], text: Path, tmp_path:
     assert {path.name for path in out.iterdir()} == {"extend.json", "page.html"}
     assert "nothing to apply" in done.stderr
     assert "Nothing that was tried lowers the loss" in done.stdout
+
+
+def test_files_of_something_else_stay(run: Callable[..., Any], text: Path, tmp_path: Path) -> None:
+    """A directory with other files, such as a saved model, is refused before the run."""
+    (tmp_path / "config.json").write_text("{}")
+    done = run("extend", directory(), "--to", 512, "--text", text, "-o", tmp_path)
+    assert done.exit_code == 2
+    assert "has other files than those of an earlier" in " ".join(done.stderr.split())
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize(

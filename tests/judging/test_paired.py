@@ -129,8 +129,18 @@ def part(delta: float, half: float, first: int = 1, last: int = 64) -> Part:
         ((-0.1, 0.05), (0.2, 0.1), "helps", "but hurts at n = 1–64"),
         ((0.1, 0.05), (0.2, 0.1), "hurts", "loss changes by +0.10"),
         ((0.0, 0.05), (0.2, 0.1), "hurts", "hurts at n = 1–64"),
-        ((0.0, 0.05), (-0.2, 0.1), "helps", "no difference found in all (at most 0.05 nat)"),
-        ((0.0, 0.05), (0.01, 0.1), "no difference found", "law: no difference found in all"),
+        (
+            (0.0, 0.05),
+            (-0.2, 0.1),
+            "helps",
+            "no difference found over all positions (at most 0.05 nat)",
+        ),
+        (
+            (0.0, 0.05),
+            (0.01, 0.1),
+            "no difference found",
+            "law: no difference found over all positions",
+        ),
     ],
 )
 def test_verdict(overall: Any, octave: Any, verdict: str, said: str) -> None:

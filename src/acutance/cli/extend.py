@@ -185,12 +185,18 @@ def extend(options: ExtendOptions) -> None:
 
 
 def _check_folder(out: Path, model: str | None) -> None:
-    """Refuse a directory that cannot be made, or is the model's: its config.json stays."""
+    """Refuse a directory that cannot be made, is the model's, or has files of something else."""
     if not out.is_dir() and (out.exists() or not out.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{out} cannot be a directory", param_hint="--out")
     source = None if model is None else Path(model).expanduser()
     if source is not None and source.exists() and out.exists() and out.samefile(source):
         raise typer.BadParameter(f"{out} is the model's directory", param_hint="--out")
+    if out.is_dir() and any(out.iterdir()) and not (out / "extend.json").is_file():
+        raise typer.BadParameter(
+            f"{out} has other files than those of an earlier 'acutance extend'; choose a new or "
+            "empty directory",
+            param_hint="--out",
+        )
 
 
 def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Module]":

@@ -107,7 +107,7 @@ def verdict_sentence(law: LawComparison) -> str:
             f"{law.name} {law.verdict}: loss changes by {_with_error(whole)} nat in all (between "
             f"{whole.low:+.2g} and {whole.high:+.2g}){but}."
         )
-    in_all = f"no difference found in all (at most {_most(whole)})"
+    in_all = f"no difference found over all positions (at most {_most(whole)})"
     helps = [part for part in law.by_position if part.helps]
     hurts = [part for part in law.by_position if part.hurts]
     found = [f"helps at n = {_places(helps)}"] if helps else []

@@ -43,7 +43,7 @@ def text_windows(
     if len(places) < 2:
         raise ValueError(
             f"a comparison needs at least 2 windows of {lengths[-1]} tokens, and the text has "
-            f"{sum(map(len, ids))} tokens: give more text, or shorter --lengths"
+            f"{sum(map(len, ids))} tokens: give more text, or read shorter windows"
         )
     chosen = [places[index] for index in spread(len(places), most or len(places), seed)]
     turns = []
@@ -109,7 +109,7 @@ def hold_out(
         )
         raise ValueError(
             f"{what} and judging need at least {least} windows of {longest} tokens each, and the "
-            f"text has {sum(lengths)} tokens: give more text, or shorter {option}"
+            f"text has {sum(lengths)} tokens: give more text, or {option}"
         )
     wanted = max(least, min(_MOST, total // 4))
     starts, before, given = [], 0, 0
