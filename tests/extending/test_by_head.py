@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import acutance
 from acutance.calibration.losses import NextToken
+from acutance.capture.find_layers import attention_layers
 from acutance.experiments.models.trained import decoder
-from acutance.extending.by_head import head_slopes
+from acutance.extending.by_head import head_slopes, mixed, with_temperature
 from acutance.judging import LawRemedy
 from acutance.scaling import HeadTable, Window
 
@@ -95,6 +97,45 @@ def test_a_backward_pass_is_not_repeated(windows: Tensor, tmp_path: Path) -> Non
 
 def test_a_budget_leaves_the_best_window(windows: Tensor) -> None:
     """Where there is no time for a backward pass, the window for all heads is the answer."""
-    found = extend(windows[:4], [SMALL, LARGE], budget=1e-6)
+    found = extend(windows[:5], [SMALL, LARGE], budget=1e-6)
     assert not found.complete
+    assert not any(x.name.startswith("by head") for x in found.tried)
+
+
+def test_a_window_for_all_heads_stays_unless_heads_gain_beyond_noise(windows: Tensor) -> None:
+    """Windows that drop keys get no temperature, whose factors beyond 128 keys would all be 1."""
+    laws = ["window:size=128,beyond=128", "window:size=64,beyond=128"]
+    found = extend(windows[:, :256], laws)
+    (by_head,) = [x for x in found.tried if x.name.startswith("by head")]
+    assert by_head.name == "by head: size=64,beyond=128 in 6 heads, size=128,beyond=128 in 6 heads"
+    (best,) = [x for x in found.tried if x.name == laws[1]]
+    assert by_head.windows == best.windows == 3  # of four, as the derivatives are of the last
+    assert by_head.beyond < best.beyond  # by 0.002, within noise
+    assert found.chosen is not None
+    assert found.chosen.name == laws[1]
+
+
+def test_only_heads_that_read_all_keys_get_a_temperature() -> None:
+    """Where some heads drop keys, and the derivative promises a gain in all."""
+    model, best, drops = decoder(), Window(64, far="group", beyond=TRAINED), Window(64)
+    warm = with_temperature(best, TRAINED, 512)
+    assert warm is not None
+    assert with_temperature(drops, TRAINED, 512) is None
+    slopes = {name: torch.full((2, 4, 16), -1.0) for name in attention_layers(model)}
+    for part in slopes.values():
+        part[0, 2:] = 1.0  # heads 0 and 1 gain by dropping keys, 2 and 3 by reading them all
+    laws = mixed(model, best, [drops, warm], slopes, [0.0], TRAINED, 512)
+    assert laws[-1].name.endswith("; sharper in 6, softer in 0")
+    assert isinstance(laws[-1].law, acutance.Law)
+    for _, heads in laws[-1].law.layers:
+        assert {head: window.far for head, window in heads.windows} == {
+            0: "drop", 1: "drop", 2: "group", 3: "group",
+        }  # fmt: skip
+        assert {head for head, _ in heads.heads} == {2, 3}
+
+
+def test_two_windows_of_the_search_are_too_few_to_choose_by_head(windows: Tensor) -> None:
+    """One of them gives the derivatives, and the other alone has no error."""
+    found = extend(windows[:4, :256], [SMALL, LARGE])
+    assert found.complete
     assert not any(x.name.startswith("by head") for x in found.tried)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -201,9 +201,9 @@ def _through(
 def with_temperature(best: LawPart, train_length: int, to: int) -> LawPart | None:
     """A window with factors of 1 up to the trained length, and 1 + 0.1 ln(n / T) beyond.
 
-    None if ``best`` has a scaling already.
+    None if ``best`` has a scaling already, or drops keys: factors count the keys that a row reads.
     """
-    return _warm(best, 1.0, train_length, to) if isinstance(best, Window) else None
+    return _warm(best, 1.0, train_length, to) if _is_whole(best) else None
 
 
 def mixed(
@@ -220,7 +220,7 @@ def mixed(
     Derivatives are drawn towards the mean of all heads, the more the larger their errors are, and
     those of a window are shifted so that their sum is what it was measured to do in all heads. The
     first law gives each head the window with the lowest one, the second also a temperature where
-    its derivative is beyond its error.
+    its derivative is beyond its error and the window drops no keys.
 
     Args:
         model: the model.
@@ -247,16 +247,20 @@ def mixed(
     name = "by head: " + ", ".join(f"{one} in {count} heads" for one, count in counts.items())
     laws = {name: chosen} if any(least) else {}
     if warm is not None:
-        signs = torch.where(value[-1].abs() > error[-1], -value[-1].sign(), 0.0).tolist()
+        known = torch.tensor([_is_whole(part) for part in chosen.values()])
+        signs = torch.where(known & (value[-1].abs() > error[-1]), -value[-1].sign(), 0.0).tolist()
         if any(signs):
             name += f"; sharper in {signs.count(1.0)}, softer in {signs.count(-1.0)}"
             laws[name] = {
-                place: _warm(part, sign, train_length, to)
-                if sign and isinstance(part, Window)
-                else part
+                place: _warm(part, sign, train_length, to) if sign and _is_whole(part) else part
                 for (place, part), sign in zip(chosen.items(), signs, strict=True)
             }
     return [LawRemedy(name, Law.of(model, law)) for name, law in laws.items()]
+
+
+def _is_whole(part: LawPart) -> TypeGuard[Window]:
+    """Whether it is a window, without a scaling, through which rows read all visible keys."""
+    return isinstance(part, Window) and part.far != "drop"
 
 
 def _warm(window: Window, sign: float, train_length: int, to: int) -> LawPart:

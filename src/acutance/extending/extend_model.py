@@ -69,7 +69,7 @@ def extend(
             The time that the final windows will take is set aside.
         loss: as for :func:`acutance.judge`.
         by_head: if a window is best, also try other windows and temperatures for each head, by one
-            backward pass.
+            backward pass; not with less than three windows for the search.
         entropy: also measure the entropy of all heads, on one final window.
         save: file that keeps the state after each run of the model, to continue from.
         resume: continue from what ``save`` holds.

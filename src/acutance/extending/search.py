@@ -26,6 +26,8 @@ AS_IS = "as it is"
 _KEEP = 3
 #: Other windows that a head may have in place of the best one.
 _OTHERS = 2
+#: Standard errors by which a law by head must be better than a simpler law.
+_ERRORS = 2.0
 #: Time of a backward pass with these, in runs of the model.
 _BACKWARD = 8
 
@@ -100,31 +102,33 @@ class Search:
             self._choose_by_head()
 
     def _choose_by_head(self) -> None:
-        """Try laws by head, derived from one window of the search and decided on those before it.
+        """Try laws by head, derived from the last window of the search and decided on the others.
 
-        If the search has a single window, it is both.
+        A law replaces a simpler one only if its loss is lower there by more than twice the standard
+        error of the difference. With less than two windows to decide on there is none.
         """
         assert self.chosen is not None
-        best, count = self.chosen, min(self._search, max(2, self._windows(self.chosen)))
+        best, deciding = self.chosen, range(self._search - 1)
+        if len(deciding) < 2:
+            return
         windows = [one for one in self._remedies if self._windows(one) and law_part(one)]
         others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
         if not self._has_time(best, 0, more=_BACKWARD * self._runs.longest(best.words)):
             self.complete = False
             return
         away = [self._part(best, one, range(1), ~self._within).delta for one in others]
-        found = self._runs.mixes(best, others, away, count - 1, self._tokens)
+        found = self._runs.mixes(best, others, away, len(deciding), self._tokens)
         self._remedies += found
-        deciding = range(max(1, count - 1))
         for window in deciding:
-            for remedy in found:
+            for remedy in (None, best, *found) if found else ():
                 if not self._has_time(remedy, window):
                     self.complete = False
                     return
                 self._measure(remedy, window)
-        self.chosen = min(
-            (best, *found),
-            key=lambda one: self._part(None, one, deciding, ~self._within).delta,
-        )
+        for remedy in found:  # the simpler ones come first
+            gain = self._part(self.chosen, remedy, deciding, ~self._within)
+            if -gain.delta > _ERRORS * gain.error:
+                self.chosen = remedy
 
     def _has_time(self, remedy: Remedy | None, window: int, more: float = 0.0) -> bool:
         """Whether the budget allows a run under this remedy on a window, or ``more`` seconds."""
