@@ -76,8 +76,30 @@ def test_a_law_fitted_to_the_loss_is_judged_on_further_text(
     assert "With the law the loss of 4 windows that were not fitted to" in " ".join(
         done.stdout.split()
     )
+    assert "on the 8 fitted windows alone, the derivatives of the others are not" in " ".join(
+        done.stdout.split()
+    )
     assert json.loads(law.read_text())["judged"]["verdict"] == "helps"
     assert json.loads((tmp_path / "all.json").read_text())["fitted"] == 8
+
+
+def test_where_no_law_is_found_nothing_is_judged_or_written(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Inside the 128 bytes of training, few windows show no head that a factor helps."""
+    (tmp_path / "law.json").write_text("an earlier law")
+    options = ("--target", "loss", "--lengths", "32", "--windows", 6, "--overwrite")
+    done, law = calibrate(run, tmp_path, 2000, *options, "--json", tmp_path / "all.json")
+    assert done.exit_code == 0, done.stderr
+    said, shown = (" ".join(text.split()) for text in (done.stderr, done.stdout))
+    assert f"no law was found, so {law} was not written" in said
+    assert "held-out windows" not in said
+    assert law.read_text() == "an earlier law"
+    record = json.loads((tmp_path / "all.json").read_text())
+    assert record["changed"] == 0
+    assert "judged" not in record["law"]
+    assert "beyond noise: every head stays as it is" in shown
+    assert "Fitted to 4 windows in 1 pass;" in shown
 
 
 def test_a_model_without_a_head_cannot_be_fitted_to_the_loss(run: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.judge import held_out_ends, hurts, judge_law
+from acutance.cli.judge import held_out_ends, hurts, judge_law, nothing_found
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -238,6 +238,7 @@ def calibrate(options: CalibrateOptions) -> None:
         from acutance.calibration.fit.collect import TARGETS
         from acutance.calibration.fit.law_families import FITTED
         from acutance.files import as_json, put_text
+        from acutance.report.screen import note
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
         check_choice("--target", target, (*TARGETS, "loss"))
@@ -248,6 +249,7 @@ def calibrate(options: CalibrateOptions) -> None:
             fail(f"interrupted before the law was fitted and judged{rest}")
             raise typer.Exit(INTERRUPTED) from None
 
+        nothing = nothing_found(calibration)
         refused = options.out is not None and not options.even_if_worse and hurts(calibration)
 
         def write_json(path: Path) -> None:
@@ -258,7 +260,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
         write_and_show(
             {"law": calibration.save, "json": write_json},
-            {"law": None if refused else options.out, "json": options.json},
+            {"law": None if refused or nothing else options.out, "json": options.json},
             lambda screen: screen.print(_shown(calibration)),
         )
         if refused:
@@ -267,6 +269,9 @@ def calibrate(options: CalibrateOptions) -> None:
                 "--even-if-worse writes it"
             )
             raise typer.Exit(1)
+        if nothing:
+            rest = "nothing was judged" if options.out is None else f"{options.out} was not written"
+            console().print(note(f"no law was found, so {rest}"), soft_wrap=True)
 
 
 def _fit(
@@ -332,17 +337,13 @@ def _fit(
     with pass_progress(tokens, console()) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
         calibration = calibrate(
-            loaded.model,
-            windows,
-            **arguments,
-            seed=options.seed,
-            save=options.save,
-            save_every=options.save_every,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            advance=advance,
-        )
+            loaded.model, windows, **arguments, seed=options.seed,
+            save=options.save, save_every=options.save_every, resume=options.resume,
+            overwrite=options.overwrite, advance=advance,
+        )  # fmt: skip
     calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
+    if nothing_found(calibration):
+        return calibration
     if headed is not None and held_out is not None:
         return judge_law(
             calibration, headed, held_out, lengths,

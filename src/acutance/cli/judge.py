@@ -381,3 +381,10 @@ def hurts(calibration: "Calibration") -> bool:
     from acutance.judging.paired import HURTS, MIXED
 
     return calibration.judged is not None and calibration.judged["verdict"] in (HURTS, MIXED)
+
+
+def nothing_found(calibration: "Calibration") -> bool:
+    """Whether a fit to the loss found no law, so that there is nothing to judge or write."""
+    from acutance.calibration.by_loss.result import LossCalibration
+
+    return isinstance(calibration, LossCalibration) and calibration.empty

@@ -74,7 +74,10 @@ def _table(found: LossCalibration) -> NumberTable:
     for one, factors in pairs:
         slopes = [_with_error(one, at) for at in range(len(one.lengths))]
         table.add_row(str(one.layer), str(one.head), Text("slope", style="dim"), *slopes)
-        shown = [Text(f"{factor:.3g}", style="cyan") for factor in factors]
+        shown = [
+            Text("1", style="dim") if factor == 1.0 else Text(f"{factor:.3g}", style="cyan bold")
+            for factor in factors
+        ]
         table.add_row("", "", Text("factor", style="dim"), *shown)
     return table
 
@@ -91,15 +94,16 @@ def sentences(found: LossCalibration) -> Iterator[str]:
     windows = f"{found.stopped} windows that were not fitted to"
     effect = f"{found.delta:+.4f} ± {found.error:.4f} nat"
     streaming = sum(window is not None for window in found.reads)
-    if found.changed or streaming:
+    if not found.empty:
         yield (
             f"With the law the loss of {windows} changes by {effect}, from "
             f"{found.mean_loss:.3f}. They decided what the law is: judge it on other text."
         )
     else:
+        best = f" (the best changes it by {effect})" if found.delta or found.error else ""
         yield (
-            f"No law was found that lowers the loss of {windows} beyond noise (the best "
-            f"changes it by {effect}): every head stays as it is."
+            f"No law was found that lowers the loss of {windows} beyond noise{best}: every head "
+            "stays as it is."
         )
     if found.gates and streaming:
         yield (
@@ -108,12 +112,14 @@ def sentences(found: LossCalibration) -> Iterator[str]:
         )
     if found.changed:
         yield (
-            f"{found.changed} of {len(found.slopes)} heads have a factor other than 1; the "
-            "derivatives of the others are not beyond noise."
+            f"{found.changed} of {len(found.slopes)} heads have a factor other than 1; on the "
+            f"{found.fitted} fitted windows alone, the derivatives of the others are not beyond "
+            f"noise. The table's derivatives are over all {found.fitted + found.stopped} windows."
         )
     if max(len(found.slopes), len(found.gates)) > MOST:
         yield f"A table has the {MOST} heads with the largest derivatives; --json has all."
-    yield f"Fitted to {found.fitted} windows in {found.passes} passes; ± is one standard error."
+    passes = f"{found.passes} pass{'' if found.passes == 1 else 'es'}"
+    yield f"Fitted to {found.fitted} windows in {passes}; ± is one standard error."
     for name, why in list(found.skipped.items())[:4]:
         yield f"Not fitted: {name}: {why}."
     if len(found.skipped) > 4:

@@ -69,7 +69,8 @@ class LossCalibration(Calibration):
     It holds nothing constant, so :attr:`heads` is empty.
 
     Attributes:
-        slopes: for every head, the derivative of the loss by its factors without a law.
+        slopes: for every head, the derivative of the loss by its factors without a law, over the
+            fitted and the deciding windows. Heads are chosen by the fitted ones alone.
         factors: for every head in the same order, its factors at the lengths.
         gates: for every head, the derivative of the loss by a gate that opens to each window,
             without any law; empty if no window was to be chosen.
@@ -107,6 +108,11 @@ class LossCalibration(Calibration):
             law = laws.get(one.module, HeadLaws())
             found.append(law.window or dict(law.windows).get(one.head))
         return tuple(found)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no law was found: every head has the factor 1 and reads all its keys."""
+        return not self.changed and all(window is None for window in self.reads)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""
