@@ -134,6 +134,13 @@ def test_only_heads_that_read_all_keys_get_a_temperature() -> None:
         assert {head for head, _ in heads.heads} == {2, 3}
 
 
+def test_a_single_window_that_drops_keys_leaves_nothing_to_choose(windows: Tensor) -> None:
+    """No other window, and no temperature."""
+    found = extend(windows[:, :256], ["window:size=128,beyond=128"])
+    assert [one.name for one in found.tried] == ["window:size=128,beyond=128"]
+    assert found.complete
+
+
 def test_two_windows_of_the_search_are_too_few_to_choose_by_head(windows: Tensor) -> None:
     """One of them gives the derivatives, and the other alone has no error."""
     found = extend(windows[:4, :256], [SMALL, LARGE])

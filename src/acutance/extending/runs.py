@@ -137,6 +137,8 @@ class Runs:
     ) -> list[Remedy]:
         """Laws by head, from one backward pass on a window, unless that was done before.
 
+        There are none if the heads have nothing to choose from.
+
         Args:
             best: a window for all heads, or a scaling and a window.
             others: what heads may have instead, likewise.
@@ -152,6 +154,8 @@ class Runs:
         parts = [part for part in map(law_part, others) if part is not None]
         warm = with_temperature(own, train_length, to)
         parts += [] if warm is None else [warm]
+        if not parts:
+            return []
         key = json.dumps([str(own), [str(part) for part in parts], window])
         if key not in self._slopes:
             started, ids = time.monotonic(), self.ids(window)
