@@ -157,7 +157,8 @@ def test_a_plan_fits_the_model_with_and_without_its_head() -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"this plan is for another model: it has width 32, but"):
+    message = r"for another model, LlamaForCausalLM, not for this LlamaForCausalLM: it has width 32"
+    with pytest.raises(PlanError, match=message):
         a_plan().check(llama(hidden_size=64))
 
 

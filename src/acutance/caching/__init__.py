@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from acutance.caching.exchange.export_plan import export_plan
+from acutance.caching.exchange.import_plan import import_plan
 from acutance.caching.find_plan import budget
 from acutance.caching.frontier import Budget, Point
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
@@ -29,6 +31,8 @@ __all__ = [
     "Point",
     "budget",
     "cache_shapes",
+    "export_plan",
+    "import_plan",
 ]
 
 

@@ -221,7 +221,10 @@ class CachePlan:
         """
         difference = self.model.difference(Identity.of(model))
         if difference is not None:
-            raise PlanError(f"this plan is for another model: it has {difference}")
+            raise PlanError(
+                f"this plan is for another model, {self.model.architecture}, not for this "
+                f"{Identity.of(model).architecture}: it has {difference}"
+            )
         places = names_in(model, self.layers)
         if missing := [name for name, place in places.items() if place is None]:
             raise PlanError(f"this plan does not fit: the model has no module {missing[0]!r:.60}")
@@ -252,9 +255,20 @@ class CachePlan:
         """Write JSON with a digest of itself, whole or not at all."""
         write_text(path, as_json(sealed_json(self.record()), indent=1) + "\n")
 
+    def export(self, name: str, path: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Write the plan for another tool: ``kvpress``, ``duo_attention`` or ``layer_types``.
+
+        See :func:`acutance.caching.export_plan`, which returns what the format cannot express.
+        """
+        from acutance.caching.exchange.export_plan import export_plan
+
+        return export_plan(self, name, path)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CachePlan:
-        """Load a plan from a file that :meth:`save` wrote.
+        """Load a plan from a file that :meth:`save` or ``acutance budget --json`` wrote.
+
+        :func:`acutance.caching.import_plan` reads those of other tools.
 
         Raises:
             PlanError: if the file is not a plan, has another schema version, or has an invalid
@@ -262,7 +276,8 @@ class CachePlan:
             OSError: if it cannot be opened.
         """
         try:
-            return cls._read(read_json(path))
+            record = read_json(path)
+            return cls._read(record["plan"] if _is_budget(record) else record)
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:400]
             raise PlanError(f"{os.fspath(path)} contains no cache plan: {reason}") from error
@@ -295,10 +310,17 @@ class CachePlan:
         )
 
 
+def _is_budget(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one of ``acutance budget``, whose plan is inside it."""
+    known = str(record.get("schema")).startswith("acutance.budget/")
+    return known and isinstance(record.get("plan"), dict)
+
+
 def holds_plan(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says that it holds a plan; False if there is none or it cannot be read."""
+    """Whether a file says that it holds a plan, or its search; False if it cannot be read."""
     if not os.path.isfile(path):
         return False
     with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        return f'"{SCHEMA.partition("/")[0]}/' in file.read(200)
+        start = file.read(200)
+        return any(f'"{kind}/' in start for kind in (SCHEMA.partition("/")[0], "acutance.budget"))
     return False

@@ -59,9 +59,10 @@ class JudgeOptions:
         typer.Option(
             "--law",
             metavar="LAW",
-            help="What to judge; required, repeat it for more. A file from 'calibrate -o', a name "
-            "such as ssmax or log_n:train_length=512, a window such as window:size=1024,sinks=4, "
-            "RoPE settings such as rope:yarn,factor=2, or heads to switch off, such as off:3.1,4.0 "
+            help="What to judge; required, repeat it for more. A file from 'calibrate -o' or "
+            "'budget -o', a cache plan of another tool such as duo_attention:DIR, a name such as "
+            "ssmax or log_n:train_length=512, a window such as window:size=1024,sinks=4, RoPE "
+            "settings such as rope:yarn,factor=2, or heads to switch off, such as off:3.1,4.0 "
             "(layer 3 head 1, layer 4 head 0).",
         ),
     ] = None

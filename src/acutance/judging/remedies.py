@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from acutance.caching.exchange.import_plan import ForeignPlan, read_foreign
 from acutance.caching.plan import CachePlan, holds_plan
 from acutance.calibration.apply_law import ApplyError, apply
 from acutance.calibration.law import AnyLaw, Law
@@ -73,7 +74,7 @@ class PlanRemedy:
     """A plan for the key-value cache as a remedy with a name of its own."""
 
     name: str
-    plan: CachePlan
+    plan: CachePlan | ForeignPlan
 
     @property
     def words(self) -> str:
@@ -180,7 +181,8 @@ def _nothing() -> Iterator[None]:
 def named_remedy(text: str) -> LawRemedy | PlanRemedy | HeadsOff | RopeRemedy:
     """The change to a model that a text names: a file, a law, RoPE settings, or heads off.
 
-    A file holds a law or a plan for the cache.
+    A file holds a law or a plan for the cache; ``duo_attention:DIR`` and ``layer_types:FILE`` are
+    plans of other tools, see :func:`acutance.caching.import_plan`.
 
     Raises:
         OSError: if a file cannot be read.
@@ -197,6 +199,8 @@ def named_remedy(text: str) -> LawRemedy | PlanRemedy | HeadsOff | RopeRemedy:
     kind, colon, rest = text.partition(":")
     if kind in ("off", "rope") and colon and not os.path.exists(text):
         return HeadsOff(_heads(rest)) if kind == "off" else named_rope(rest)
+    if (foreign := read_foreign(text)) is not None:
+        return PlanRemedy(text, foreign)
     if holds_plan(text):
         return PlanRemedy(text, CachePlan.load(text))
     return LawRemedy(text, named_law(text))

@@ -1,0 +1,1 @@
+"""Cache plans of other tools: exports and imports, and a plan as a record for the report."""
