@@ -6,10 +6,11 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from acutance.caching.head_plan import HeadPlan
+from acutance.caching.head_plan import HeadPlan, Plan
 from acutance.caching.layer_shapes import PlanError
-from acutance.caching.plan import CachePlan
+from acutance.calibration.identity import Identity
 from acutance.files import as_json, write_text
 
 __all__ = ["EXPORTS", "SETTINGS", "TABLE", "check_export", "export_plan", "places"]
@@ -17,13 +18,22 @@ __all__ = ["EXPORTS", "SETTINGS", "TABLE", "check_export", "export_plan", "place
 #: Files of a folder that DuoAttention loads.
 TABLE, SETTINGS = "full_attention_heads.tsv", "config.json"
 
+
+class _Whole(Plan, Protocol):
+    """A :class:`~acutance.CachePlan`."""
+
+    @property
+    def model(self) -> Identity:
+        """The model's identity."""
+
+
 #: Picks key heads of a plan, by the module name of their layer and what they keep.
 _Pick = Callable[[str, HeadPlan], bool]
 #: Text by file name ("" for the path itself), and sentences.
 _Export = tuple[dict[str, str], list[str]]
 
 
-def export_plan(plan: CachePlan, name: str, path: str | os.PathLike[str]) -> tuple[str, ...]:
+def export_plan(plan: _Whole, name: str, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Write a plan in another tool's format.
 
     Args:
@@ -60,10 +70,11 @@ def check_export(name: str) -> None:
 # -- heads as text ---------------------------------------------------------------------------------
 
 
-def places(plan: CachePlan, pick: _Pick) -> str:
+def places(plan: _Whole, pick: _Pick) -> str:
     """The key heads for which ``pick`` is true, as LAYER.HEAD; LAYER stands for all its heads.
 
     Example:
+        >>> from acutance import CachePlan
         >>> from acutance.experiments.models.trained import decoder
         >>> plan = CachePlan.of(decoder(), {0: HeadPlan("dropped"), (1, 2): HeadPlan("dropped")})
         >>> places(plan, lambda layer, head: head.kind == "dropped")
@@ -77,7 +88,7 @@ def places(plan: CachePlan, pick: _Pick) -> str:
     return ", ".join(found)
 
 
-def _lost(plan: CachePlan, rest: str, pick: _Pick) -> list[str]:
+def _lost(plan: _Whole, rest: str, pick: _Pick) -> list[str]:
     """The sentence that the heads which ``pick`` returns true for ``rest``; [] without heads."""
     heads = places(plan, pick)
     return [f"Key heads {heads} {rest}."] if heads else []
@@ -101,7 +112,7 @@ def _most(heads: Sequence[HeadPlan]) -> tuple[int, int]:
 # -- formats ---------------------------------------------------------------------------------------
 
 
-def _kvpress(plan: CachePlan) -> _Export:
+def _kvpress(plan: _Whole) -> _Export:
     """A Python file with a press for kvpress."""
 
     def kept(head: HeadPlan) -> str:
@@ -117,7 +128,7 @@ def _kvpress(plan: CachePlan) -> _Export:
     return {"": _PRESS.replace("    # heads", "\n".join(rows))}, lost
 
 
-def _duo_attention(plan: CachePlan) -> _Export:
+def _duo_attention(plan: _Whole) -> _Export:
     """DuoAttention's table of full-attention heads, with the sizes of streaming heads."""
     counts = sorted({len(heads) for heads in plan.layers.values()})
     if len(counts) > 1:
@@ -145,7 +156,7 @@ def _duo_attention(plan: CachePlan) -> _Export:
     }, lost
 
 
-def _layer_types(plan: CachePlan) -> _Export:
+def _layer_types(plan: _Whole) -> _Export:
     """``layer_types`` and ``sliding_window`` of a transformers configuration, as JSON."""
     sliding = {
         name: heads
@@ -194,7 +205,7 @@ def _ignored(architecture: str) -> list[str]:
 
 
 #: Formats by name: what makes the texts of their files, and the sentences about what is lost.
-EXPORTS: dict[str, Callable[[CachePlan], _Export]] = {
+EXPORTS: dict[str, Callable[[_Whole], _Export]] = {
     "kvpress": _kvpress,
     "duo_attention": _duo_attention,
     "layer_types": _layer_types,
