@@ -64,7 +64,9 @@ def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str
     place = Path(path)
     check_regular(place)
     if place.stat().st_size > largest:
-        raise ValueError(f"it is larger than {largest >> 20} MiB")
+        raise ValueError(
+            f"it has {place.stat().st_size} bytes, and a file of this kind has at most {largest}"
+        )
     try:
         text = place.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -102,7 +104,7 @@ def _number(text: str) -> float:
     return value
 
 
-def checked(kind: type[_T], record: object, place: str = "it") -> _T:
+def checked(kind: type[_T], record: object, place: str = "the record") -> _T:
     """Build a dataclass from JSON: every field present, of its type, and no other.
 
     Args:
@@ -123,19 +125,19 @@ def checked(kind: type[_T], record: object, place: str = "it") -> _T:
         Point(x=1, names=('a',))
         >>> checked(Point, {"x": "1"})
         Traceback (most recent call last):
-        ValueError: x of it must be a number, got '1'
+        ValueError: x of the record must be a number, got '1'
     """
     if not isinstance(record, dict):
-        raise ValueError(f"{place} must be an object, got {_short(record)}")
+        raise ValueError(f"{place} must be a JSON object, got {_short(record)}")
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(record) - set(known)):
-        raise ValueError(f"{place} has no field {_short(unknown[0])}")
+        raise ValueError(f"{place} has an unknown field {_short(unknown[0])}")
     arguments, annotations = {}, _types(typing.cast(Any, kind))
     for name, field in known.items():
         if name in record:
             arguments[name] = _value(annotations[name], record[name], f"{name} of {place}")
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{place} has no {name}")
+            raise ValueError(f"{place} lacks the field {name!r}")
     return kind(**arguments)
 
 
@@ -169,7 +171,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return tuple(_value(parts[0], one, f"an entry of {place}") for one in value)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, dict):
-            raise ValueError(f"{place} must be an object, got {_short(value)}")
+            raise ValueError(f"{place} must be a JSON object, got {_short(value)}")
         return {
             name: _value(parts[1], one, f"{name[:40]!r} of {place}") for name, one in value.items()
         }

@@ -432,7 +432,9 @@ def test_a_batch_of_another_size_is_listed() -> None:
 
 def test_summaries_of_other_spans_do_not_merge() -> None:
     left, right = probed(inputs()), probed(inputs(), spans={"system": (0, 3)})
-    with pytest.raises(ValueError, match="same spans: system, text against system"):
+    with pytest.raises(
+        ValueError, match="same spans, got system, text in one and system in the other"
+    ):
         left.merge(right)
     assert left.spans is not None
     with pytest.raises(

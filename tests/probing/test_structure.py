@@ -299,8 +299,8 @@ def rewritten(found: HeadSummary, path: Path, change: Callable[[dict[str, Any]],
         (lambda t: t.update({"distances.rows": torch.zeros(3).long()}), "'rows' of distances must"),
         (lambda t: t["examples.weights"].fill_(-1), "of examples has an invalid value"),
         (lambda t: t["examples.tokens"].fill_(-2), "'tokens' of examples has an invalid value"),
-        (lambda t: t.update({"examples.query": torch.zeros(8, 65).long()}), "0 to 64 rows"),
-        (lambda t: t.update({"examples.query": torch.zeros(()).long()}), "0 to 64 rows"),
+        (lambda t: t.update({"examples.query": torch.zeros(8, 65).long()}), "0 and 64 rows"),
+        (lambda t: t.update({"examples.query": torch.zeros(()).long()}), "0 and 64 rows"),
         (lambda t: t.update({"profile.rows": torch.zeros(()).long()}), "0 to 32 octaves"),
         (lambda t: t.update({"distances.mass": torch.zeros(())}), "0 to 64 octaves"),
         (lambda t: t["positions.between"].fill_(torch.nan), "'between' of a profile has"),
@@ -319,10 +319,10 @@ def test_hostile_arrays_are_refused(
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("[1]", "'words' must be an object in JSON"),
-        ('{"a": "b"}', "keyed by token ids"),
-        ('{"-1": "b"}', "keyed by token ids"),
-        ('{"1": 3}', "words of examples must be text"),
+        ("[1]", "'words' must be a JSON object"),
+        ('{"a": "b"}', "keys of 'words' must be token IDs"),
+        ('{"-1": "b"}', "keys of 'words' must be token IDs"),
+        ('{"1": 3}', "values of 'words' must be strings, got 3"),
     ],
 )
 def test_hostile_words_are_refused(model: Tiny, tmp_path: Path, words: str, match: str) -> None:

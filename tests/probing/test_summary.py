@@ -355,7 +355,7 @@ def test_missing_arrays(found: HeadSummary, tmp_path: Path) -> None:
     tensors = load_file(path)
     tensors.pop("mean")
     save_file(tensors, path, metadata=header)
-    with pytest.raises(ValueError, match=r"damaged header: .*mean"):
+    with pytest.raises(ValueError, match=r"damaged header: .*mean.*; write the file again"):
         acutance.load(path)
 
 

@@ -92,7 +92,7 @@ def test_a_verdict_of_another_kind_than_expected_shows() -> None:
 
 
 def test_a_claim_without_rows_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no row tests the claim 'c'"):
+    with pytest.raises(ValueError, match="at least one result for the claim 'c', got none"):
         judge(Claim("c", "text"), [Claim("other", "text").row("y", 1.0, 1.0, {})])
 
 

@@ -157,18 +157,19 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
                 f"its arrays must be query, key and value, got {', '.join(sorted(parts))}"
             )
         if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
-            raise ValueError("its heads must be names")
+            raise ValueError("'heads' must be a list of strings")
         if not isinstance(causal, bool):
-            raise ValueError(f"is_causal must be true or false, got {causal!r:.60}")
+            raise ValueError(f"'is_causal' must be true or false, got {causal!r:.60}")
         query, key, value = parts["query"], parts["key"], parts["value"]
         same_shape = query.dim() == value.dim() == 3 and query.shape == key.shape
         if not same_shape or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
-            shapes = ", ".join(f"{path_text} {tuple(part.shape)}" for name, part in parts.items())
+            shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in parts.items())
             raise ValueError(
-                f"its arrays must have shape (heads, n, width) of {len(heads)} heads, got {shapes}"
+                f"query, key and value must have shape ({len(heads)}, n, width) for the "
+                f"{len(heads)} heads that it names, got {shapes}"
             )
         if not min(*query.shape, value.shape[2]):
-            raise ValueError(f"it is empty: query is {tuple(query.shape)}")
+            raise ValueError(f"its arrays are empty: query has shape {tuple(query.shape)}")
         for name, part in parts.items():
             if part.dtype != torch.float32 or not _is_finite(part):
                 raise ValueError(f"{name} must contain float32 numbers of at most {LARGEST:g}")
@@ -240,8 +241,8 @@ class QueryKeyRecorder:
         names = [name for name in order if name in self._layers and self._layers[name].is_finite]
         if not names:
             raise ValueError(
-                "no queries and keys were recorded: the model ran no self-attention over a "
-                "whole sequence with visible queries and keys, or none with finite values"
+                "no queries and keys were recorded: the model must run self-attention over whole "
+                "sequences, with finite values, through a function that receives queries and keys"
             )
         first = self._layers[names[0]]
         compatible = {

@@ -282,7 +282,9 @@ class Examples(HeadArrays):
         """
         depth = tensors["query"].shape[1] if tensors["query"].dim() == 2 else -1
         if not 0 <= depth <= MOST_ROWS:
-            raise ValueError(f"examples must be 0 to {MOST_ROWS} rows of a head, got {depth}")
+            raise ValueError(
+                f"examples must have between 0 and {MOST_ROWS} rows per head, got {depth}"
+            )
 
         def possible(name: str, part: Tensor) -> Tensor:
             if name not in _FLOATS:
@@ -295,9 +297,9 @@ class Examples(HeadArrays):
         known: dict[int, str] = {}
         for token, word in words.items():
             if not (token.isascii() and token.isdigit() and len(token) < 19):
-                raise ValueError("the words of examples must be keyed by token ids")
+                raise ValueError(f"the keys of 'words' must be token IDs, got {token!r:.60}")
             if not isinstance(word, str):
-                raise ValueError("the words of examples must be text")
+                raise ValueError(f"the values of 'words' must be strings, got {word!r:.60}")
             known[int(token)] = word
         return Examples(**dict(tensors), words=known)
 

@@ -98,7 +98,9 @@ def read(
         )
     seal = header.pop(SEAL, None)
     if seal is not None and seal != sealed(header, tensors)[SEAL]:
-        raise ValueError(f"{name} is damaged: its content does not match its digest")
+        raise ValueError(
+            f"{name} is damaged: its content does not match its digest; write the file again"
+        )
     return header, tensors
 
 
@@ -137,8 +139,8 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{field!r} is not JSON: {_line(error)}") from None
     if not isinstance(record, kind):
-        what = "an object" if kind is dict else f"a {kind.__name__}"
-        raise ValueError(f"{field!r} must be {what} in JSON, got {type(record).__name__}")
+        what = "a JSON object" if kind is dict else f"a {kind.__name__}"
+        raise ValueError(f"{field!r} must be {what}, got {type(record).__name__}")
     return record
 
 
@@ -152,7 +154,7 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
     for field, kind in kinds.items():
         if not isinstance(record.get(field), kind):
-            what = "an object" if kind is dict else "a list"
+            what = "a JSON object" if kind is dict else "a list"
             raise ValueError(f"{field!r} must be {what}, got {_short(record.get(field))}")
     left = record.get("not_provided", [])
     if not isinstance(left, list):
@@ -166,8 +168,8 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
             raise ValueError(f"{_short(name)} is not a metric of this version")
     if len(set(metrics)) != len(metrics):
         raise ValueError(f"'metrics' must name each metric once, got {_short(metrics)}")
-    for layer in record["layers"]:
-        _check_layer(layer)
+    for index, layer in enumerate(record["layers"]):
+        _check_layer(f"layers[{index}]", layer)
     if (heads := sum(layer["heads"] for layer in record["layers"])) > MOST_HEADS:
         raise ValueError(f"a state can hold at most {MOST_HEADS} heads, got {heads}")
     modules = [layer["module"] for layer in record["layers"]]
@@ -185,38 +187,38 @@ def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
     return parse(header, field, kind) if field in header else kind()
 
 
-def _check_layer(layer: Any) -> None:
-    """Check the fields of one layer of a state file."""
+def _check_layer(place: str, layer: Any) -> None:
+    """Check the fields of one layer of a state file; ``place`` names it in messages."""
     if not isinstance(layer, dict):
-        raise ValueError(f"a layer must be an object, got {_short(layer)}")
+        raise ValueError(f"{place} must be a JSON object, got {_short(layer)}")
     missing = [name for name in ("module", "heads") if name not in layer]
     if missing:
-        raise ValueError(f"a layer has no {missing[0]!r}")
+        raise ValueError(f"{place} lacks the field {missing[0]!r}")
     if unknown := sorted(set(layer) - {field.name for field in fields(Layer)}):
-        raise ValueError(f"a layer has no field {_short(unknown[0])}")
+        raise ValueError(f"{place} has an unknown field {_short(unknown[0])}")
     for name in ("module", "source", "padded_by"):
         if not isinstance(layer.get(name, ""), str):
-            raise ValueError(f"a layer's {name} must be text, got {_short(layer[name])}")
+            raise ValueError(f"{name!r} of {place} must be a string, got {_short(layer[name])}")
     if layer.get("status", "captured") not in tuple(STATUSES):
-        raise ValueError(f"a layer's status is invalid: {_short(layer['status'])}")
+        raise ValueError(f"'status' of {place} is unknown: {_short(layer['status'])}")
     for name in ("heads", *_COUNTS):
         value = layer.get(name, 0)
         if type(value) is not int or not (name == "heads") <= value <= MOST:
-            raise ValueError(f"a layer's {name} must be a whole number, got {_short(value)}")
+            raise ValueError(f"{name!r} of {place} must be a whole number, got {_short(value)}")
     chosen = layer.get("chosen", [])
     if not isinstance(chosen, list) or not all(
         type(head) is int and 0 <= head <= MOST for head in chosen
     ):
-        raise ValueError(f"a layer's chosen heads must be whole numbers, got {_short(chosen)}")
+        raise ValueError(f"'chosen' of {place} must be whole numbers, got {_short(chosen)}")
     if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
         raise ValueError(
-            f"a layer's chosen heads must be {layer['heads']} ascending numbers, one for each of "
-            f"its heads, got {_short(chosen)}"
+            f"'chosen' of {place} must be {layer['heads']} ascending numbers, one for each "
+            f"head, got {_short(chosen)}"
         )
     error = layer.get("error")
     size = type(error) is float or (type(error) is int and error <= MOST)
     if error is not None and not (size and error >= 0):
-        raise ValueError(f"a layer's error must be a number, 0 or more, got {_short(error)}")
+        raise ValueError(f"'error' of {place} must be a number, 0 or more, got {_short(error)}")
 
 
 def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
@@ -331,7 +333,7 @@ def expand(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
     record = parse(header, FIELD)
     narrow, same = record.get("narrow"), record.get("same")
     if not isinstance(narrow, list) or not isinstance(same, dict):
-        raise ValueError(f"{FIELD!r} has a list 'narrow' and an object 'same'")
+        raise ValueError(f"{FIELD!r} must have a list 'narrow' and a JSON object 'same'")
     whole = dict(tensors)
     for name in narrow:
         if not isinstance(name, str) or name not in tensors or tensors[name].dtype not in _NARROW:

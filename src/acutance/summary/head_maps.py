@@ -101,30 +101,32 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
     maps = []
     kinds = {"name": str, "module": str, "head": int, "sequence": int}
     for index, record in enumerate(records):
-        weights = arrays[str(index)]
+        weights, place = arrays[str(index)], f"maps[{index}]"
         if not isinstance(record, dict) or set(record) != {*kinds, "positions", "tokens"}:
-            raise ValueError("a map must have a name, module, head, sequence, positions and tokens")
+            wanted = ", ".join((*kinds, "positions", "tokens"))
+            raise ValueError(f"{place} must be a JSON object with the fields {wanted}")
         if any(type(record[field]) is not kind for field, kind in kinds.items()):
             raise ValueError(
-                "a map's name and module must be text, its head and sequence whole numbers"
+                f"'name' and 'module' of {place} must be strings, 'head' and 'sequence' whole "
+                "numbers"
             )
         positions, tokens = record["positions"], record["tokens"]
         if not isinstance(positions, list) or not all(type(one) is int for one in positions):
-            raise ValueError("a map's positions must be numbers")
+            raise ValueError(f"'positions' of {place} must be a list of whole numbers")
         if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
-            raise ValueError("a map's tokens must be text")
+            raise ValueError(f"'tokens' of {place} must be a list of strings")
         if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != len(positions):
             raise ValueError(
-                f"a map must have shape ({len(positions)}, keys) and dtype torch.float32, got "
-                f"{tuple(weights.shape)} and {weights.dtype}"
+                f"the weights of {place} must have shape ({len(positions)}, keys) and dtype "
+                f"torch.float32, got {tuple(weights.shape)} and {weights.dtype}"
             )
         if tokens and len(tokens) != weights.shape[1]:
             raise ValueError(
-                f"a map must have one token for each of its {weights.shape[1]} keys, got "
+                f"'tokens' of {place} must have one token for each of {weights.shape[1]} keys, got "
                 f"{len(tokens)}"
             )
         if not bool(((weights >= 0) & (weights <= 1 + 1e-3)).all()):
-            raise ValueError("a map has weights below 0 or above 1")
+            raise ValueError(f"the weights of {place} must be between 0 and 1")
         fields = {field: record[field] for field in kinds}
         maps.append(
             HeadMap(**fields, positions=tuple(positions), weights=weights, tokens=tuple(tokens))

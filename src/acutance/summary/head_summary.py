@@ -222,9 +222,11 @@ class HeadSummary:
                 differ.
         """
         if self.metrics != other.metrics:
-            text = "summaries can be merged only if they recorded the same metrics"
             recorded, others = ", ".join(self.metrics), ", ".join(other.metrics)
-            raise ValueError(f"{text}: {recorded} against {others}")
+            raise ValueError(
+                "summaries can be merged only if they recorded the same metrics, got "
+                f"{recorded} in one and {others} in the other"
+            )
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
         layers, parts, optional = [], [], []

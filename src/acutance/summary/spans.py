@@ -138,8 +138,8 @@ class Spans(HeadArrays):
         """
         if self.names != other.names:
             raise ValueError(
-                f"summaries merge when they have the same spans: {', '.join(self.names)} against "
-                f"{', '.join(other.names)}"
+                "summaries can be merged only if they have the same spans, got "
+                f"{', '.join(self.names)} in one and {', '.join(other.names)} in the other"
             )
         rows = self.rows + other.rows
         share = (other.rows.double() / rows.clamp(min=1).double()).unsqueeze(-1)

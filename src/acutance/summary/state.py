@@ -148,19 +148,21 @@ class Run:
         """
         settings, done = record.get("settings"), record.get("done")
         if not isinstance(settings, dict):
-            raise ValueError("'settings' of its run is missing or not an object")
+            raise ValueError("'settings' of 'run' is missing or not a JSON object")
         for name in ("total", "tokens"):
             value = record.get(name)
             if type(value) is not int or not 0 <= value <= MOST:
-                raise ValueError(f"{name!r} of its run must be a whole number")
+                raise ValueError(f"{name!r} of 'run' must be a whole number, got {value!r:.60}")
         total, last = record["total"], 0
         if not isinstance(done, list):
-            raise ValueError("'done' of its run is missing or not a list")
+            raise ValueError(
+                "'done' of 'run', the list of finished windows, is missing or not a list"
+            )
         for part in done:
             pair = isinstance(part, list) and len(part) == 2 and all(type(x) is int for x in part)
             if not pair or not last <= part[0] < part[1] <= total:
                 raise ValueError(
-                    f"'done' of its run must be ascending ranges [start, stop] up to {total}"
+                    f"'done' of 'run' must be ascending ranges [start, stop] up to {total}"
                 )
             last = part[1]
         shard = Shard.parse(str(record.get("shard")))
@@ -245,13 +247,13 @@ def load_state(path: str | os.PathLike[str]) -> State:
     header, tensors = read(path, SCHEMA)
     if "run" not in header:
         raise ValueError(
-            f"{name} does not record which windows it contains, as files of acutance probe "
-            "--save do; merge summaries saved from Python with HeadSummary.merge"
+            f"{name} does not record which windows it contains, unlike files written by 'acutance "
+            "probe --save'; merge summaries saved from Python with HeadSummary.merge"
         )
     try:
         return State(from_parts(header, tensors), Run.from_record(parse(header, "run")))
     except ValueError as error:
-        raise ValueError(f"{name} has a damaged header: {error}") from error
+        raise ValueError(f"{name} has a damaged header: {error}; write the file again") from error
 
 
 def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
@@ -343,4 +345,6 @@ def load(path: str | os.PathLike[str]) -> HeadSummary:
     try:
         return from_parts(header, tensors)
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error
+        raise ValueError(
+            f"{os.fspath(path)} has a damaged header: {error}; write the file again"
+        ) from error

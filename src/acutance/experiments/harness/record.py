@@ -225,7 +225,9 @@ def judge(claim: Claim, rows: Sequence[Row]) -> Judgement:
     """
     own = [row for row in rows if row.claim == claim.key]
     if not own:
-        raise ValueError(f"no row tests the claim {claim.key!r}")
+        raise ValueError(
+            f"rows must have at least one result for the claim {claim.key!r}, got none"
+        )
     agree = sum(row.agrees for row in own)
     worst = max(own, key=lambda row: row.miss)
     kind: Kind = "holds"

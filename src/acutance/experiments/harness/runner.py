@@ -291,7 +291,7 @@ def load(path: str | os.PathLike[str]) -> Record:
         if isinstance(claims, list) and all(isinstance(claim, dict) for claim in claims):
             kept = Claim.__dataclass_fields__
             read["claims"] = [{key: c[key] for key in kept if key in c} for c in claims]
-        return checked(_Stored, read, "it").judged()
+        return checked(_Stored, read).judged()
     except ValueError as error:
         raise ValueError(
             f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
@@ -316,7 +316,9 @@ class _StoredRow:
 
     def judged(self, claims: Mapping[str, Claim]) -> Row:
         """The row, with ``agrees`` computed again from its claim."""
-        predicted, value, error = map(_decode, (self.predicted, self.measured, self.error))
+        predicted, value, error = (
+            _decode(name, getattr(self, name)) for name in ("predicted", "measured", "error")
+        )
         if error < 0:
             raise ValueError(f"a standard error must be at least 0, got {error}")
         if self.samples < 0:
@@ -367,10 +369,10 @@ class _Stored:
         )  # fmt: skip
 
 
-def _decode(value: float | str) -> float:
+def _decode(name: str, value: float | str) -> float:
     """The number that :func:`~acutance.experiments.harness.record._encode` stored."""
     if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
         raise ValueError(
-            f"a row's numbers must be numbers, 'inf', '-inf' or 'nan', got {value!r:.60}"
+            f"{name!r} of a row must be a number, 'inf', '-inf' or 'nan', got {value!r:.60}"
         )
     return float(value)
