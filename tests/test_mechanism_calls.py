@@ -195,7 +195,7 @@ def test_half_precision_in_half_precision_out(weights: str) -> None:
         ({"score": "cosin"}, ValueError, "score='cosin' is not one of .*did you mean 'cosine'"),
         ({"weights": "relu3"}, ValueError, "weights='relu3' is not one of .*did you mean 'relu"),
         ({"scaling": "logn"}, ValueError, "scaling='logn' is not one of .*did you mean 'log_n'"),
-        ({"score": "additive"}, ValueError, "score='additive' has parameters"),
+        ({"score": "additive"}, ValueError, "score='additive' needs parameters"),
         (
             {"weights": "relu2", "sinks": SINKS},
             ValueError,

@@ -186,7 +186,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a boolean bias": (
         {"bias": zeros(3, 5, dtype=torch.bool)},
         TypeError,
-        ["bias must be floating and added to the scores, got torch.bool"],
+        ["bias must be a floating-point tensor, got torch.bool"],
     ),
     "a bias that is no tensor": ({"bias": 1.0}, TypeError, ["bias must be a Tensor, got float"]),
     "a bias elsewhere": (
@@ -295,7 +295,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "integer sinks": (
         {"sinks": zeros(4, dtype=torch.int64)},
         TypeError,
-        ["sinks must be a floating Tensor, got torch.int64"],
+        ["sinks must be a floating-point tensor, got torch.int64"],
     ),
     "sinks that are no tensor": ({"sinks": 0.0}, TypeError, ["sinks must be a Tensor, got float"]),
     "sinks elsewhere": (
@@ -314,7 +314,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "integer slopes": (
         {"alibi_slopes": zeros(4, dtype=torch.int64)},
         TypeError,
-        ["alibi_slopes must be a floating Tensor, got torch.int64"],
+        ["alibi_slopes must be a floating-point tensor, got torch.int64"],
     ),
     "slopes elsewhere": (
         {"alibi_slopes": zeros(4, device="meta")},
@@ -359,7 +359,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "three tensors of documents": (
         {"document_ids": (torch.zeros(5).long(),) * 3},
         ValueError,
-        ["document_ids must be one tensor or a pair (of queries, of keys), got 3"],
+        ["one tensor, or a pair of tensors (for queries, for keys), got a tuple of 3"],
     ),
     "documents as a list": (
         {"document_ids": [0, 0, 1, 1, 1]},

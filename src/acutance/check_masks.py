@@ -73,8 +73,8 @@ def _documents(
     if isinstance(documents, tuple):
         if len(documents) != 2:
             raise ValueError(
-                "document_ids must be one tensor or a pair (of queries, of keys), got "
-                f"{len(documents)}"
+                "document_ids must be one tensor, or a pair of tensors (for queries, for keys), "
+                f"got a tuple of {len(documents)}"
             )
         rows, columns = documents
     else:
@@ -168,7 +168,7 @@ def check_masking(
     if bias is not None:
         bias = check_tensor("bias", bias)
         if bias.dtype not in FLOATS:
-            raise TypeError(f"bias must be floating and added to the scores, got {bias.dtype}")
+            raise TypeError(f"bias must be a floating-point tensor, got {bias.dtype}")
         _check_additive("bias", bias, target, query, shapes)
     if key_mask is not None:
         if check_tensor("key_mask", key_mask).dtype != torch.bool:
@@ -187,7 +187,9 @@ def check_masking(
     if alibi_slopes is not None:
         alibi_slopes = check_tensor("alibi_slopes", alibi_slopes)
         if alibi_slopes.dtype not in FLOATS:
-            raise TypeError(f"alibi_slopes must be a floating Tensor, got {alibi_slopes.dtype}")
+            raise TypeError(
+                f"alibi_slopes must be a floating-point tensor, got {alibi_slopes.dtype}"
+            )
         if tuple(alibi_slopes.shape) != (query_heads,):
             raise ValueError(
                 f"alibi_slopes must have shape (Hq,) = ({query_heads},), got "
@@ -232,7 +234,7 @@ def check_sinks(sinks: Tensor, query: Tensor) -> Tensor:
     """
     sinks = check_tensor("sinks", sinks)
     if sinks.dtype not in FLOATS:
-        raise TypeError(f"sinks must be a floating Tensor, got {sinks.dtype}")
+        raise TypeError(f"sinks must be a floating-point tensor, got {sinks.dtype}")
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(
             f"sinks must have shape (Hq,) = ({query.shape[1]},), got {tuple(sinks.shape)} "

@@ -117,7 +117,9 @@ def test_bad_input_is_named() -> None:
         TypeError, match=r"n must contain whole numbers of keys, got torch\.float32"
     ):
         decay_statistics(torch.ones(2), 0.5)
-    with pytest.raises(TypeError, match="decay must be a number or a floating Tensor, got str"):
+    with pytest.raises(
+        TypeError, match="decay must be a number or a floating-point tensor, got str"
+    ):
         decay_statistics(3, "half")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
         retnet_decays(0)

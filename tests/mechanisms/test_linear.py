@@ -447,7 +447,9 @@ def test_a_wrong_kind_is_named() -> None:
         match="feature_map must be a name, a FeatureMap or a function of a tensor, got int",
     ):
         linear_attention(query, key, value, feature_map=3, enable_gqa=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="decay must be a number or a floating Tensor, got str"):
+    with pytest.raises(
+        TypeError, match="decay must be a number or a floating-point tensor, got str"
+    ):
         decay_attention(query, key, value, decay="fast", enable_gqa=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is_causal must be True or False, got 1"):
         linear_attention(query, key, value, is_causal=1, enable_gqa=True)  # type: ignore[arg-type]

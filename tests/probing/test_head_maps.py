@@ -136,9 +136,9 @@ def test_files_hold_what_is_small(minilm: Any, tmp_path: Path) -> None:
         ({"2.12": 0}, ValueError, "head 12.*12"),
         ({"2.3": range(65)}, ValueError, "at most 64 rows .* '2.3' names 65"),
         ({"2.3": slice(3, None)}, ValueError, "must have an end"),
-        ({"2.3": [-1]}, ValueError, "must be numbers from 0"),
-        ({"2.3": []}, ValueError, "must be numbers from 0"),
-        ({"2.3": "0"}, TypeError, "numbers or a slice"),
+        ({"2.3": [-1]}, ValueError, "must be non-negative integers"),
+        ({"2.3": []}, ValueError, "must be non-negative integers"),
+        ({"2.3": "0"}, TypeError, "integers or a slice"),
     ],
 )
 def test_bad_maps_are_refused(minilm: Any, maps: Any, error: type[Exception], why: str) -> None:
@@ -152,8 +152,12 @@ def test_damaged_files_are_refused(minilm: Any, tmp_path: Path) -> None:
     header, tensors = probed(minilm, maps={"5.3": [0, 5]}).summary().parts()
     changes: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"maps": "[]"}, {}, "0 maps and 7 arrays"),
-        ({"maps": header["maps"].replace('"head"', '"tail"', 1)}, {}, "must have a name"),
-        ({}, {"maps.0": -tensors["maps.0"]}, "weights below 0 or above 1"),
+        (
+            {"maps": header["maps"].replace('"head"', '"tail"', 1)},
+            {},
+            "with the fields name, module",
+        ),
+        ({}, {"maps.0": -tensors["maps.0"]}, "between 0 and 1"),
         ({}, {"maps.0": tensors["maps.0"][:1].clone()}, r"must have shape \(2, keys\)"),
     ]
     for headers, arrays, why in changes:

@@ -61,7 +61,7 @@ def test_a_kind_is_found_beyond_its_threshold_only(
 def test_what_may_be_by_design_is_not_named_as_a_fault(summary_of: Make) -> None:
     found = only(summary_of((2,), first_weight={(0, 1): 0.4}))
     assert "sink" not in KINDS[found.kind].lower()  # weight was measured, no purpose
-    assert "which weights alone do not show" in found.advice
+    assert "which the weights alone do not prove" in found.advice
     assert "collapse" not in KINDS["entropy_collapse"].lower()
 
 
@@ -86,7 +86,7 @@ def test_many_layers_are_named_in_part_and_counted(summary_of: Make) -> None:
     assert len(found) == 6
     said = in_words(found)
     assert [sentence[:8] for sentence in said] == ["Layer 3 ", "Layer 4 ", "Layer 5 "]
-    assert said[-1].endswith("The same applies to 6 heads of 3 more layers.")
+    assert said[-1].endswith("The same is found in 6 heads of 3 more layers.")
 
 
 def test_the_most_urgent_comes_first(summary_of: Make) -> None:
@@ -131,7 +131,7 @@ def test_a_mismatched_layer_is_said_to_be_no_more(summary_of: Make) -> None:
     assert found.sentence.startswith(
         "Layer 0: the output recomputed from the captured arguments differs"
     )
-    assert "by 0.25 of it" in found.sentence
+    assert "by a relative error of 0.25" in found.sentence
 
 
 def test_few_rows_are_only_suspected(summary_of: Make) -> None:
@@ -224,7 +224,9 @@ def test_what_to_expect_is_what_was_measured_also_off_the_line() -> None:
     assert found.numbers["low_error"] == float(profile.error[1, 1, 4])
     off = low - found.numbers["low"]  # the line is too low at its ends by a bent curve's sagitta
     assert off > 5 * found.numbers["low_error"]
-    measured = f"{low:.2f} nats (± {found.numbers['low_error']:.1g}) and then {high:.2f}"
+    low_n, high_n = (f"{found.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
+    measured = f"{low:.2f} nats (± {found.numbers['low_error']:.1g}) at n ≈ {low_n}"
+    measured += f" and {high:.2f} nats at n ≈ {high_n}"
     assert found.reason.endswith(f"layer 0 head 1 has {measured}")
 
 

@@ -89,12 +89,12 @@ def test_gradients_pass_through_the_factor() -> None:
         (
             lambda q: apply_scaling(q, "log_n", torch.tensor([3])),
             ValueError,
-            r"scaling='log_n' has parameters: pass scaling.LogN\(...\) with train_length or base",
+            r"scaling='log_n' needs parameters: pass scaling.LogN\(...\) with train_length or base",
         ),
         (
             lambda q: get("head_table"),
             ValueError,
-            r"scaling='head_table' has parameters: pass scaling.HeadTable\(...\) with factors",
+            r"scaling='head_table' needs parameters: pass scaling.HeadTable\(...\) with factors",
         ),
         (lambda q: get(3), TypeError, "scaling must be a name or a Scaling, got int"),
         (

@@ -273,14 +273,14 @@ BAD = [
     (
         lambda: scaling.SSMax(torch.ones(2, requires_grad=True)),
         TypeError,
-        "s of a record must be constant, got a Tensor that requires a gradient: use the Learned",
+        "s must be constant, got a tensor that requires a gradient: detach it, or train it with",
     ),
     (lambda: scaling.SqrtLogN(512, gamma=0.0), ValueError, "gamma must be finite above 0, got 0.0"),
-    (lambda: scaling.Yarn(), ValueError, "yarn must have one of s and train_length, got s=None"),
+    (lambda: scaling.Yarn(), ValueError, "yarn needs either s or train_length, got s=None"),
     (lambda: scaling.Yarn(s=-1.0), ValueError, "s must be a finite number above 0, got -1.0"),
     (lambda: scaling.Llama4(length=0), ValueError, "length must be at least 1, got 0"),
     (lambda: scaling.CosineLogN(0.0), ValueError, "coefficient must be a finite number above 0"),
-    (lambda: scaling.Critical(), ValueError, "critical must have one of gap and critical_scale"),
+    (lambda: scaling.Critical(), ValueError, "critical needs either gap or critical_scale"),
     (lambda: scaling.Critical(gap=[1.0, -1.0]), ValueError, "gap must be finite above 0, got -1.0"),
     (
         lambda: scaling.Critical(gap=1.0, length=9),

@@ -34,7 +34,7 @@ Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
         (
             lambda: General(torch.ones(4, 4).long()),
             TypeError,
-            "weight must be a floating Tensor, got",
+            "weight must be a floating-point tensor, got",
         ),
         (
             lambda: General(torch.ones(3, 4)).transform(Q, K),
@@ -65,7 +65,7 @@ Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
         (
             lambda: Additive(torch.ones(8, 4), torch.ones(8, 5), torch.ones(8)).tile(Q, K),
             ValueError,
-            "key_weight must be for width 5, got 4",
+            "key_weight and its input must have the same width, got 5 and 4",
         ),
         (
             lambda: Additive(torch.ones(3, 8, 4), torch.ones(8, 4), torch.ones(8)).tile(Q, K),
@@ -100,7 +100,7 @@ Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
         (
             lambda: scores.dot(Q.long(), K),
             TypeError,
-            "query must be a floating Tensor, got torch.int64",
+            "query must be a floating-point tensor, got torch.int64",
         ),
         (lambda: scores.dot(None, K), TypeError, "query must be a Tensor, got NoneType"),
     ],

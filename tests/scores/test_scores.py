@@ -344,7 +344,9 @@ def test_every_name_is_found_or_says_what_it_needs() -> None:
         assert type(scores.get(name)) is SCORES[name]
         assert SCORES[name].name == name
     for name in ("general", "additive", "location"):
-        with pytest.raises(ValueError, match=rf"score='{name}' has parameters: pass scores\.\w+\("):
+        with pytest.raises(
+            ValueError, match=rf"score='{name}' needs parameters: pass scores\.\w+\("
+        ):
             scores.get(name)
     for given in (General(rand(2, 2)), QKNorm(4), scores.AdditiveScore(4)):
         assert scores.get(given) is given

@@ -354,12 +354,12 @@ def test_gaps_below_the_resolution_of_float64_are_refused():
 
 
 def test_largest_scores_must_be_known():
-    message = r"^n: quantiles of Gaussian\(\) are known only up to .* got n=1e\+70$"
+    message = r"^n: the upper tail of Gaussian\(\) is known .* only for n below .* got n=1e\+70$"
     with pytest.raises(ValueError, match=message):
         expected_entropy(1e70, 1.0)
-    with pytest.raises(ValueError, match=r"^n: quantiles of Pareto"):
+    with pytest.raises(ValueError, match=r"^n: the upper tail of Pareto"):
         expected_collision(1e6, 1.0, "pareto", a=0.05)
-    with pytest.raises(ValueError, match=r"^n: quantiles of scipy.stats.crystalball"):
+    with pytest.raises(ValueError, match=r"^n: the upper tail of scipy.stats.crystalball"):
         expected_max(1e12, stats.crystalball(2, 5))
 
 

@@ -237,7 +237,9 @@ def test_bad_inputs() -> None:
     criterion, x = training.InfoNCE(), torch.randn(3, 4)
     with pytest.raises(TypeError, match="symmetric must be True or False"):
         training.InfoNCE(symmetric=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"positive must be a floating Tensor, got torch\.int64"):
+    with pytest.raises(
+        TypeError, match=r"positive must be a floating-point tensor, got torch\.int64"
+    ):
         criterion(x, torch.ones(3, 4, dtype=torch.int64))
     with pytest.raises(TypeError, match="positive must have the dtype and device"):
         criterion(x, x.double())

@@ -130,15 +130,15 @@ def test_a_reparametrized_layer_can_be_narrowed(dtype: torch.dtype) -> None:
 
 def test_bad_reparametrizations() -> None:
     layer = nn.Linear(4, 6)
-    with pytest.raises(ValueError, match="a nonzero entry in each part"):
+    with pytest.raises(ValueError, match="a nonzero entry in each of its parts"):
         training.SigmaReparam(torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]), parts=2)
     with pytest.raises(ValueError, match="Linear has no weight named 'gain'"):
         training.sigma_reparam(layer, "gain")
-    with pytest.raises(ValueError, match="weight must be a floating matrix"):
+    with pytest.raises(ValueError, match="weight must be a floating-point matrix"):
         training.sigma_reparam(layer, "bias")
     with pytest.raises(TypeError, match="weight must be a Tensor, got int"):
         training.SigmaReparam(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"floating matrix, got \(2, 2\) of torch.int64"):
+    with pytest.raises(ValueError, match=r"floating-point matrix, got \(2, 2\) of torch.int64"):
         training.SigmaReparam(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="parts must divide 6, got 4"):
         training.sigma_reparam(layer, parts=4)
@@ -147,7 +147,7 @@ def test_bad_reparametrizations() -> None:
     with pytest.raises(ValueError, match="is not reparametrized"):
         training.remove_sigma_reparam(layer)
     training.sigma_reparam(layer)
-    with pytest.raises(ValueError, match="is reparametrized already"):
+    with pytest.raises(ValueError, match="is already reparametrized"):
         training.sigma_reparam(layer)
 
 

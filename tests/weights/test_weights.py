@@ -222,7 +222,7 @@ def test_of_equal_scores_the_earlier_stay() -> None:
             r"weights='sofmax' is not one of .*did you mean 'softmax",
         ),
         (lambda: w.get(3), TypeError, "weights must be a name or a Weighting, got int"),
-        (lambda: w.get("sink"), ValueError, r"weights='sink' has a parameter"),
+        (lambda: w.get("sink"), ValueError, r"weights='sink' needs a parameter"),
         (
             lambda: w.Softmax(temperature=-1.0),
             ValueError,

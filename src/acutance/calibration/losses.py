@@ -287,8 +287,8 @@ def choose_loss(model: torch.nn.Module, loss: AnyLoss | None) -> Loss:
         return loss
     if loss is None and class_name(model).endswith("MaskedLM"):
         raise LossError(
-            f"{class_name(model)} predicts masked tokens: pass loss=MaskedTokens(mask_token=...), "
-            "of acutance.judging"
+            f"{class_name(model)} predicts masked tokens: pass "
+            "loss=acutance.judging.MaskedTokens(mask_token=...)"
         )
     if loss is None or loss == "next_token":
         return NextToken()

@@ -288,6 +288,6 @@ def _refuse_moves(laws: HeadLaws) -> None:
     """Raise ValueError if a window moves keys, which only transformers' interface allows."""
     if moves(laws):
         raise ValueError(
-            "its window reads keys at other positions, which needs transformers' attention "
-            "interface (far='drop' with sink_positions='keep' can be applied)"
+            "a window that moves keys to other positions needs a model that uses transformers' "
+            "attention interface: use far='drop' and sink_positions='keep', which move none"
         )

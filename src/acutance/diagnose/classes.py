@@ -95,7 +95,7 @@ def classify(summary: Judged) -> list[tuple[HeadClass, ...]]:
         >>> [[found.name for found in head] for head in acutance.classify(probe.summary())]
         [['dead'], ['dead']]
         >>> print(acutance.classify(probe.summary())[0][0].sentence)
-        averages everything: its entropy is 1.000 of the maximum over 40 keys
+        averages everything: its entropy is 1.000 of its maximum log n (n = 40 keys on average)
     """
     return [tuple(_classes(judged)) for judged in summary.judgements]
 
@@ -121,9 +121,9 @@ def _local(judgement: Judgement) -> str:
 def _dead(judgement: Judgement) -> str:
     """Sentence for a head that averages all keys."""
     n = judgement.numbers["n_keys"]
-    over = f" over {n:.0f} keys" if math.isfinite(n) else ""
+    over = f" (n = {n:.0f} keys on average)" if math.isfinite(n) else ""
     share = judgement.numbers["normalized_entropy"]
-    return f"averages everything: its entropy is {share:.3f} of the maximum{over}"
+    return f"averages everything: its entropy is {share:.3f} of its maximum log n{over}"
 
 
 def _positional(judgement: Judgement) -> str:
@@ -155,7 +155,7 @@ _SENTENCES: dict[Kind, tuple[str, Callable[[Judgement], str]]] = {
     "diffuse": (
         "diffuse",
         lambda judgement: (
-            f"spreads its weight widely: its entropy is {judgement.size:.3f} of the maximum"
+            f"spreads its weight widely: its entropy is {judgement.size:.3f} of its maximum log n"
         ),
     ),
     "sharp": (

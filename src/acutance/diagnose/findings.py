@@ -96,8 +96,8 @@ def findings(summary: Judged) -> list[Finding]:
         >>> [(found.kind, found.head) for found in findings(probe.summary())]
         [('sharpest', 0), ('most_diffuse', 1), ('dead', 0), ('dead', 1), ('largest_logit', 0)]
         >>> print(findings(probe.summary())[2].sentence)
-        Layer 0 head 0 averages everything: its entropy is 1.000 of the maximum over 40 keys. Such
-        a head may be dead, untrained, or averaging by design.
+        Layer 0 head 0 averages everything: its entropy is 1.000 of its maximum log n (n = 40 keys
+        on average). Such a head may be dead, untrained, or averaging by design.
     """
     heads = [head for head in facts(summary) if head.record.status != "mismatch"]
     if summary.about.get("untrained") is True:
@@ -220,19 +220,19 @@ def _collapsed(head: HeadFacts, value: float) -> tuple[str, str]:
     keys = head.mean("effective_keys")
     amounts = f", {keys:.2f} effective keys per row" if math.isfinite(keys) else ""
     return (
-        f"{_name(head)} looks collapsed: its entropy is {value:.3f} of the "
-        f"maximum{amounts}{where}.",
-        "Heads that copy one position do this by design. Otherwise its logits may have grown "
-        "too large, and such rows pass little gradient.",
+        f"{_name(head)} looks collapsed: its entropy is {value:.3f} of its "
+        f"maximum log n{amounts}{where}.",
+        "Heads that copy one position do this by design. Otherwise the head's logits may have "
+        "grown too large, and such rows pass little gradient.",
     )
 
 
 def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
     """The sentence for a dead head, and what it can mean."""
     n = head.mean("n_keys")
-    of = f" over {_number(n)} keys" if math.isfinite(n) else ""
+    of = f" (n = {_number(n)} keys on average)" if math.isfinite(n) else ""
     return (
-        f"{_name(head)} averages everything: its entropy is {value:.3f} of the maximum{of}.",
+        f"{_name(head)} averages everything: its entropy is {value:.3f} of its maximum log n{of}.",
         "Such a head may be dead, untrained, or averaging by design.",
     )
 

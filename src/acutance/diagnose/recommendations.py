@@ -1,8 +1,8 @@
 """Recommendations: what is unusual about a model's attention, and how to find out what it means.
 
 Attention statistics do not show how a change would affect the loss, so the advice says how to
-measure that (:func:`acutance.judge`), or names changes without cost. Growth is reported only if a
-fitted slope is significant, and what may be by design is called suspected.
+measure that (:func:`acutance.judge`), or names a change that costs nothing. Growth is reported only
+if a fitted slope is significant, and a finding that may be intended is marked as suspected.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ KINDS: dict[Kind, str] = {
     "coarse_scores": "Scores too large for their precision",
     "entropy_collapse": "Hardly any entropy",
     "dilution": "Entropy grows with length",
-    "sink": "Much weight on the first token",
+    "sink": "Large weight on the first token",
     "dead": "Averages everything",
 }
 #: Shown where there is nothing to recommend.
-NOTHING = "No head is beyond a threshold that calls for a look."
+NOTHING = "No head exceeds a threshold."
 
 #: Shown in its place where the model is untrained.
 UNTRAINED = "Untrained model: load trained weights before diagnosing its heads."
@@ -61,7 +61,7 @@ class Recommendation:
         module: qualified name of the layer's module.
         reason: what is unusual.
         numbers: the numbers of the head furthest beyond the threshold.
-        advice: how to find out what it means, or a remedy without cost.
+        advice: how to find out what it means, or a remedy that costs nothing.
         certainty: "measured", "fitted" (a slope with its standard error), or "suspected" (may be by
             design).
     """
@@ -107,8 +107,8 @@ def recommendations(summary: Judged) -> list[Recommendation]:
     """What is unusual about a summary, most urgent first, one for each kind and layer.
 
     Args:
-        summary: any head summary; growth with n needs a profile with rows in at least three octaves
-            of n, from two sequences each.
+        summary: any head summary. Growth with n is reported only if its profile has rows in at
+            least three octaves of n, each from two sequences or more.
 
     Returns:
         The recommendations; none if no head is beyond a threshold of
@@ -121,8 +121,9 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         >>> with acutance.probe(layer) as probe:
         ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
         >>> print(recommendations(probe.summary())[0].sentence)
-        Layer 0 heads 0–1: entropy is 1.000 of the maximum over 40 keys; check whether they
-        contribute anything: acutance judge --law off:LAYER.HEAD measures the loss without them.
+        Layer 0 heads 0–1: entropy is 1.000 of its maximum log n (n = 40 keys on average); check
+        whether the heads contribute anything: acutance judge --law off:LAYER.HEAD measures the
+        loss without them.
     """
     advice: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]
@@ -173,7 +174,7 @@ def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> l
             heads = sum(len(each.heads) for each in rest)
             layers = f"{len(rest)} more layer{'s' * (len(rest) > 1)}"
             subject = f"{heads} heads of {layers}" if heads else layers
-            sentences[-1] += f" The same applies to {subject}."
+            sentences[-1] += f" The same is found in {subject}."
     return sentences
 
 
@@ -184,7 +185,7 @@ def _weight(recommendation: Recommendation) -> float:
 
 def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
     """The recommendation for a layer whose recomputed output differs."""
-    off = "" if error is None else f" by {error:.2g} of it"
+    off = "" if error is None else f" by a relative error of {error:.2g}"
     return Recommendation(
         "mismatch",
         layer,
@@ -192,7 +193,8 @@ def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
         module,
         f"the output recomputed from the captured arguments differs from the model's{off}",
         {} if error is None else {"error": error},
-        "do not use this layer's numbers, and report how it computes attention",
+        "do not use this layer's numbers, and open an issue that shows how the layer computes "
+        "attention",
         "measured",
     )
 

@@ -55,7 +55,8 @@ def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> 
     rows, not_finite = worst.numbers["rows"], worst.numbers["not_finite"]
     return (
         f"{not_finite:,.0f} of {rows:,.0f} rows have scores that are not finite",
-        "find the source of inf or NaN: an overflow of float16, or a mask that hides whole rows",
+        "find where inf or NaN comes from, for example an overflow of float16 or a mask that hides "
+        "whole rows",
         "measured",
     )
 
@@ -64,8 +65,8 @@ def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sente
     """Reason, advice and certainty for heads with large logits."""
     return (
         f"the largest logit is {_from_to(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
-        "if training continues, monitor them with acutance.training.AttentionMonitor, since such "
-        "growth precedes instability",
+        "if training continues, monitor the logits with acutance.training.AttentionMonitor, since "
+        "training can become unstable if they keep growing",
         "measured",
     )
 
@@ -83,10 +84,10 @@ def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sent
 def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     """Reason, advice and certainty for heads with collapsed entropy."""
     return (
-        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum, "
+        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of its maximum log n, "
         f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys per row",
-        "heads that pick a single token by design look the same; acutance judge --law "
-        "off:LAYER.HEAD measures the loss without them",
+        "a head may pick a single token by design: acutance judge --law off:LAYER.HEAD measures "
+        "the loss without it",
         "suspected",
     )
 
@@ -97,9 +98,9 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
     low, off, high = (worst.numbers[name] for name in ("low_entropy", "low_error", "high_entropy"))
     error = max(judgement.numbers["error"] for _, judgement in beyond)
     return (
-        f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}) from n ≈ "
-        f"{low_n} to {high_n}: layer {head.layer} head {head.head} has {low:.2f} nats "
-        f"(± {off:.1g}) and then {high:.2f}",
+        f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}): layer "
+        f"{head.layer} head {head.head} has {low:.2f} nats (± {off:.1g}) at n ≈ {low_n} and "
+        f"{high:.2f} nats at n ≈ {high_n}",
         "this is not a fault in itself, and a law that keeps entropy constant can raise the loss: "
         "measure a law with acutance judge before you use it",
         "fitted",
@@ -110,8 +111,8 @@ def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Senten
     """Reason, advice and certainty for heads that attend to the first key."""
     return (
         f"{_from_to(beyond, 'first_weight', '.0%')} of the weight is on the first visible key",
-        "keep that token when truncating a cache or sliding a window, which costs one key. It may "
-        "be an attention sink, which weights alone do not show",
+        "this token may be an attention sink, which the weights alone do not prove: keep it when "
+        "truncating a cache or sliding a window (it takes one entry of the cache)",
         "measured",
     )
 
@@ -119,10 +120,12 @@ def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Senten
 def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     """Reason, advice and certainty for heads that average all keys."""
     n = worst.numbers["n_keys"]
-    over = f" over {n:,.0f} keys" if math.isfinite(n) else ""
-    they, them = ("it contributes", "it") if len(beyond) == 1 else ("they contribute", "them")
+    over = f" (n = {n:,.0f} keys on average)" if math.isfinite(n) else ""
+    they, them = (
+        ("the head contributes", "it") if len(beyond) == 1 else ("the heads contribute", "them")
+    )
     return (
-        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum{over}",
+        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of its maximum log n{over}",
         f"check whether {they} anything: acutance judge --law off:LAYER.HEAD measures the loss "
         f"without {them}",
         "suspected",
@@ -162,12 +165,14 @@ METRIC_WORDS: dict[str, MetricWords] = {
         "Sharpness", "as if looking at one token", "as if looking at many"
     ),
     **{
-        f"keys_{percent}": MetricWords("Sharpness", "few tokens hold it", "spread over many tokens")
+        f"keys_{percent}": MetricWords(
+            "Sharpness", f"few tokens hold {percent} %", f"many tokens hold {percent} %"
+        )
         for percent in (50, 90, 95, 99)
     },
     "top_weight": MetricWords("Sharpness", "no token stands out", "one token has most"),
-    "information": MetricWords("Sharpness", "no choice", "a sharp choice"),
-    "sparsity": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
+    "information": MetricWords("Sharpness", "uniform weights", "one key selected"),
+    "sparsity": MetricWords("Sharpness", "sparse: few tokens", "not sparse: many tokens"),
     "collision": MetricWords("Sharpness", "diffuse: many tokens", "sharp: few tokens"),
     "first_weight": MetricWords(
         "Where it looks", "none on the first token", "most on the first token"
@@ -186,17 +191,25 @@ METRIC_WORDS: dict[str, MetricWords] = {
     "mass_special": MetricWords(
         "Where it looks", "none on special tokens", "all on special tokens"
     ),
-    "critical_ratio": MetricWords("Scores", "the largest share weight", "the largest dominates"),
+    "critical_ratio": MetricWords(
+        "Scores", "several large logits share the weight", "the largest logit has most weight"
+    ),
     "max_logit": MetricWords("Scores", "small scores", "large scores"),
     "lse": MetricWords("Scores", "small scores", "large scores"),
     "logit_mean": MetricWords("Scores", "low on average", "high on average"),
     "logit_std": MetricWords("Scores", "all scores similar", "scores far apart"),
-    "varentropy": MetricWords("Scores", "hard to sharpen or blur", "easy to sharpen or blur"),
-    "entropy_slope": MetricWords("Scores", "easy to sharpen", "hard to sharpen"),
+    "varentropy": MetricWords(
+        "Scores", "scale hardly changes entropy", "scale changes entropy strongly"
+    ),
+    "entropy_slope": MetricWords(
+        "Scores", "a larger scale lowers entropy strongly", "scale hardly changes entropy"
+    ),
     "gaussian_entropy": MetricWords("Predicted", "sharp expected", "diffuse expected"),
-    "mean_field_entropy": MetricWords("Predicted", "low floor", "high floor"),
-    "jensen_gap": MetricWords("Predicted", "tight bound", "loose bound"),
-    "max_gap": MetricWords("Predicted", "tight bound", "loose bound"),
+    "mean_field_entropy": MetricWords(
+        "Predicted", "low lower bound on entropy", "high lower bound on entropy"
+    ),
+    "jensen_gap": MetricWords("Predicted", "tight bound on entropy", "loose bound on entropy"),
+    "max_gap": MetricWords("Predicted", "tight bound on entropy", "loose bound on entropy"),
     "first_gap": MetricWords(
         "Scores", "little weight on the first token", "most weight on the first token"
     ),

@@ -131,7 +131,10 @@ def loss_of(loaded: TextModel) -> Loss:
         return choose_loss(loaded.model, None)
     token = getattr(loaded.tokenizer, "mask_token_id", None)
     if not isinstance(token, int):
-        raise LossError(f"the tokenizer of {loaded.name} has no mask token, so it has no loss")
+        raise LossError(
+            f"the tokenizer of {loaded.name} has no mask token, which the masked-token loss needs; "
+            "name one that has it with --tokenizer"
+        )
     return MaskedTokens(token, special=loaded.tokenizer.all_special_ids)
 
 

@@ -80,12 +80,12 @@ def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
     """The decays as a tensor (Hq,) with the dtype and device of ``like``.
 
     Raises:
-        TypeError: if they are neither a number nor a floating Tensor.
+        TypeError: if they are neither a number nor a floating-point tensor.
         ValueError: if there is neither one decay nor one for each head, or one is outside (0, 1].
     """
     if isinstance(decay, Tensor):
         if decay.dtype not in FLOATS:
-            raise TypeError(f"decay must be a number or a floating Tensor, got {decay.dtype}")
+            raise TypeError(f"decay must be a number or a floating-point tensor, got {decay.dtype}")
         if decay.dim() and tuple(decay.shape) != (heads,):
             raise ValueError(
                 f"decay must be one number or have shape (Hq,) = ({heads},), got "
@@ -96,7 +96,9 @@ def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
                 f"decay must be on the query's device {like.device}, got {decay.device}"
             )
     elif isinstance(decay, bool) or not isinstance(decay, int | float):
-        raise TypeError(f"decay must be a number or a floating Tensor, got {type(decay).__name__}")
+        raise TypeError(
+            f"decay must be a number or a floating-point tensor, got {type(decay).__name__}"
+        )
     values = torch.as_tensor(decay, dtype=like.dtype, device=like.device)
     if not torch.compiler.is_compiling():
         outside = ~((values > 0) & (values <= 1))  # NaN is outside too

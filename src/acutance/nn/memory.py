@@ -125,7 +125,7 @@ class Remembering(Projected):
         """
         if not self.packed:
             raise ValueError(
-                "a step needs self-attention with kdim = vdim = embed_dim, got "
+                "step() needs self-attention with kdim = vdim = embed_dim, got "
                 f"embed_dim={self.embed_dim}, kdim={self.kdim}, vdim={self.vdim}"
             )
         offset = 0 if past is None else past.key.shape[2]

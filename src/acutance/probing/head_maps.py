@@ -236,9 +236,11 @@ def _parse_rows(name: str, rows: Any) -> frozenset[int]:
         rows = range(rows.start or 0, rows.stop, rows.step or 1)
     rows = [rows] if type(rows) is int else rows
     if not isinstance(rows, Sequence) or not all(type(row) is int for row in rows):
-        raise TypeError(f"maps: the rows of {name!r} must be numbers or a slice, got {rows!r:.60}")
+        raise TypeError(f"maps: the rows of {name!r} must be integers or a slice, got {rows!r:.60}")
     if not rows or min(rows) < 0:
-        raise ValueError(f"maps: the rows of {name!r} must be numbers from 0, got {rows!r:.60}")
+        raise ValueError(
+            f"maps: the rows of {name!r} must be non-negative integers, got {rows!r:.60}"
+        )
     if len(set(rows)) > MOST_MAP_ROWS:
         raise ValueError(
             f"maps can record at most {MOST_MAP_ROWS} rows of a head in each "

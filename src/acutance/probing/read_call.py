@@ -385,9 +385,11 @@ class CallReader:
 
 
 def _check_not_batched(*tensors: Tensor) -> None:
-    """Raise ValueError for tensors inside ``torch.vmap``, where one call stands for many."""
+    """Raise ValueError for tensors inside ``torch.vmap``, where one call is for a whole batch."""
     if any(torch._C._functorch.is_batchedtensor(tensor) for tensor in tensors):
-        raise ValueError("it runs inside torch.vmap, where one call stands for many")
+        raise ValueError(
+            "its calls inside torch.vmap cannot be captured: loop over the batch instead"
+        )
 
 
 def _head_numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class Provider:
         if reason := reason_not_provided(call):
             raise ValueError(reason)
         if call.module in self.suspects:
-            raise ValueError("its output differs from the model's own")
+            raise ValueError("its output differs from the model's")
         with unwatched():
             output, stats = call.rebuild(noise, gaps)
         if output.requires_grad:
@@ -84,7 +84,7 @@ class Provider:
             if not error <= VERIFY_TOLERANCE.get(theirs.dtype, 0.0):
                 self.suspects.add(call.module)
                 raise ValueError(
-                    f"its output differs from the model's own by {error:.2g} of its size"
+                    f"its output differs from the model's by a relative error of {error:.2g}"
                 )
             with self._lock:
                 self._equal[kind] = True

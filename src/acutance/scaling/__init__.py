@@ -118,7 +118,7 @@ def get(scaling: str | AnyScaling | None) -> AnyScaling:
     lacks = _UNDECIDED.get(scaling, " and ".join(needed))
     if lacks:
         raise ValueError(
-            f"scaling={scaling!r} has parameters: pass scaling.{kind.__name__}(...) with {lacks}"
+            f"scaling={scaling!r} needs parameters: pass scaling.{kind.__name__}(...) with {lacks}"
         )
     return kind()
 

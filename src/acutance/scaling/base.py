@@ -164,8 +164,8 @@ def check_per_head(
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise TypeError(
-                f"{name} of a record must be constant, got a Tensor that requires a gradient: "
-                "use the Learned module of this scaling, or detach it"
+                f"{name} must be constant, got a tensor that requires a gradient: detach it, or "
+                "train it with a module such as scaling.LearnedSSMax"
             )
         if value.dim() > 1:
             raise ValueError(f"{name} must be a number or (Hq,), got {tuple(value.shape)}")

@@ -274,7 +274,7 @@ class Critical(Scaling):
         self._set(gamma=check_number("gamma", self.gamma, above=0.0))
         if (self.gap is None) == (self.critical_scale is None):
             raise ValueError(
-                f"critical must have one of gap and critical_scale, got gap={self.gap!r}, "
+                f"critical needs either gap or critical_scale, got gap={self.gap!r}, "
                 f"critical_scale={self.critical_scale!r}"
             )
         for name in ("gap", "critical_scale"):
@@ -284,7 +284,8 @@ class Critical(Scaling):
             check_count("length", self.length, 2)
             if self.critical_scale is None:
                 raise ValueError(
-                    f"length can be used only with critical_scale, got length={self.length}, gap"
+                    "length can be used only with critical_scale, got "
+                    f"length={self.length} and gap={self.gap!r}"
                 )
 
     def law(self, rows: Rows) -> Tensor:

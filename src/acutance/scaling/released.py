@@ -53,7 +53,7 @@ class Yarn(Scaling):
     def __post_init__(self) -> None:
         if (self.s is None) == (self.train_length is None):
             raise ValueError(
-                f"yarn must have one of s and train_length, got s={self.s!r}, "
+                f"yarn needs either s or train_length, got s={self.s!r}, "
                 f"train_length={self.train_length!r}"
             )
         if self.s is not None:

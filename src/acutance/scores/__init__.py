@@ -96,7 +96,7 @@ def get(
             hint = did_you_mean(score, SCORES)
             raise ValueError(f"score={score!r} is not one of {', '.join(SCORES)}{hint}")
         if score in _PARAMETERS:
-            raise ValueError(f"score={score!r} has parameters: pass scores.{_PARAMETERS[score]}")
+            raise ValueError(f"score={score!r} needs parameters: pass scores.{_PARAMETERS[score]}")
         instance: DotScore | TileScore = SCORES[score]()
         return instance
     if isinstance(score, type):

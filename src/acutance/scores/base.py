@@ -128,12 +128,12 @@ def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
     """Check the shapes and dtypes of a query and a key.
 
     Raises:
-        TypeError: if one is not a floating Tensor.
+        TypeError: if one is not a floating-point tensor.
         ValueError: if ranks, batch, head counts or widths do not fit.
     """
     for name, tensor in {"query": query, "key": key}.items():
         if check_tensor(name, tensor).dtype not in FLOATS:
-            raise TypeError(f"{name} must be a floating Tensor, got {tensor.dtype}")
+            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
 
     def shapes() -> str:
         return describe(query=query, key=key)
@@ -170,11 +170,11 @@ def check_parameter(name: str, value: Tensor, what: str, shape: tuple[int, ...])
         The parameter.
 
     Raises:
-        TypeError: if it is not a floating Tensor.
+        TypeError: if it is not a floating-point tensor.
         ValueError: if its shape does not fit.
     """
     if check_tensor(name, value).dtype not in FLOATS:
-        raise TypeError(f"{name} must be a floating Tensor, got {value.dtype}")
+        raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
     trailing = value.shape[-len(shape) :] if value.dim() >= len(shape) else ()
     fits = value.dim() in (len(shape), len(shape) + 1) and all(
         size > 0 and want in (0, size) for size, want in zip(trailing, shape, strict=True)

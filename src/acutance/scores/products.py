@@ -123,7 +123,7 @@ class General:
             in width.
 
     Raises:
-        TypeError: if the weight is not a floating Tensor.
+        TypeError: if the weight is not a floating-point tensor.
         ValueError: if its shape is not one of the two.
 
     Example:
@@ -215,7 +215,7 @@ class Location:
             source it can serve.
 
     Raises:
-        TypeError: if the weight is not a floating Tensor.
+        TypeError: if the weight is not a floating-point tensor.
         ValueError: if its shape is not one of the two, or a source is longer than S_max.
 
     Example:

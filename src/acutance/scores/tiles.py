@@ -36,7 +36,7 @@ class Additive:
         bias: b, (hidden,), or (Hq, hidden); None is 0.
 
     Raises:
-        TypeError: if a parameter is not a floating Tensor.
+        TypeError: if a parameter is not a floating-point tensor.
         ValueError: if shapes do not fit each other, or, when called, query and key.
 
     Example:
@@ -96,8 +96,9 @@ class Additive:
                 )
             if sizes == 2 and parameter.shape[-1] != tensor.shape[3]:
                 raise ValueError(
-                    f"{name} must be for width {parameter.shape[-1]}, got {tensor.shape[3]} "
-                    f"({name} {tuple(parameter.shape)}, {describe(query=query, key=key)})"
+                    f"{name} and its input must have the same width, got {parameter.shape[-1]} and "
+                    f"{tensor.shape[3]} ({name} {tuple(parameter.shape)}, "
+                    f"{describe(query=query, key=key)})"
                 )
 
 

@@ -126,8 +126,8 @@ def scaling_exponent(
     name, values = _family_parameter(family, _LAWS, {"d": d, "rho": rho, "a": a})
     if name is None:
         raise ValueError(
-            "family: the growth of a SciPy distribution's scale is not known; use "
-            f"hazard_scale(family, n) at each n, got {as_family(family)!r}"
+            f"family: no closed form is known for the SciPy distribution {as_family(family)!r}; "
+            "compute the scale at each n with hazard_scale(family, n)"
         )
     parameter = float(values)
     for argument, value, holds, rule in (

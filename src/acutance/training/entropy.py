@@ -152,7 +152,7 @@ def read_rows(rows: Rows) -> list[tuple[RowStatistics, Tensor]]:
         (statistics, counted) for statistics, counted in statistics_read if bool(counted.any())
     ]
     if not statistics_read:
-        raise ValueError("rows must have at least one row that sees a key, got none")
+        raise ValueError("every row of rows is fully masked: at least one row must see a key")
     if torch.is_grad_enabled() and not any(
         part.state.Z.requires_grad for part, _ in statistics_read
     ):

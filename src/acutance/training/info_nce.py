@@ -155,7 +155,7 @@ class InfoNCE(nn.Module):
             negatives: (M, d), further negatives of every anchor.
 
         Raises:
-            TypeError: if an input is not a floating Tensor.
+            TypeError: if an input is not a floating-point tensor.
             ValueError: if shapes do not fit, or there is no negative at all.
         """
         _check(anchor, positive, negatives)
@@ -284,7 +284,7 @@ def _check(anchor: Tensor, positive: Tensor, negatives: Tensor | None) -> None:
         arguments["negatives"] = negatives
     for name, part in arguments.items():
         if check_tensor(name, part).dtype not in FLOATS:
-            raise TypeError(f"{name} must be a floating Tensor, got {part.dtype}")
+            raise TypeError(f"{name} must be a floating-point tensor, got {part.dtype}")
         if part.dim() != 2 or part.shape[1] != anchor.shape[-1] or part.shape[1] == 0:
             raise ValueError(
                 f"{name} must have shape (rows, d) with the same d as anchor "

@@ -228,8 +228,8 @@ def _pair(
     count = rows // width if keys is None else keys
     if rows % width or count == 0 or heads % count:
         raise ValueError(
-            f"{kind}'s key projection has {rows} outputs, which is not a number of heads of "
-            f"width {width} that divides {heads}"
+            f"{kind}'s key projection must have {width} outputs for each key head, and as many key "
+            f"heads as divide the {heads} query heads, got {rows} outputs"
         )
     return Projections(
         heads,

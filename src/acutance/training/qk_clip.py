@@ -330,7 +330,7 @@ class QKClip:
                     break
                 place = place.rpartition(".")[0]
                 module = self._modules.get(place, self._model)
-        raise ValueError(f"{name} cannot be clipped; exclude it with layers=: {reason}")
+        raise ValueError(f"{name} cannot be clipped: {reason}; exclude it with layers=")
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, counts, the maxima since the last step, and how weights are laid out."""

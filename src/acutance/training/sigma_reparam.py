@@ -51,7 +51,8 @@ class SigmaReparam(nn.Module):
         super().__init__()
         if check_tensor("weight", weight).dim() != 2 or not weight.is_floating_point():
             raise ValueError(
-                f"weight must be a floating matrix, got {tuple(weight.shape)} of {weight.dtype}"
+                "weight must be a floating-point matrix, got "
+                f"{tuple(weight.shape)} of {weight.dtype}"
             )
         if dim not in (0, 1):
             raise ValueError(f"dim must be 0 or 1, got {dim!r}")
@@ -61,8 +62,9 @@ class SigmaReparam(nn.Module):
         blocks = self._blocks(weight.detach())
         if not bool(blocks.flatten(1).any(1).all()):
             raise ValueError(
-                "weight must have a nonzero entry in each part, since γ W / σ(W) is undefined "
-                f"if σ(W) is 0, got zeros of shape {tuple(weight.shape)} in {parts} parts"
+                "weight must have a nonzero entry in each of its parts (such as the stacked query, "
+                "key and value weights), since γ W / σ(W) is undefined if σ(W) is 0, got a part "
+                f"of zeros in a weight of shape {tuple(weight.shape)} with parts={parts}"
             )
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(parts, blocks.shape[2], generator=generator).to(blocks)
@@ -131,7 +133,7 @@ def sigma_reparam(
         The module.
 
     Raises:
-        ValueError: if it has no such weight, or the weight is reparametrized already or all zeros.
+        ValueError: if it has no such weight, or the weight is already reparametrized or all zeros.
 
     Example:
         >>> layer = sigma_reparam(nn.Linear(8, 8))
@@ -148,7 +150,7 @@ def sigma_reparam(
     if not isinstance(weight, Tensor):
         raise ValueError(f"{type(module).__name__} has no weight named {name!r}")
     if parametrize.is_parametrized(module, name):
-        raise ValueError(f"{type(module).__name__}.{name} is reparametrized already")
+        raise ValueError(f"{type(module).__name__}.{name} is already reparametrized")
     cut = parts if parts is not None else 3 if name == "in_proj_weight" else 1
     dim = 1 if type(module).__name__ == "Conv1D" else 0  # transformers' Conv1D is (in, out)
     chosen = SigmaReparam(weight, gamma=gamma, parts=cut, dim=dim).train(module.training)

@@ -60,7 +60,9 @@ def get(weights: str | Weighting) -> Weighting:
     if not isinstance(weights, str):
         raise TypeError(f"weights must be a name or a Weighting, got {type(weights).__name__}")
     if weights == Sink.name:
-        raise ValueError("weights='sink' has a parameter: pass weights.Sink(sinks), sinks (Hq,)")
+        raise ValueError(
+            "weights='sink' needs a parameter: pass weights.Sink(sinks), sinks of shape (Hq,)"
+        )
     if weights not in WEIGHTS:
         hint = did_you_mean(weights, WEIGHTS)
         raise ValueError(f"weights={weights!r} is not one of {', '.join(WEIGHTS)}{hint}")

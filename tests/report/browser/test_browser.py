@@ -195,8 +195,8 @@ def test_rows_of_unknown_tokens_say_what_is_known(summary_of: Make, show: Show) 
 def test_classes_and_recommendations_are_shown(summary_of: Make, show: Show) -> None:
     page = show(summary_of((3, 2), first_weight={(0, 1): 0.8}), "#L0H1")
     assert "sink" in page.text("#head-words").split()
-    assert "Much weight on the first token." in page.text("#head-words .advice")
-    assert page.text("#findings .urgent h3") == "Much weight on the first token"
+    assert "Large weight on the first token." in page.text("#head-words .advice")
+    assert page.text("#findings .urgent h3") == "Large weight on the first token"
     page.click("#next")
     page.click("#findings .urgent button")
     assert page.text("#head-name") == "Layer 0 · head 1"

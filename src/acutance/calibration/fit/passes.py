@@ -131,7 +131,8 @@ def _take(so_far: PassSums, collector: Collector) -> None:
             so_far.layers[name] = found
         elif have.sums.shape != found.sums.shape:
             raise ValueError(
-                f"{name} has {found.sums.shape[2]} heads, but had {have.sums.shape[2]} before"
+                f"{name} has {found.sums.shape[2]} heads in this batch, but had "
+                f"{have.sums.shape[2]} in earlier ones: the heads must be the same in every batch"
             )
         else:
             have.add(found)

@@ -352,9 +352,12 @@ class FunctionCapture(TorchFunctionMode):
             )
             if without_products is None or len(pairs) != 1:
                 description = (
-                    f"the sum of {len(pairs)} products" if len(pairs) > 1 else "no product"
+                    f"the sum of {len(pairs)} products" if len(pairs) > 1 else "not a product"
                 )
-                raise ValueError(f"its scores are {description} of queries and keys")
+                raise ValueError(
+                    f"its scores are {description} of queries and keys; only one product can "
+                    "be read"
+                )
             hidden = hidden_scores(scores, lineage.narrowest(softmax.base))
             wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
             products = scores.to(wide) - folded(without_products, softmax.dim, heads, head_axis).to(

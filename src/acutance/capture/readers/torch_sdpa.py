@@ -129,7 +129,10 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Pad a jagged tensor (B, H, l, E) with zeros, and boolean (B, L), True on tokens."""
     ragged = getattr(nested, "_ragged_idx", None)
     if not nested.is_nested or nested.layout is not torch.jagged or ragged != 2:
-        raise ValueError("only jagged nested tensors are read, (B, H, lengths, E)")
+        raise ValueError(
+            "nested tensors must have layout torch.jagged and shape (B, H, lengths, E), got "
+            f"layout {nested.layout} with ragged dimension {ragged}"
+        )
     starts = nested.offsets()[:-1]  # type: ignore[attr-defined]
     lengths = nested.lengths()  # type: ignore[attr-defined]
     lengths = nested.offsets().diff() if lengths is None else lengths  # type: ignore[attr-defined]

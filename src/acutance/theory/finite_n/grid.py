@@ -105,9 +105,8 @@ class Grid:
         """Raise ValueError if the largest of n scores may lie beyond the cells."""
         if not n * expit(-self.end) < _MISSED:
             raise ValueError(
-                f"n: quantiles of {self.name} are known only up to probability "
-                f"{expit(-self.end):.1g} of a larger score, which does not suffice for the "
-                f"largest of n, got n={n:g}"
+                f"n: the upper tail of {self.name} is known far enough only for n below "
+                f"{_MISSED / expit(-self.end):.2g}, got n={n:g}"
             )
 
 

@@ -221,8 +221,8 @@ def _softmax(
         deviation = one_number("logit_std", logit_std, 0.0, rule)
         if math.isnan(variance):
             raise ValueError(
-                f"logit_std: the scores' distribution {law} has no variance within float64; "
-                "give scale"
+                f"logit_std: the variance of the scores' distribution {law} is infinite, or "
+                "dominated by scores beyond float64; give scale"
             )
         gamma = deviation / math.sqrt(variance)
     else:
@@ -233,7 +233,8 @@ def _softmax(
     if logit_mean is not None:
         if math.isnan(mean):
             raise ValueError(
-                f"logit_mean: the scores' distribution {law} has no mean within float64"
+                f"logit_mean: the mean of the scores' distribution {law} is infinite, or dominated "
+                "by scores beyond float64; omit logit_mean"
             )
         shift = _mean(logit_mean) - gamma * mean
     arguments = {"d": d, "rho": rho, "a": a, "logit_mean": logit_mean}
