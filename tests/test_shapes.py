@@ -153,7 +153,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"attn_mask": zeros(3, 5, dtype=torch.int64)},
         TypeError,
         [
-            "attn_mask must be boolean (True is visible) or floating (added), got torch.int64",
+            "attn_mask must be boolean (True is visible) or floating-point (added to the scores)",
+            "got torch.int64",
             "(3, 5)",
         ],
     ),
@@ -349,7 +350,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "documents that do not hold the queries": (
         {"document_ids": torch.zeros(5).long(), "query_offset": 3},
         ValueError,
-        ["L=3 from offset 3 does not lie within 5 ids", "pass a pair (of queries, of keys)"],
+        ["L=3 from offset 3 does not lie within 5 ids", "pass a pair (for queries, for keys)"],
     ),
     "a scalar of documents": (
         {"document_ids": torch.tensor(0)},

@@ -85,7 +85,7 @@ def _documents(
             raise ValueError(
                 "a single document_ids tensor requires that every query is also a key: "
                 f"L={queries} from offset {offset} does not lie within {given} ids; pass a "
-                "pair (of queries, of keys)"
+                "pair (for queries, for keys)"
             )
         rows = columns[..., offset : offset + queries]
     checked = []
@@ -161,8 +161,8 @@ def check_masking(
             )
         if dtype != torch.bool and dtype not in FLOATS:
             raise TypeError(
-                f"attn_mask must be boolean (True is visible) or floating (added), got {dtype} "
-                f"(attn_mask {tuple(attn_mask.shape)}, {shapes()})"
+                "attn_mask must be boolean (True is visible) or floating-point (added to the "
+                f"scores), got {dtype} (attn_mask {tuple(attn_mask.shape)}, {shapes()})"
             )
         _check_additive("attn_mask", attn_mask, target, query, shapes)
     if bias is not None:

@@ -131,31 +131,31 @@ def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
 HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda r: [r], "it must be a JSON object, got list"),
     (lambda r: r | {"schema": "acutance.law/9"}, "got 'acutance.law/9'"),
-    (lambda r: _without(r, "layers"), "wrong is layers"),
-    (lambda r: r | {"more": 1}, "wrong is more"),
-    (lambda r: r | {"layers": []}, "layers must be an object"),
+    (lambda r: _without(r, "layers"), "missing or unknown: layers"),
+    (lambda r: r | {"more": 1}, "missing or unknown: more"),
+    (lambda r: r | {"layers": []}, "'layers' must be a JSON object"),
     (lambda r: r | {"lengths": [0]}, "lengths"),
     (lambda r: r | {"lengths": ["8"]}, "lengths"),
-    (lambda r: r | {"target": 3}, "target must be text or null"),
-    (lambda r: r | {"model": {}}, "a law's model must have architecture"),
+    (lambda r: r | {"target": 3}, "'target' must be a string or null"),
+    (lambda r: r | {"model": {}}, "'model' must have the fields architecture"),
     (
         lambda r: r | {"model": r["model"] | {"heads": -1}},
-        r"model\.heads must be a non-negative whole number",
+        r"'heads' of 'model' must be a non-negative whole number",
     ),
     (
         lambda r: r | {"model": r["model"] | {"heads": True}},
-        r"model\.heads must be a non-negative whole number",
+        r"'heads' of 'model' must be a non-negative whole number",
     ),
-    (lambda r: r | {"everywhere": "ssmax"}, "scaling of 'everywhere' must be an object"),
+    (lambda r: r | {"everywhere": "ssmax"}, "scaling of 'everywhere' must be a JSON object"),
     (lambda r: r | {"everywhere": {"name": "ssmx"}}, "did you mean 'ssmax'"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "s": "__import__"}}, "s must be a number"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "t": 1}}, "ssmax has no 't'"),
-    (lambda r: r | {"layers": {"a": {"heads": {}}}}, "'heads' of layer 'a' must be an object"),
+    (lambda r: r | {"layers": {"a": {"heads": {}}}}, "'heads' of layer 'a' must be a JSON object"),
     (
         lambda r: r | {"layers": {"a": {"heads": {"-1": {"name": "ssmax"}}}}},
-        "must have whole numbers as names",
+        "must be head indices",
     ),
-    (lambda r: r | {"layers": {"a": 5}}, "layer 'a' must be an object with 'whole'"),
+    (lambda r: r | {"layers": {"a": 5}}, "layer 'a' must be a JSON object with 'whole'"),
 ]
 
 

@@ -619,7 +619,7 @@ def test_a_law_of_windows_is_saved_and_read(llama: nn.Module, tmp_path: Any) -> 
         ({"name": "window"}, "the window of 'everywhere' is invalid: window needs size"),
         ({"name": "window", "size": 4, "sink": 1}, "window has no 'sink': its parameters are size"),
         ([{"name": "window", "size": 4}] * 2, "must be a scaling, then a window"),
-        ([{"name": "window", "size": 4}], "must be one object or two in a list"),
+        ([{"name": "window", "size": 4}], "must be a JSON object or a list of two"),
     ],
 )
 def test_bad_files(llama: nn.Module, tmp_path: Any, change: Any, match: str) -> None:

@@ -196,7 +196,7 @@ def test_a_stopped_search_goes_on_where_it_was(windows: Tensor, tmp_path: Path) 
         ({"to": 128}, ValueError, "to must be above the trained length, got to=128"),
         ({"to": 1024}, ValueError, "at least 4 of at least 1024 tokens"),
         ({"windows": torch.zeros(3, 512).long()}, ValueError, "at least 4 of at least 512"),
-        ({"windows": torch.zeros(4, 512)}, TypeError, "windows must be tokens"),
+        ({"windows": torch.zeros(4, 512)}, TypeError, "windows must be token IDs of shape"),
         ({"final": 8}, ValueError, "leave one for the search, got 8 and final=8"),
         ({"max_cost": -1.0}, ValueError, "max_cost must be a finite number at least 0"),
         ({"budget": 0.0}, ValueError, "budget must be a finite number above 0"),

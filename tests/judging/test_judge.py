@@ -284,7 +284,11 @@ def test_another_run_is_not_resumed(
         ({"laws": "off:a.b"}, ValueError, "heads must be LAYER.HEAD"),
         ({"laws": "off:0.9"}, ValueError, "the layer has heads 0 to 3"),
         ({"model": "bert-base", "loss": "next_token"}, LossError, "no language-model head"),
-        ({"model": "bert"}, LossError, "predicts masked tokens: pass loss=MaskedTokens"),
+        (
+            {"model": "bert"},
+            LossError,
+            r"predicts masked tokens: pass loss=acutance\.judging\.MaskedTokens",
+        ),
         ({"model": "t5"}, LossError, "encoder-decoder"),
         ({"model": "gpt2", "windows": ids(2, 80)}, ValueError, "the model has 64 positions"),
         ({"loss": "loss"}, LossError, "a function of model and batch, got 'loss'"),

@@ -159,5 +159,5 @@ def test_a_damaged_judgement_is_refused(judged: Any, tmp_path: Path) -> None:
     law = acutance.Law.of(decoder(), "ssmax")
     record = law.record() | {"judged": judged}
     (tmp_path / "law.json").write_text(json.dumps(sealed_json(record)))
-    with pytest.raises(ValueError, match="judged must be an object with a verdict"):
+    with pytest.raises(ValueError, match="'judged' must be a JSON object with a 'verdict'"):
         acutance.Law.load(tmp_path / "law.json")

@@ -431,7 +431,7 @@ def test_a_wrong_capture_is_not_provided(
         ("mismatch", 0),
     ]
     told = [text.partition(": ")[2] for text in probe.not_provided]
-    assert told[0].startswith("its output differs from the model's own by 0.")
+    assert told[0].startswith("its output differs from the model's by a relative error of 0.")
     summary = probe.summary()
     assert summary.not_provided == tuple(probe.not_provided)
     assert summary.to_dict()["not_provided"] == probe.not_provided

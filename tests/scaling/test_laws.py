@@ -256,8 +256,8 @@ def test_no_law_falls_as_n_grows(law: Scaling) -> None:
 
 
 BAD = [
-    (lambda: scaling.LogN(), ValueError, "log_n must have one of train_length and base, got"),
-    (lambda: scaling.LogN(512, 2.0), ValueError, "log_n must have one of train_length and base"),
+    (lambda: scaling.LogN(), ValueError, "log_n needs either train_length or base, got"),
+    (lambda: scaling.LogN(512, 2.0), ValueError, "log_n needs either train_length or base"),
     (lambda: scaling.LogN(base=1.0), ValueError, "base must be a finite number above 1, got 1.0"),
     (lambda: scaling.LogN(1), ValueError, "train_length must be at least 2, got 1"),
     (lambda: scaling.LogN(512, n_min=0), ValueError, "n_min must be at least 1, got 0"),

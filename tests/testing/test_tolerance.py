@@ -120,7 +120,7 @@ def test_what_raw_moments_lose_is_found() -> None:
 def test_different_rows_are_refused() -> None:
     stats, oracle, _ = measured()
     short = {name: part[:, :, 1:] for name, part in oracle.items()}
-    with pytest.raises(ValueError, match="measured and oracle have the same rows: n_keys is"):
+    with pytest.raises(ValueError, match="measured and oracle must have the same rows: n_keys is"):
         compare(stats, short)
 
 

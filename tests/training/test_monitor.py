@@ -333,7 +333,9 @@ def test_state_goes_through_json_and_warns_of_no_head_again() -> None:
     assert again.last is not None
     assert again.last.step == 10
     assert seen == []
-    with pytest.raises(ValueError, match="the state of an AttentionMonitor has measured, steps"):
+    with pytest.raises(
+        ValueError, match="the state of an AttentionMonitor must have measured, steps"
+    ):
         again.load_state_dict({"steps": 3})
     with pytest.raises(
         ValueError, match=r"'told' of the state must be a list of \(kind, module, head\), got 5"

@@ -199,7 +199,7 @@ def test_weights_that_are_made_from_others_are_refused() -> None:
     clip = training.QKClip(model, 1.0)
     with clip:
         model(x)
-    with pytest.raises(ValueError, match="no floating weight matrix that could be scaled"):
+    with pytest.raises(ValueError, match="no floating-point weight matrix that could be scaled"):
         clip.step()
     model, x = attending(Attend, 1)
     model.clip_qkv = 8.0

@@ -62,7 +62,7 @@ def test_its_state_goes_on_elsewhere() -> None:
     assert again.step() == clip.step()
     assert torch.equal(model.attend.in_proj_weight, other.attend.in_proj_weight)
     assert again.state_dict()["alpha"] == 0.25
-    with pytest.raises(ValueError, match="the state of a QKClip has"):
+    with pytest.raises(ValueError, match="the state of a QKClip must have"):
         again.load_state_dict({"tau": 1.0})
 
 

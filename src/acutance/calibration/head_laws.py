@@ -123,15 +123,19 @@ class HeadLaws:
     def from_dict(cls, name: str, record: object) -> HeadLaws:
         """Inverse of :meth:`to_dict`; ``name`` is the layer's, for error messages."""
         if not isinstance(record, dict) or not record or set(record) - {"whole", "heads"}:
-            raise ValueError(f"layer {name!r:.60} must be an object with 'whole', 'heads' or both")
+            raise ValueError(
+                f"layer {name!r:.60} must be a JSON object with 'whole', 'heads' or both"
+            )
         laws = cls()
         if "whole" in record:
             laws = laws.with_part(name, None, read_part(name, record["whole"]))
         heads = record.get("heads", {})
         if not isinstance(heads, dict) or ("heads" in record and not heads):
-            raise ValueError(f"'heads' of layer {name!r:.60} must be an object with a head")
+            raise ValueError(
+                f"'heads' of layer {name!r:.60} must be a JSON object with at least one head"
+            )
         if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
-            raise ValueError(f"'heads' of layer {name!r:.60} must have whole numbers as names")
+            raise ValueError(f"the keys of 'heads' of layer {name!r:.60} must be head indices")
         for head, part in heads.items():
             laws = laws.with_part(name, int(head), read_part(f"{name}, {head}", part))
         return laws
@@ -178,13 +182,13 @@ def read_part(place: str, record: object) -> LawPart:
     """
     if isinstance(record, list):
         if len(record) != 2:
-            raise ValueError(f"the law of {place!r:.60} must be one object or two in a list")
+            raise ValueError(f"the law of {place!r:.60} must be a JSON object or a list of two")
         scaling, window = (read_part(place, one) for one in record)
         if isinstance(window, Window) and isinstance(scaling, Scaling):
             return scaling, window
         raise ValueError(f"the law of {place!r:.60} must be a scaling, then a window")
     if not isinstance(record, dict):
-        raise ValueError(f"the scaling of {place!r:.60} must be an object")
+        raise ValueError(f"the scaling of {place!r:.60} must be a JSON object")
     is_window = record.get("name") == Window.name
     try:
         if is_window:

@@ -117,15 +117,15 @@ class Identity:
         """
         kinds = {part.name: (str if part.type == "str" else int) for part in fields(cls)}
         if not isinstance(record, dict) or set(record) != set(kinds):
-            raise ValueError(f"a law's model must have {', '.join(kinds)} and nothing else")
+            raise ValueError(f"'model' must have the fields {', '.join(kinds)} and no others")
         for name, kind in kinds.items():
             value = record[name]
             if type(value) is not kind or (isinstance(value, int) and value < 0):
-                raise ValueError(f"a law's model.{name} must be {_KIND[kind]}, got {value!r:.60}")
+                raise ValueError(f"{name!r} of 'model' must be {_KIND[kind]}, got {value!r:.60}")
         return cls(**record)
 
 
-_KIND = {str: "text", int: "a non-negative whole number"}
+_KIND = {str: "a string", int: "a non-negative whole number"}
 
 
 def longest(model: torch.nn.Module) -> int | None:

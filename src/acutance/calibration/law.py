@@ -155,7 +155,7 @@ class Law:
             try:
                 places = choose_layers(model, name if place is None else place, "layer")
             except ValueError as error:
-                raise LawError(f"this law does not fit: {error}") from error
+                raise LawError(f"this law does not match the model: {error}") from error
             found.update(dict.fromkeys(places, laws))
         return found
 
@@ -199,21 +199,24 @@ class Law:
         known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
         if wrong := sorted((set(record) - {NOT_LOADED, _JUDGED}) ^ known):
             raise ValueError(
-                f"it must have {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}"
+                f"it must have the fields {', '.join(sorted(known))} and no others; missing or "
+                f"unknown: {', '.join(wrong):.60}"
             )
         everywhere, layers, lengths, target = (
             record[part] for part in ("everywhere", "layers", "lengths", "target")
         )
         if not isinstance(layers, dict) or not isinstance(lengths, list):
-            raise ValueError("layers must be an object and lengths a list")
+            raise ValueError("'layers' must be a JSON object and 'lengths' a list")
         if target is not None and not isinstance(target, str):
-            raise ValueError(f"target must be text or null, got {type(target).__name__}")
+            raise ValueError(f"'target' must be a string or null, got {type(target).__name__}")
         random = record.get(NOT_LOADED)
         if random is not None and not isinstance(random, str):
-            raise ValueError(f"{NOT_LOADED} must be text, got {type(random).__name__}")
+            raise ValueError(f"{NOT_LOADED!r} must be a string, got {type(random).__name__}")
         judged = record.get(_JUDGED)
         if judged is not None and not (isinstance(judged, dict) and "verdict" in judged):
-            raise ValueError(f"{_JUDGED} must be an object with a verdict, got {judged!r:.60}")
+            raise ValueError(
+                f"{_JUDGED!r} must be a JSON object with a 'verdict', got {judged!r:.60}"
+            )
         rest = HeadLaws()
         if everywhere is not None:
             rest = rest.with_part("everywhere", None, read_part("everywhere", everywhere))

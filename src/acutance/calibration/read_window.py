@@ -158,12 +158,12 @@ def _check_moved(call: AttentionCall, keys: VisibleKeys) -> None:
     if not keys.causal:
         raise ValueError(
             "its rows see keys after themselves, and a window reads only earlier keys at other "
-            "positions (far='drop' with sink_positions='keep' can be applied)"
+            "positions: use far='drop' and sink_positions='keep'"
         )
     if call.bias is not None or not adds_nothing(call):
         raise ValueError(
-            "it adds numbers to its scores, which would stay where they are when a window moves "
-            "keys (far='drop' with sink_positions='keep' can be applied)"
+            "it adds numbers to its scores, which would not move with the keys of a window: use "
+            "far='drop' and sink_positions='keep'"
         )
 
 

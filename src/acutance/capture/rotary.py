@@ -151,7 +151,7 @@ def _of_layer(
         RotaryError: if no known form of rotary embedding fits.
     """
     if layer not in first or layer not in second:
-        raise RotaryError(f"a layer of {name} does not ask transformers' attention interface")
+        raise RotaryError(f"a layer of {name} does not use transformers' attention interface")
     before, after = first[layer], second[layer]
     if _error(Rotary(), before, after, shift) <= _TOLERANCE:
         return Rotary()

@@ -115,8 +115,8 @@ def load_model(
         vars(model.config).pop("quantization_config", None)
     if head and (lacking := missing_head(model, report)) is not None:
         raise HeadError(
-            f"{label} was saved without a language-model head ({lacking}), so it has no loss; in "
-            "Python acutance.judge takes one of your own"
+            f"{label} was saved without a language-model head ({lacking}), so its loss cannot be "
+            "computed; in Python, pass a loss to acutance.judge"
         )
     difference = not_loaded(model, report)
     if difference is not None and not allow_missing:

@@ -180,7 +180,7 @@ def _checked(model: Any, to: int, windows: Any, given: int | None) -> int:
     check_count("to", to, 2)
     if not isinstance(windows, Tensor) or windows.dim() != 2 or windows.is_floating_point():
         what = tuple(windows.shape) if isinstance(windows, Tensor) else type(windows).__name__
-        raise TypeError(f"windows must be tokens (windows, L), got {what}")
+        raise TypeError(f"windows must be token IDs of shape (windows, L), got {what}")
     trained = trained_length(model, given)
     if to <= trained:
         raise ValueError(

@@ -115,9 +115,15 @@ class Runs:
             counts.append(here.sum())
         count = torch.stack(counts).double()
         if not bool(torch.stack(sums).isfinite().all()):
-            raise LossError(f"a loss is infinite under {_name(remedy)}")
+            raise LossError(
+                f"the loss of window {window} is infinite under {_name(remedy)}; load the model "
+                "in a wider dtype, such as float32"
+            )
         if not torch.equal(self._counts.setdefault(window, count), count):
-            raise LossError(f"a loss is not a number under {_name(remedy)}, and is without it")
+            raise LossError(
+                f"the loss of window {window} is NaN for some tokens under {_name(remedy)} only; "
+                "load the model in a wider dtype, such as float32"
+            )
         self._sums[place] = torch.stack(sums)
         self._took[place] = time.monotonic() - started
         self.write()
@@ -234,7 +240,9 @@ class Runs:
         shape = (len(runs), len(self.ranges))
         fine = loss.shape == count.shape == shape and bool((loss.isfinite() & (count >= 0)).all())
         if not fine:
-            raise ValueError(f"{name} contains no search to resume: its losses are wrong")
+            raise ValueError(
+                f"{name} contains no search to resume: its losses have a wrong shape or value"
+            )
         for (words, window, took), sums, counts in zip(runs, loss, count, strict=True):
             self._sums[words, window] = sums.double()
             self._counts[window] = counts.double()

@@ -296,7 +296,10 @@ class _Job:
             scored = self._loss.score(self._model, self._batch(turn))
         known = ~scored.loss.isnan()
         if remedy is not None and bool((known & scored.loss.isinf()).any()):
-            raise LossError(f"a loss is infinite under {remedy.name}")
+            raise LossError(
+                f"the loss of some tokens is infinite under {remedy.name}; leave it out, or load "
+                "the model in a wider dtype"
+            )
         sums, counts = [], []
         for first, last in self._ranges:
             least = 0 if first == 1 else first
@@ -308,7 +311,10 @@ class _Job:
             self._sums.count[rows] = count
         elif not torch.equal(self._sums.count[rows], count):
             name = self._remedies[place - 1].name
-            raise LossError(f"a loss is not a number under {name}, and is without it")
+            raise LossError(
+                f"the loss of some tokens is NaN under {name} only; leave it out, or load the "
+                "model in a wider dtype"
+            )
         self._sums.loss[place, rows] = torch.stack(sums, 1)
         self._sums.done[index, place] = True
         self._unsaved += turn.groups.numel() if place == len(self._remedies) else 0

@@ -305,7 +305,10 @@ def _check_kind(name: str, mask: Tensor) -> torch.dtype:
     """Dtype of a mask; raises TypeError unless it is boolean or floating."""
     dtype = check_tensor(name, mask).dtype
     if dtype != torch.bool and dtype not in FLOATS:
-        raise TypeError(f"{name} must be boolean (True hides) or floating (added), got {dtype}")
+        raise TypeError(
+            f"{name} must be boolean (True hides) or floating-point (added to the scores), got "
+            f"{dtype}"
+        )
     return dtype
 
 

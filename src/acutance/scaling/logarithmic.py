@@ -70,7 +70,7 @@ class LogN(Scaling):
     def __post_init__(self) -> None:
         if (self.train_length is None) == (self.base is None):
             raise ValueError(
-                "log_n must have one of train_length and base, got "
+                "log_n needs either train_length or base, got "
                 f"train_length={self.train_length!r}, base={self.base!r}"
             )
         if self.train_length is not None:

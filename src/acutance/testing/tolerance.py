@@ -149,7 +149,7 @@ def compare(
         found = measured[name].detach().double()
         if found.shape != expected.shape:
             raise ValueError(
-                f"measured and oracle have the same rows: {name} is {tuple(found.shape)}, the "
+                f"measured and oracle must have the same rows: {name} is {tuple(found.shape)}, the "
                 f"oracle's {tuple(expected.shape)}"
             )
         tolerance = tolerances[name].nan_to_num(0.0, posinf=0.0)

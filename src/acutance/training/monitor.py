@@ -311,7 +311,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         required = set(AttentionMonitor.state_dict(self))
         if set(state_dict) != required:
             raise ValueError(
-                f"the state of an AttentionMonitor has {', '.join(sorted(required))}, got "
+                f"the state of an AttentionMonitor must have {', '.join(sorted(required))}, got "
                 f"{', '.join(sorted(map(str, state_dict))) or 'nothing'}"
             )
         steps = check_count("steps", state_dict["steps"], 0)

@@ -189,7 +189,8 @@ def _slices(
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
-            f"{name} ({type(module).__name__}) has no floating weight matrix that could be scaled"
+            f"{name} ({type(module).__name__}) has no floating-point weight matrix that could be "
+            "scaled"
         )
     # transformers' Conv1D is (in, out); fully_shard makes a subclass
     dim = 1 if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) else 0

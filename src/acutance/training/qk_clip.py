@@ -309,10 +309,9 @@ class QKClip:
         ways = self._weights(name, heads, width)
         if layout == _OTHERS:
             raise ValueError(
-                f"{name} cannot be clipped; exclude it with layers=. Its queries and keys are "
-                "not just rotated or scaled outputs of its projections: there is a "
-                "normalisation, a clamp, an added term or an unknown order of heads in "
-                "between"
+                f"{name} cannot be clipped: its queries and keys are not just rotated or scaled "
+                "outputs of its projections (there is a normalisation, a clamp, an added term or "
+                "an unknown order of heads in between); exclude it with layers="
             )
         return next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
 
@@ -353,7 +352,7 @@ class QKClip:
         required = set(QKClip.state_dict(self))
         if set(state) != required:
             raise ValueError(
-                f"the state of a QKClip has {', '.join(sorted(required))}, got "
+                f"the state of a QKClip must have {', '.join(sorted(required))}, got "
                 f"{', '.join(sorted(state)) or 'nothing'}"
             )
         self.tau = check_number("tau", state["tau"], above=0.0)

@@ -125,7 +125,7 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
     """The state of pass ``p`` from the header entry and the tensors of a file."""
     found = PassSums()
     if type(one["done"]) is not int or not 0 <= one["done"] <= MOST:
-        raise ValueError(f"'done' of a pass must be a whole number, got {one['done']!r:.60}")
+        raise ValueError(f"'done' of pass {p} must be a whole number, got {one['done']!r:.60}")
     found.done = one["done"]
     for i, name in enumerate(one["layers"]):
         sums, top, longest = (tensors[f"{p}/{i}/{part}"] for part in ("sums", "top", "longest"))
