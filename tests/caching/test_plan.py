@@ -56,6 +56,8 @@ def test_a_plan_names_layers_and_heads() -> None:
     assert first == (HeadPlan("dropped"),) * 2
     assert second == (STREAMING, HeadPlan())
     assert plan.name == "cache plan (1 full, 1 streaming, 2 dropped)"
+    bits = {(0, 0): HeadPlan(key_bits=4, value_bits=4), 1: HeadPlan(key_bits=8, value_bits=4)}
+    assert CachePlan.of(model, bits).name == "cache plan (1 full, 2 in 8/4 bits, 1 in 4 bits)"
     assert CachePlan.of(model, STREAMING).layers["model.layers.1.self_attn"] == (STREAMING,) * 2
     assert CachePlan.of(model, {(1, 0): STREAMING}).share(640) == pytest.approx(0.775)
 

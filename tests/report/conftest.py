@@ -82,3 +82,34 @@ def make_summary(
 def summary_of() -> Make:
     """:func:`make_summary`, for tests to call."""
     return make_summary
+
+
+@pytest.fixture
+def cache_plan() -> dict[str, Any]:
+    """The record of a plan for the first of two layers, of four query heads and two key heads."""
+
+    def key_head(
+        head: int, keeps: str, share: float, first: float, second: float
+    ) -> dict[str, Any]:
+        option = {"keeps": "4 first and \x1b", "share": 0.125, "first": first, "second": second}
+        return {
+            "head": head,
+            "queries": [2 * head, 2 * head + 1],
+            "keeps": keeps,
+            "share": share,
+            "cost": [first, second] if share < 1 else [0.0, 0.0],
+            "options": [option | {"chosen": share < 1}],
+        }
+
+    return {
+        "name": "cache plan (1 full, 1 streaming)",
+        "n": 1024,
+        "share": 0.5625,
+        "bytes": 4096,
+        "costs_at": 512,
+        "key_heads": [
+            key_head(0, "4 first and \x1b", 0.125, 0.01, 0.02),
+            key_head(1, "all keys", 1.0, -0.15, 0.05),
+        ],
+        "heads": [0, 0, 1, 1, None, None],
+    }

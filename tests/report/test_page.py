@@ -265,6 +265,41 @@ def test_changes_that_the_loss_decided_on_are_a_table(summary_of: Make) -> None:
         assert data_of(html(summary_of(), None, nothing))[0]["judged"] is None
 
 
+def test_a_cache_plan_is_a_metric_of_the_map_and_words_for_each_head(
+    summary_of: Make, cache_plan: dict[str, Any]
+) -> None:
+    record, arrays = data_of(html(summary_of((4, 2)), plan=cache_plan))
+    assert record["groups"][0] == "Cache plan"
+    shown = record["plan"]
+    assert shown["heads"] == [0, 0, 1, 1, None, None]
+    assert shown["key_heads"][0]["keeps"] == visible("4 first and \x1b")
+    assert shown["key_heads"][0]["options"][0] == [
+        visible("4 first and \x1b"),
+        0.125,
+        0.01,
+        0.02,
+        True,
+    ]
+    kept = numbers(record, arrays, "kept_share", "mean")
+    np.testing.assert_allclose(kept, [0.125, 0.125, 1.0, 1.0, np.nan, np.nan], atol=1e-4)
+    cost = numbers(record, arrays, "cost_to_shrink", "mean")
+    np.testing.assert_allclose(cost, [0.03, 0.03, -0.1, -0.1, np.nan, np.nan], atol=1e-4)
+    described = {one["name"]: one for one in record["metrics"]}
+    ends = [described["cost_to_shrink"][end] for end in ("low", "high")]
+    assert ends == pytest.approx([-0.1, 0.03])
+    assert described["kept_share"]["layer"] == [0.5625, None]
+    plain, _ = data_of(html(summary_of((4, 2))))
+    assert plain["plan"] is None
+    assert "Cache plan" not in plain["groups"]
+    without = cache_plan | {
+        "costs_at": None,
+        "key_heads": [one | {"cost": None, "options": []} for one in cache_plan["key_heads"]],
+    }
+    names = [one["name"] for one in data_of(html(summary_of((4, 2)), plan=without))[0]["metrics"]]
+    assert "kept_share" in names
+    assert "cost_to_shrink" not in names
+
+
 def test_a_histogram_reads_back_to_its_resolution(summary_of: Make) -> None:
     summary = summary_of((2,), rows=500, varentropy={(0, 1): math.nan})
     record, arrays = data_of(html(summary))

@@ -76,6 +76,41 @@ class HeadPlan:
         """Whether keys or values have less than 16 bits."""
         return self.key_bits < 16 or self.value_bits < 16
 
+    @property
+    def words(self) -> str:
+        """What it keeps, in words.
+
+        Example:
+            >>> HeadPlan("streaming", first=4, recent=124).words
+            '4 first and 124 recent keys'
+            >>> HeadPlan(key_bits=8, value_bits=4).words
+            'all keys in 8 bits and values in 4'
+        """
+        if self.kind == "dropped":
+            return "nothing"
+        if self.kind == "streaming":
+            return f"{self.first} first and {self.recent} recent keys"
+        if not self.quantised:
+            return "all keys"
+        if self.key_bits == self.value_bits:
+            return f"all keys in {self.key_bits} bits"
+        return f"all keys in {self.key_bits} bits and values in {self.value_bits}"
+
+    @property
+    def symbol(self) -> str:
+        """What it keeps, in a few characters for tables.
+
+        Example:
+            >>> HeadPlan().symbol, HeadPlan("streaming", first=4, recent=124).symbol
+            ('full', '4+124')
+        """
+        if self.kind == "streaming":
+            return f"{self.first}+{self.recent}"
+        if self.kind == "dropped" or not self.quantised:
+            return "none" if self.kind == "dropped" else "full"
+        bits = {self.key_bits: None, self.value_bits: None}
+        return f"{'/'.join(map(str, bits))} bit"
+
     def keys(self, n: int) -> int:
         """Number of keys that it keeps of n tokens."""
         if self.kind == "full":

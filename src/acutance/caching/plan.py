@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -184,9 +185,16 @@ class CachePlan:
 
     @property
     def name(self) -> str:
-        """Its name in tables: how many of its key heads are full, streaming and dropped."""
-        kinds = [one.kind for heads in self.layers.values() for one in heads]
-        counts = [f"{kinds.count(kind)} {kind}" for kind in get_args(Kind) if kind in kinds]
+        """Its name in tables: how many of its key heads keep what.
+
+        Full heads in fewer than 16 bits are counted by their bits, keys before values.
+        """
+        heads = [one for some in self.layers.values() for one in some]
+        rounded = Counter(one.symbol for one in heads if one.quantised)
+        kinds = Counter(one.kind for one in heads if not one.quantised)
+        counts = [f"{kinds['full']} full"] if kinds["full"] else []
+        counts += [f"{rounded[bits]} in {bits}s" for bits in sorted(rounded, reverse=True)]
+        counts += [f"{kinds[kind]} {kind}" for kind in get_args(Kind)[1:] if kinds[kind]]
         return f"cache plan ({', '.join(counts)})"
 
     @property

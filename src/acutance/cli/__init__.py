@@ -17,6 +17,7 @@ from acutance.cli import (
     info,
     judge,
     merge,
+    plan,
     predict,
     probe,
     report,
@@ -72,6 +73,7 @@ app.command("temperature", cls=Command)(temperature.temperature)
 app.command("calibrate", cls=Command)(calibrate.calibrate)
 app.command("judge", cls=Command)(judge.judge)
 app.command("budget", cls=Command)(budget.budget)
+app.command("plan", cls=Command)(plan.plan)
 app.command("extend", cls=Command)(extend.extend)
 app.command("compare", cls=Command)(compare.compare)
 app.command("reproduce", cls=Command)(reproduce.reproduce)

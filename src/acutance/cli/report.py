@@ -51,9 +51,18 @@ class ReportOptions:
     chart: Chart = "heads"
     metric: Metric = None
     dark: Dark = False
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="Cache plan to show beside the heads, from 'budget -o', or with the cost of each "
+            "head's share from 'budget --json'.",
+        ),
+    ] = None
 
 
-@command(ReportOptions, {READ: "metric", WRITE: "html json csv parquet figure chart dark"})
+@command(ReportOptions, {READ: "metric plan", WRITE: "html json csv parquet figure chart dark"})
 def report(options: ReportOptions) -> None:
     """Show a saved state as a table, page, figure or file, without running the model."""
     targets = {
@@ -63,7 +72,7 @@ def report(options: ReportOptions) -> None:
         "--parquet": options.parquet,
         "--figure": options.figure,
     }
-    check_outputs(targets, {"STATE": options.state})
+    check_outputs(targets, {"STATE": options.state, "--plan": options.plan})
     check_figure("--figure", options.figure)
     check_chart(options.chart, options.metric)
     check_metrics([] if options.metric is None else [options.metric])
@@ -74,7 +83,12 @@ def report(options: ReportOptions) -> None:
         if options.metric is not None:
             summary.mean(options.metric)  # names what is near an unknown one
         show_summary(
-            summary, targets, chart=options.chart, metric=options.metric, dark=options.dark
+            summary,
+            targets,
+            chart=options.chart,
+            metric=options.metric,
+            dark=options.dark,
+            plan=options.plan,
         )
 
 
@@ -88,6 +102,7 @@ def show_summary(
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
     judged: "Judged | None" = None,
+    plan: Path | None = None,
 ) -> None:
     """Write the files of a summary and print its table, findings and advice.
 
@@ -100,12 +115,20 @@ def show_summary(
         dark: whether the figure has a dark page.
         key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
         judged: changes that were judged by the loss, with ``probe --judge``.
+        plan: file of a cache plan to show beside the heads.
     """
     from acutance.report.exports import exports, print_summary
 
     record = None if judged is None else judged.to_dict()
+    planned = None if plan is None else _plan_beside(plan, summary)
     more = exports(
-        summary, chart=chart, metric=metric, dark=dark, key_norms=key_norms, judged=record
+        summary,
+        chart=chart,
+        metric=metric,
+        dark=dark,
+        key_norms=key_norms,
+        judged=record,
+        plan=None if planned is None else planned[0],
     )
 
     def show(screen: Any) -> None:
@@ -115,8 +138,33 @@ def show_summary(
 
             screen.print("")
             screen.print(show_proposed(judged.comparison, judged.reasons))
+        if planned is not None:
+            screen.print("")
+            screen.print(planned[1])
 
     write_and_show({**(first or {}), **more}, targets, show)
+
+
+#: Tokens at which a plan without costs is counted.
+_PLAN_AT = 4096
+
+
+def _plan_beside(path: Path, summary: "HeadSummary") -> tuple[dict[str, Any], Any]:
+    """A plan as a record for the page, and as a table for the terminal.
+
+    Raises:
+        ValueError: if it cannot be read or is of another model than the summary.
+    """
+    from acutance.caching.exchange.plan_record import plan_record, read_costs
+    from acutance.caching.plan import CachePlan
+    from acutance.caching.render import show_plan
+
+    found, costs = CachePlan.load(path), read_costs(path)
+    n = _PLAN_AT if costs is None else costs.n
+    layers = [(layer.module, layer.numbers) for layer in summary.layers]
+    model = str(summary.about.get("model", "model"))
+    record = plan_record(found, layers, n, costs, name=str(path), model=model)
+    return record, show_plan(found, [n], costs)
 
 
 def show_outcome(

@@ -45,6 +45,7 @@ def exports(
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
     judged: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Callable[[Path], object]]:
     """Functions that write each export file, by the name of its option.
 
@@ -57,18 +58,20 @@ def exports(
             page.
         judged: a comparison of losses as plain JSON values, with ``laws`` and, if there are any,
             ``sentences``; for the JSON and the page.
+        plan: a cache plan as plain JSON values; for the JSON and the page.
     """
 
     def json_to(path: Path) -> None:
         advice = [each.to_dict() for each in recommendations(summary)]
         more = {} if key_norms is None else {"key_norms": dict(key_norms)}
         more |= {} if judged is None else {"judged": judged["laws"]}
+        more |= {} if plan is None else {"cache_plan": dict(plan)}
         put_json({**summary.to_dict(), "recommendations": advice, **more}, path)
 
     def page_to(path: Path) -> None:
         from acutance.report.html_page.write import write_html
 
-        write_html(summary, path, key_norms, judged)
+        write_html(summary, path, key_norms, judged, plan)
 
     def figure_to(path: Path) -> None:
         from acutance.report.charts import draw

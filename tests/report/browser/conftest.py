@@ -193,12 +193,17 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     pages = []
 
     def opened(
-        summary: HeadSummary, fragment: str = "", *, width: int = 1440, dark: bool = False
+        summary: HeadSummary,
+        fragment: str = "",
+        *,
+        width: int = 1440,
+        dark: bool = False,
+        plan: dict[str, Any] | None = None,
     ) -> Page:
         page = Page(browser, width, 900, dark)
         pages.append(page)
         path = tmp_path / "report.html"
-        path.write_text(html(summary), encoding="utf-8")
+        path.write_text(html(summary, plan=plan), encoding="utf-8")
         page.open(path.as_uri() + fragment)
         return page
 

@@ -236,6 +236,32 @@ def test_every_control_is_named_and_shows_its_focus(summary_of: Make, show: Show
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
+def test_a_cache_plan_is_on_the_map_and_in_the_panel(
+    summary_of: Make, show: Show, cache_plan: dict[str, Any]
+) -> None:
+    page = show(summary_of((4, 2)), "#L0H1", plan=cache_plan)
+    assert page.run("document.getElementById('metric').selectedOptions[0].text") == "kept share"
+    labels = page.run("[...document.querySelectorAll('#map .head')].map((one) => one.ariaLabel)")
+    assert labels[1].startswith("layer 0, head 1: 0.125")
+    assert labels[1].endswith("keeps 4 first and \\x1b")
+    assert "keeps" not in labels[5]
+    said = page.text("#plan-words")
+    assert said.startswith("Key head 0 (query heads 0 to 1) keeps 4 first and \\x1b: 13% of its")
+    assert said.endswith("Expected cost: +0.030 nat a token.")
+    chosen = "document.querySelector('#plan-options tr.now')"
+    assert page.run(f"{chosen}.ariaLabel") == "4 first and \\x1b, the plan's choice"
+    assert page.run("[...document.querySelectorAll('.tiles dd.big')].pop().textContent") == (
+        "56% of the bytes"
+    )
+    page.move("#map .head:nth-of-type(2)")
+    page.until("document.getElementById('tip').style.visibility === 'visible'")
+    assert "Cache plan: keeps 4 first" in page.text("#tip")
+    page.choose("cost to shrink, nat")
+    assert page.run("document.querySelector('#map .head').textContent") == "0.03"
+    page.run("location.hash = '#L1H0'")
+    page.until("document.getElementById('plan-part').hidden")
+
+
 def test_keys_move_through_the_map(summary_of: Make, show: Show) -> None:
     page = show(summary_of((3, 2)), "#L1H1")
     page.run("document.querySelector('[aria-selected=true]').focus()")

@@ -76,9 +76,9 @@ def places(plan: _Whole, pick: _Pick) -> str:
     Example:
         >>> from acutance import CachePlan
         >>> from acutance.experiments.models.trained import decoder
-        >>> plan = CachePlan.of(decoder(), {0: HeadPlan("dropped"), (1, 2): HeadPlan("dropped")})
+        >>> plan = CachePlan.of(decoder(), {0: HeadPlan("dropped"), (1, 1): HeadPlan("dropped")})
         >>> places(plan, lambda layer, head: head.kind == "dropped")
-        '0, 1.2'
+        '0, 1.1'
     """
     found = []
     for layer, (name, heads) in enumerate(plan.layers.items()):

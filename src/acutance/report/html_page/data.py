@@ -23,6 +23,7 @@ from acutance.diagnose.recommendations import (
 from acutance.diagnose.sentences import GROUPS, crossing, metric_words
 from acutance.escapes import visible
 from acutance.report.colours import ANCHORS, as_hex, colour_scale
+from acutance.report.html_page.added_data import GROUP, judged_data, plan_data, plan_metrics
 from acutance.report.html_page.packing import (
     LEVELS,
     SOFT,
@@ -53,10 +54,12 @@ def packed(
     summary: HeadSummary,
     key_norms: Mapping[str, Any] | None = None,
     judged: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> str:
     """The data of the HTML page as base64 text, as precise as its size budget allows."""
     record, head_classes = _record(summary), classify(summary)
-    record["judged"] = _judged(judged)
+    record |= {"judged": judged_data(judged), "plan": plan_data(plan)}
+    record["groups"] = [*([] if plan is None else [GROUP]), *GROUPS]
     if key_norms is not None:
         record["findings"].append(
             {
@@ -71,30 +74,10 @@ def packed(
     for level in LEVELS:
         if _least(summary, level) > most:
             continue
-        text = _packed(summary, record, head_classes, level)
+        text = _packed(summary, record, head_classes, level, plan)
         if len(text) <= most:
             return text
-    return text or _packed(summary, record, head_classes, LEVELS[-1])
-
-
-def _judged(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Table of changes to the model, such as laws, with what each does to the loss.
-
-    Args:
-        judged: the JSON record that ``probe --judge`` writes, or None.
-
-    Returns:
-        ``rows``, each with name, reason, difference of the loss and verdict of a change, and
-        ``sentences``; None if there is no record or it has no change.
-    """
-    if judged is None or not judged["laws"]:
-        return None
-    rows = []
-    for law in judged["laws"]:
-        error = "" if law["error"] is None else f" ± {law['error']:.4f}"
-        cells = law["name"], law.get("reason", ""), f"{law['delta']:+.4f}{error}", law["verdict"]
-        rows.append([visible(cell) for cell in cells])
-    return {"rows": rows, "sentences": [visible(line) for line in judged["sentences"]]}
+    return text or _packed(summary, record, head_classes, LEVELS[-1], plan)
 
 
 def _least(summary: HeadSummary, level: Level) -> float:
@@ -111,6 +94,7 @@ def _packed(
     record: dict[str, Any],
     head_classes: list[tuple[HeadClass, ...]],
     level: Level,
+    plan: Mapping[str, Any] | None,
 ) -> str:
     """The page's data as base64 text at a precision level."""
     packer = Packer()
@@ -132,7 +116,7 @@ def _packed(
         )
         for index in range(len(summary.metrics))
     ]
-    metrics += span_metrics(summary, level, packer)
+    metrics += span_metrics(summary, level, packer) + plan_metrics(summary, plan, level, packer)
     more = structure(summary, level, packer) | classes(head_classes, level)
     more |= span_tables(summary.spans, level, packer) | head_rows(summary)
     return packer.text({**record, **more, "metrics": metrics, "level": asdict(level)})
@@ -155,7 +139,6 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         ],
         "modules": [visible(sentence) for sentence in module_sentences(summary.layers)],
         "statuses": STATUSES,
-        "groups": GROUPS,
         "edges": {
             kind: [rounded(edge, 6) for edge in edges(name)]
             for name, kind in ((name, SCALES.get(name, "unit")) for name in summary.metrics)

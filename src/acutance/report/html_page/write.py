@@ -71,9 +71,10 @@ def write_html(
     path: str | os.PathLike[str],
     key_norms: Mapping[str, Any] | None = None,
     judged: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the report of a summary to a file, atomically."""
-    text = html(summary, key_norms, judged)
+    """Write the report of a summary to a file, atomically; arguments are those of :func:`html`."""
+    text = html(summary, key_norms, judged, plan)
     write_text(path, text)
 
 
@@ -81,6 +82,7 @@ def html(
     summary: HeadSummary,
     key_norms: Mapping[str, Any] | None = None,
     judged: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> str:
     """The report of a summary as one self-contained HTML page.
 
@@ -94,6 +96,8 @@ def html(
             a line.
         judged: a comparison of losses, as in the JSON of ``acutance judge``, with ``sentences``;
             adds a table.
+        plan: a cache plan, from :func:`acutance.caching.exchange.plan_record.plan_record`; the map
+            begins with it, and the panel says what each head keeps.
 
     Example:
         >>> import torch, acutance
@@ -104,7 +108,7 @@ def html(
         '<!doctype html>'
     """
     before, after = _frame()
-    return before + packed(summary, key_norms, judged) + after
+    return before + packed(summary, key_norms, judged, plan) + after
 
 
 @functools.cache

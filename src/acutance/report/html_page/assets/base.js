@@ -84,6 +84,7 @@ const percent = (share) => {
   return typeset(size && size < 0.05 ? "under 0.1%" : `${size < 9.95 && size > 0 ? value.toFixed(1) : size > 99 && size < 100 ? value.toFixed(1) : value.toFixed(0)}%`);
 };
 const plain = (value) => typeset(far(value) ? value.toExponential(0) : String(Number(value.toPrecision(3))));
+const signed = (value) => `${value > 0 ? "+" : ""}${number(value, 2)}`;
 const unit = (one) => (one.unit === "1" ? "" : one.unit);
 const withUnit = (one) => (one.unit === "1" || label(one).includes(one.unit) ? label(one) : `${label(one)}, ${one.unit}`);
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);

@@ -45,7 +45,8 @@ const drawHistogram = (page, box, at) => {
   const range = one.min ? `, from ${number(one.min[at], 3)} to ${number(one.max[at], 3)}` : "";
   if (!bins) {
     box.replaceChildren();
-    if (one.span) note.textContent = `Mean ${number(one.mean[at])}. The distribution over rows is not recorded.`;
+    if (one.group === "Cache plan") note.textContent = `${capital(number(one.mean[at]))} for this head: a plan has no distribution over rows.`;
+    else if (one.span) note.textContent = `Mean ${number(one.mean[at])}. The distribution over rows is not recorded.`;
     else note.textContent = one.first === null
       ? `A report with this many heads has no distribution of ${label(one)}. Mean ${number(one.mean[at])} ± ${number(one.std[at], 2)}${range}.`
       : "This head has no valid rows for this metric.";

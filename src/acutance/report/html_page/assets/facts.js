@@ -19,6 +19,7 @@ const drawFacts = (page) => {
     tile("A row can see", seen.length ? `${number(middle(seen), 3)} tokens` : "–", seen.length && seen[seen.length - 1] - seen[0] > 0.01 ? `on average; from ${number(seen[0], 3)} to ${number(seen[seen.length - 1], 3)} by head` : "on average, without padding"),
     tile("A typical head attends to", keys.length ? `${number(middle(keys), 2)} tokens` : "–", keys.length ? `effectively; the sharpest to ${number(keys[0], 2)}, the most diffuse to ${number(keys[keys.length - 1], 2)}` : "not recorded"),
     tile("Verified", layers.length ? `${checked.length} of ${some(layers.length, "layer")}` : "–", checked.length ? `outputs recomputed; largest relative difference ${number(worst, 1)}` : "no output was recomputed; use verify"),
+    ...(data.plan ? [tile("Cache plan", `${percent(data.plan.share)} of the bytes`, `after ${count(data.plan.n)} tokens: ${data.plan.name.replace(/^cache plan \((.*)\)$/, "$1")} key heads`)] : []),
   );
   $("brief").hidden = !data.overview.length;
   $("overview").append(...data.overview.map((said) => {

@@ -27,6 +27,28 @@ const drawHead = (page) => {
     if (alarm) box.append(make("p", `${capital(layers[layer].status)}: ${data.statuses[layers[layer].status]}.`, `small ${alarm}`));
   };
 
+  // -- the cache plan ----------------------------------------------------------------------------------------
+  const plan = (at) => {
+    const kept = page.planned(at);
+    $("plan-part").hidden = !kept;
+    if (!kept) return;
+    const [from, to] = kept.queries, group = to > from ? ` (query heads ${from} to ${to})` : "";
+    const cost = kept.cost ? ` Expected cost: ${signed(kept.cost[0] + kept.cost[1])} nat a token.` : "";
+    $("plan-words").textContent = `Key head ${kept.head}${group} keeps ${kept.keeps}: ${percent(kept.share)} of its bytes after ${count(data.plan.n)} tokens.${cost}`;
+    $("plan-costs").hidden = !kept.options.length;
+    if (!kept.options.length) return;
+    const head = make("thead"), body = make("tbody");
+    head.append(row(["if it keeps", "of its bytes", "first order, nat", "second order, nat"], "th"));
+    const none = ["all keys", 1, 0, 0, !kept.options.some((one) => one[4])];
+    [none, ...kept.options].forEach(([keeps, share, first, second, chosen]) => {
+      const line = row([chosen ? `${keeps} ✓` : keeps, percent(share), signed(first), signed(second)]);
+      if (chosen) { line.className = "now"; line.setAttribute("aria-label", `${keeps}, the plan's choice`); }
+      body.append(line);
+    });
+    $("plan-options").replaceChildren(head, body);
+    $("plan-note").textContent = `Expected rise of the loss, in nats a token, from derivatives at ${count(data.plan.costs_at)} tokens: theory, to be checked with acutance judge. ✓: the plan's choice.`;
+  };
+
   // -- against n and position ----------------------------------------------------------------------------
   const curve = (part, name, at) => {
     const stored = data[part], codes = stored && stored.metrics[name];
@@ -151,6 +173,7 @@ const drawHead = (page) => {
     $("head-name").textContent = page.plain(at);
     $("head-where").textContent = `${layer.module}${layer.crossing} · ${some(layer.rows, "row")} · ${layer.status}`;
     words(at);
+    plan(at);
     drawRange(page, $("range"), at);
     $("histogram-title").textContent = `${capital(label(page.now()))} over rows`;
     drawHistogram(page, $("histogram"), at);

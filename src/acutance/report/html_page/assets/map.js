@@ -72,12 +72,13 @@ const drawMap = (page) => {
       fill(cell, one.mean[at], ends);
       const kinds = page.classesOf(at).map((kind) => kind.label);
       const [layer, head] = places[at];
-      cell.setAttribute("aria-label", `layer ${layer}, head ${head}: ${[number(one.mean[at]), ...kinds].join(", ")}`);
+      const kept = page.planned(at);
+      cell.setAttribute("aria-label", `layer ${layer}, head ${head}: ${[number(one.mean[at]), ...kinds, ...(kept ? [`keeps ${kept.keeps}`] : [])].join(", ")}`);
     });
     means.forEach((cell, layer) => fill(cell, one.layer[layer], ends));
     map.setAttribute("aria-label", `Mean ${label(one)}, layers down, heads across`);
     const measure = one.unit === "1" ? "a pure number" : `in ${one.unit === "nat" ? "nats (natural logarithms)" : one.unit}`;
-    $("meaning").textContent = `${capital(one.meaning)}. Mean over rows, ${measure}, range ${one.range}.`;
+    $("meaning").textContent = `${capital(one.meaning)}. ${one.group === "Cache plan" ? capital(measure) : `Mean over rows, ${measure}`}, range ${one.range}.`;
     $("low").textContent = one.ends[0];
     $("high").textContent = one.ends[1] + (ends.log ? " (log scale)" : "");
     const pen = $("bar").getContext("2d");
@@ -107,7 +108,8 @@ const drawMap = (page) => {
       table.append(line);
     });
     const layer = page.layerOf(at), facts = `${some(page.rows(one, at), "row")} · ${layer.status}`;
-    tip.replaceChildren(make("strong", page.long(at)), ...chips, make("p", facts, "muted small"), table);
+    const kept = page.planned(at), plan = kept ? [make("p", `Cache plan: keeps ${kept.keeps}${kept.cost ? `, expected cost ${signed(kept.cost[0] + kept.cost[1])} nat` : ""}`, "small")] : [];
+    tip.replaceChildren(make("strong", page.long(at)), ...chips, make("p", facts, "muted small"), ...plan, table);
     const box = cells[at].getBoundingClientRect(), size = tip.getBoundingClientRect();
     const right = box.right + 10 + size.width < innerWidth;
     tip.style.left = `${Math.max(8, right ? box.right + 10 : box.left - size.width - 10)}px`;

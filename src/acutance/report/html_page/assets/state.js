@@ -12,7 +12,7 @@ const start = (data) => {
   const page = {
     data, layers, metrics, places,
     paint: painter(data.colours),
-    metric: Math.max(0, index("normalized_entropy")),
+    metric: Math.max(0, index(data.plan ? "kept_share" : "normalized_entropy")),
     chosen: 0,
     shown: null, // heads that the filter lets through; null is all
     listeners: [],
@@ -28,12 +28,14 @@ const start = (data) => {
     mean: (name, at) => { const one = page.named(name); return one ? one.mean[at] : null; },
     /** Classes of a head, each with its name and the sentence that says why; [] where none holds or none was asked for. */
     classesOf: (at) => (data.heads ? data.heads[at].map(([index, sentence]) => ({ ...data.classes[index], index, sentence: sentence || `Class ${data.classes[index].label}: ${data.classes[index].rule}.` })) : []),
+    /** What a head's key head keeps under the cache plan; null without a plan for it. */
+    planned: (at) => (data.plan && data.plan.heads[at] !== null ? data.plan.key_heads[data.plan.heads[at]] : null),
     on: (draw) => page.listeners.push(draw),
     changed: (...what) => {
       page.listeners.forEach((draw) => draw(what));
       if (places.length) {
         const name = page.now().name;
-        const where = `#${page.short(page.chosen)}${name === "normalized_entropy" ? "" : `:${name}`}`;
+        const where = `#${page.short(page.chosen)}${name === (data.plan ? "kept_share" : "normalized_entropy") ? "" : `:${name}`}`;
         try { history.replaceState(null, "", where); } catch { /* a page without an address of its own */ }
       }
     },
