@@ -15,7 +15,8 @@ from acutance.caching.alternatives import Dropped, Rounded
 from acutance.caching.frontier import Budget, Point
 from acutance.caching.layer_shapes import cache_shapes
 from acutance.caching.plan import CachePlan, HeadPlan
-from acutance.caching.proposals import Place, cheapest, options_of
+from acutance.caching.proposals import Place, options_of
+from acutance.caching.rules import propose, read_reach
 from acutance.calibration.apply_law import apply
 from acutance.calibration.by_loss.choose_windows import gate_slopes
 from acutance.calibration.by_loss.gates import Alternative
@@ -42,11 +43,15 @@ __all__ = ["PLANS", "budget"]
 PLANS = (
     HeadPlan("streaming", first=4, recent=124),
     HeadPlan("streaming", first=4, recent=252),
+    HeadPlan("streaming", first=4, recent=508),
     HeadPlan(key_bits=8, value_bits=8),
     HeadPlan(key_bits=4, value_bits=4),
+    HeadPlan(key_bits=4, value_bits=2),
 )
 #: Shares of the full cache at which the frontier is measured.
 SHARES = (0.75, 0.5, 0.35, 0.25)
+#: Ends of the names of the files that keep derivatives, statistics and losses.
+_FILES = (".costs", ".reach", "")
 #: Windows whose derivatives are read, and that decide, at least.
 _LEAST = (2, 2)
 #: Level of the one-sided interval within which the loss may rise.
@@ -59,7 +64,7 @@ def budget(
     *,
     keep: float | None = None,
     max_loss: float | None = None,
-    plans: Sequence[HeadPlan] = PLANS,
+    plans: Sequence[HeadPlan] | None = None,
     shares: Sequence[float] = SHARES,
     loss: AnyLoss | None = None,
     save: str | os.PathLike[str] | None = None,
@@ -69,10 +74,15 @@ def budget(
 ) -> Budget:
     r"""Find what each key head must keep in the cache, at a given size or a given loss.
 
-    Every second window gives what each of ``plans`` would cost each key head: from one backward
-    pass, the derivative of the loss by a gate to the head's output under the plan (see
-    :func:`acutance.calibration.gate_slopes`), and the same with its second-order cost. For either,
-    plans of all heads with the least sum of costs are proposed at each share of the full cache.
+    Every second window proposes plans at each share of the full cache, by three rules:
+
+    * ``"gradient"``: the derivative of the loss by a gate to the head's output under each of
+      ``plans``, plus its second-order cost, from one backward pass (see
+      :func:`acutance.calibration.gate_slopes`). The costs of all heads have the least sum.
+    * ``"distant weight"``: heads stream that lose least weight by it.
+    * ``"keys_95"``: heads stream that need fewest keys for 95 % of a row's weight.
+
+    By the last two, all other heads keep the same precision, the one with the least sum of costs.
     The other windows decide: the loss of every proposal is measured on them.
 
     Args:
@@ -83,15 +93,17 @@ def budget(
             ``max_loss`` is given.
         max_loss: largest rise of the mean loss, in nats a token: the smallest plan is returned
             whose rise is below it with 95 % confidence.
-        plans: what a key head may keep instead of everything.
+        plans: what a key head may keep instead of everything. None: 4 first and 124, 252 or 508
+            recent keys, as far as windows are longer; all keys and values in 8 bits or in 4; or
+            keys in 4 bits and values in 2.
         shares: shares at which the frontier is measured; ``keep`` is added.
         loss: as for :func:`acutance.judge`.
-        save: file that keeps the measured losses, to continue from; the derivatives are in the
-            same file with ``.costs`` at the end.
+        save: file that keeps the measured losses, to continue from. Derivatives are in the same
+            file with ``.costs`` at the end, statistics in that with ``.reach``.
         resume: continue from what ``save`` holds.
         overwrite: replace what ``save`` holds.
         advance: called after each run of the model with its tokens, the pass (1 for derivatives, 2
-            for losses) and 2.
+            for statistics, 3 for losses) and 3.
 
     Returns:
         The plan, and the frontier of loss against bytes that it was chosen from.
@@ -114,18 +126,13 @@ def budget(
         True
     """
     shares = _check(keep, max_loss, shares, plans)
-    check_state(save, resume=resume, overwrite=overwrite)
-    costs_file = None if save is None else f"{os.fspath(save)}.costs"
-    check_state(costs_file, resume=resume, overwrite=overwrite)
+    files = {part: None if save is None else f"{os.fspath(save)}{part}" for part in _FILES}
+    for file in files.values():
+        check_state(file, resume=resume, overwrite=overwrite)
     shapes = cache_shapes(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]
-    for plan in plans:
-        if plan.kind == "streaming" and plan.first + plan.recent >= n:
-            raise ValueError(
-                f"plans must keep fewer keys than a window has, got first={plan.first} and "
-                f"recent={plan.recent} for windows of {n} tokens"
-            )
+    plans = _fitting(plans, n)
     units = read.units
     if len(units) < sum(_LEAST):
         raise ValueError(
@@ -139,27 +146,26 @@ def budget(
         [_alternative(plan) for plan in plans],
         key_heads=True,
         loss=loss,
-        save=costs_file,
+        save=files[".costs"],
         resume=resume,
         overwrite=overwrite,
-        advance=None if advance is None else lambda tokens, *_: advance(tokens, 1, 2),
+        advance=None if advance is None else lambda tokens, *_: advance(tokens, 1, 3),
     )
-    rules: dict[str, dict[Place, tuple[float, ...]]] = {
-        "first order": {(one.module, one.head): one.slope for one in costs},
-        "second order": {
-            (one.module, one.head): tuple(map(sum, zip(one.slope, one.curvature, strict=True)))
-            for one in costs
-        },
+    reach = read_reach(
+        read, fitting, shapes, save=files[".reach"], resume=resume,
+        advance=None if advance is None else lambda tokens, *_: advance(tokens, 2, 3),
+    )  # fmt: skip
+    by_head = {
+        (one.module, one.head): tuple(map(sum, zip(one.slope, one.curvature, strict=True)))
+        for one in costs
     }
+    options = options_of(shapes, plans, by_head, n)
     whole = CachePlan.of(model)
     targets = [int(share * whole.full_bytes(n)) for share in shares]
-    proposals = []
-    for rule, by_head in rules.items():
-        for heads in cheapest(options_of(shapes, plans, by_head, n), targets):
-            if (
-                proposal := (rule, CachePlan(whole.model, shapes, _by_layer(heads)))
-            ) not in proposals:
-                proposals.append(proposal)
+    proposals = [
+        (rule, CachePlan(whole.model, shapes, _by_layer(heads)))
+        for rule, heads in propose(options, reach, targets)
+    ]
     points, before = _measure(read, deciding, proposals, save, resume, advance)
     return Budget(
         plan=_choose(points, n, keep, max_loss, len(deciding), whole),
@@ -182,7 +188,10 @@ def _by_layer(heads: Mapping[Place, HeadPlan]) -> dict[str, tuple[HeadPlan, ...]
 
 
 def _check(
-    keep: float | None, max_loss: float | None, shares: Sequence[float], plans: Sequence[HeadPlan]
+    keep: float | None,
+    max_loss: float | None,
+    shares: Sequence[float],
+    plans: Sequence[HeadPlan] | None,
 ) -> list[float]:
     """Check the arguments that do not depend on the model; returns the shares, falling."""
     if keep is not None and max_loss is not None:
@@ -194,9 +203,23 @@ def _check(
         check_number("keep" if share is keep else "shares", share, above=0.0)
         if share > 1.0:
             raise ValueError(f"keep and shares must be at most 1, got {share!r}")
-    if not plans or not all(isinstance(one, HeadPlan) for one in plans):
+    if plans is not None and not (plans and all(isinstance(one, HeadPlan) for one in plans)):
         raise TypeError(f"plans must be a sequence of HeadPlan, got {plans!r:.80}")
     return sorted({*some, *([0.5] if keep is max_loss is None else [])}, reverse=True)
+
+
+def _fitting(plans: Sequence[HeadPlan] | None, n: int) -> tuple[HeadPlan, ...]:
+    """The plans, or those of :data:`PLANS` that keep less than n keys or round them."""
+    short = [one.kind != "streaming" or one.first + one.recent < n for one in plans or PLANS]
+    if plans is None:
+        return tuple(one for one, fits in zip(PLANS, short, strict=True) if fits)
+    for plan, fits in zip(plans, short, strict=True):
+        if not fits:
+            raise ValueError(
+                f"plans must keep fewer keys than a window has, got first={plan.first} and "
+                f"recent={plan.recent} for windows of {n} tokens"
+            )
+    return tuple(plans)
 
 
 def _alternative(plan: HeadPlan) -> Window | Alternative:
@@ -266,7 +289,7 @@ def _measure(
     def losses() -> list[list[Reading]]:
         return [
             [
-                run.read(unit, torch.tensor(index), advance, 2, 2, backward=False)
+                run.read(unit, torch.tensor(index), advance, 3, 3, backward=False)
                 for unit in deciding
             ]
             for index in range(len(plans))

@@ -66,7 +66,7 @@ class BudgetOptions:
             "--streaming",
             metavar="FIRST,RECENT",
             help="First and newest keys that a head may keep; repeat for more. "
-            "Default: 4,124 and 4,252.",
+            "Default: 4,124, 4,252 and 4,508, and 8 or 4 bits for all keys.",
         ),
     ] = None
     length: Annotated[
@@ -88,7 +88,7 @@ class BudgetOptions:
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Save the state after every window, for --resume; derivatives in FILE.costs.",
+            help="Save the state after every window, for --resume; also FILE.costs and FILE.reach.",
         ),
     ] = None
     resume: Resume = False
@@ -147,12 +147,11 @@ def budget(options: BudgetOptions) -> None:
 
 def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget":
     """Load the model, read the texts, and search; progress is shown on standard error."""
-    from acutance.caching.find_plan import PLANS
     from acutance.caching.find_plan import budget as search
     from acutance.corpus import texts as corpus
     from acutance.judging.text_windows import loss_of, text_windows
 
-    plans = [_plan(text) for text in options.streaming] if options.streaming else list(PLANS)
+    plans = [_plan(text) for text in options.streaming] if options.streaming else None
     texts = corpus.read(options.text) if options.text else [corpus.bundled()]
     with console().status("loading the model"):
         loaded = load_model(options, options.device, head=True)

@@ -97,6 +97,7 @@ from acutance.theory.prediction import (
     Prediction,
     predict,
 )
+from acutance.theory.rounding import RoundingError, rounding_error
 from acutance.theory.scales import (
     critical_scale,
     gap_count,
@@ -129,6 +130,7 @@ __all__ = [
     "PREDICTED_MECHANISMS",
     "Prediction",
     "QuantizationNoise",
+    "RoundingError",
     "ScalingLaw",
     "asymptotic_collision_gauss",
     "asymptotic_entropy_gauss",
@@ -192,6 +194,7 @@ __all__ = [
     "predict",
     "quantization_noise",
     "retrieval_capacity",
+    "rounding_error",
     "scale_for_effective_keys",
     "scale_for_entropy",
     "scale_for_information",

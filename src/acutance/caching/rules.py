@@ -1,0 +1,213 @@
+"""Rules of thumb for streaming heads, from statistics of one probed pass."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.caching.head_plan import HeadPlan
+from acutance.caching.layer_shapes import LayerShape
+from acutance.caching.proposals import Option, Place, cheapest
+from acutance.calibration.by_loss.gradients import Reading
+from acutance.calibration.by_loss.readings import Readings
+from acutance.calibration.by_loss.runs import Advance, Unit, Windows
+from acutance.calibration.fit.passes import evaluating
+from acutance.probing.open_probe import probe
+from acutance.summary.head_summary import HeadSummary
+
+__all__ = ["HeadReach", "propose", "read_reach"]
+
+#: Rows of each window that are read, drawn at random.
+_ROWS = 256
+#: The rules, as reports name them.
+RULES = ("distant weight", "keys_95")
+
+
+@dataclass(frozen=True)
+class HeadReach:
+    """How far back the query heads of one key head read, means over rows.
+
+    Attributes:
+        octaves: mean weight by octave of distance, of all query heads: octave 0 is the row's own
+            position, octave k are distances of 2^(k−1) to 2^k − 1.
+        first: mean weight on the first visible key.
+        keys_95: keys that hold 95 % of a row's weight, for the query head that needs most.
+    """
+
+    octaves: tuple[float, ...]
+    first: float
+    keys_95: float
+
+    def beyond(self, recent: int) -> float:
+        """Mean weight on keys at distances of ``recent`` and more, without the first key.
+
+        The weight of an octave is spread evenly over its distances.
+
+        Example:
+            >>> HeadReach((0.4, 0.1, 0.2, 0.3), first=0.1, keys_95=5.0).beyond(2)
+            0.4
+            >>> HeadReach((0.4, 0.1, 0.2, 0.3), first=0.1, keys_95=5.0).beyond(6)
+            0.05
+        """
+        total = 0.0
+        for octave, mass in enumerate(self.octaves):
+            start, stop = (2**octave) // 2, 2**octave
+            total += mass * min(1.0, max(0.0, (stop - recent) / (stop - start)))
+        return max(0.0, total - self.first)
+
+
+def read_reach(
+    read: Windows,
+    units: Sequence[Unit],
+    shapes: Mapping[str, LayerShape],
+    *,
+    save: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    advance: Advance | None = None,
+) -> dict[Place, HeadReach]:
+    """How far back each key head reads, from one pass over some windows.
+
+    Args:
+        read: the model and its windows.
+        units: those that are read.
+        shapes: of the layers, by module name.
+        save: file that keeps what was read, to continue from.
+        resume: continue from it.
+        advance: called after each window with its tokens, 1 and 2.
+    """
+    octaves = read.lengths[-1].bit_length() + 1
+    readings = Readings({**read.settings(), "statistics": f"{_ROWS} rows"}, save, 1)
+    if resume:
+        readings.resume()
+    windows = []
+    try:
+        for unit in units:
+            make = functools.partial(_read, read, unit, shapes, octaves)
+            windows.append(readings.get(make))
+            if advance is not None:
+                advance(unit.tokens, 1, 2)
+    finally:
+        readings.save()
+    mean = torch.stack([one.gradient for one in windows]).mean(0).view(-1, octaves + 2).tolist()
+    places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
+    return {
+        place: HeadReach(tuple(row[:-2]), row[-2], row[-1])
+        for place, row in zip(places, mean, strict=True)
+    }
+
+
+def _read(read: Windows, unit: Unit, shapes: Mapping[str, LayerShape], octaves: int) -> Reading:
+    """The numbers of a :class:`HeadReach` for all key heads, from one window."""
+    metrics = ["first_weight", "keys_95"]
+    with (
+        evaluating(read.model),
+        torch.no_grad(),
+        probe(
+            read.model, metrics=metrics, gaps=True, structure=True, max_rows=_ROWS, verify=False,
+            profile=False,
+        ) as watch,
+    ):  # fmt: skip
+        for turn in unit.turns:
+            read.model(**read.batch(turn))
+    numbers = _by_key_head(watch.summary(), shapes, octaves)
+    return Reading(0.0, unit.tokens, numbers.flatten())
+
+
+def _by_key_head(summary: HeadSummary, shapes: Mapping[str, LayerShape], octaves: int) -> Tensor:
+    """Weight by octave, weight on the first key, and keys_95, (key heads, octaves + 2)."""
+    assert summary.distances is not None
+    behind = summary.distances.padded(octaves).mass[:, 0, :octaves]
+    columns = [behind, summary.mean("first_weight")[:, None], summary.mean("keys_95")[:, None]]
+    every = torch.cat([column.double() for column in columns], 1).nan_to_num(0.0)
+    index = {
+        (summary.layers[layer].module, head): at for at, (layer, head) in enumerate(summary.places)
+    }
+    rows = []
+    for name, shape in shapes.items():
+        group = shape.queries_per_key
+        for head in range(shape.heads):
+            some = every[[index[name, head * group + i] for i in range(group)]]
+            rows.append(torch.cat([some[:, :-1].mean(0), some[:, -1:].amax(0)]))
+    return torch.stack(rows)
+
+
+def propose(
+    options: Mapping[Place, Sequence[Option]],
+    reach: Mapping[Place, HeadReach],
+    targets: Sequence[int],
+) -> list[tuple[str, dict[Place, HeadPlan]]]:
+    """Plans of at most these bytes by each rule, without repetition.
+
+    Args:
+        options: of each key head, with what the derivatives say that they cost.
+        reach: how far back each key head reads.
+        targets: bytes of whole caches.
+
+    Returns:
+        For each plan the rule and what every key head keeps.
+    """
+    found = [("gradient", heads) for heads in cheapest(options, targets)]
+    expected = {place: {one.plan: one.cost for one in some} for place, some in options.items()}
+    first = next(iter(options.values()))
+    if any(one.plan.kind == "streaming" for one in first):
+        rests = [one.plan for one in first if one.plan.kind == "full"]
+        for rule in RULES:
+            by_rest = [cheapest(_by_rule(rule, reach, options, rest), targets) for rest in rests]
+            for target, plans in zip(targets, zip(*by_rest, strict=True), strict=True):
+                small = [plan for plan in plans if _bytes(plan, options) <= target] or [
+                    min(plans, key=lambda plan: _bytes(plan, options))
+                ]
+                found.append(
+                    (
+                        rule,
+                        min(
+                            small,
+                            key=lambda plan: sum(
+                                expected[place][one] for place, one in plan.items()
+                            ),
+                        ),
+                    )
+                )
+    different = []
+    for one in found:
+        if one not in different:
+            different.append(one)
+    return different
+
+
+def _bytes(plan: Mapping[Place, HeadPlan], options: Mapping[Place, Sequence[Option]]) -> int:
+    """Bytes of a plan of all heads."""
+    return sum(
+        one.bytes for place, some in options.items() for one in some if one.plan == plan[place]
+    )
+
+
+def _by_rule(
+    rule: str,
+    reach: Mapping[Place, HeadReach],
+    options: Mapping[Place, Sequence[Option]],
+    rest: HeadPlan,
+) -> dict[Place, list[Option]]:
+    """The options of every key head by a rule: ``rest`` for nothing, and streaming."""
+    return {
+        place: [
+            Option(one.plan, one.bytes, _cost(rule, reach[place], one.plan))
+            for one in some
+            if one.plan == rest or one.plan.kind == "streaming"
+        ]
+        for place, some in options.items()
+    }
+
+
+def _cost(rule: str, head: HeadReach, plan: HeadPlan) -> float:
+    """What a plan costs a key head by a rule: lost weight, or needed keys for each one kept."""
+    if plan.kind != "streaming":
+        return 0.0
+    if rule == "keys_95":
+        return head.keys_95 / (plan.first + plan.recent)
+    return head.beyond(plan.recent)
