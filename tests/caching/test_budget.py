@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.caching import Budget, HeadPlan, budget
+from acutance.caching import Budget, HeadPlan, budget, cache_shapes
 from acutance.caching.alternatives import rounded
 from acutance.caching.proposals import Option, cheapest
+from acutance.caching.rules import HeadReach, propose, read_reach
+from acutance.calibration.by_loss.runs import read_windows
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 
@@ -80,6 +82,58 @@ def test_losses_are_those_of_judge_and_the_plan_fits(found: Budget, tmp_path: Pa
     found.to_json(tmp_path / "budget.json")
     found.plan.save(tmp_path / "plan.json")
     assert acutance.CachePlan.load(tmp_path / "plan.json") == found.plan
+
+
+def test_rules_and_derivatives_compete(found: Budget) -> None:
+    assert {one.rule for one in found.points} == {"gradient", "distant weight", "keys_95"}
+    assert len(found.points) == len({(one.rule, one.plan.words) for one in found.points})
+
+
+def test_how_far_heads_read_is_that_of_their_weights() -> None:
+    """Against the eager weights of the same windows."""
+    model, tokens = decoder(), windows(2)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = torch.stack(model(tokens, output_attentions=True).attentions, 1).double()
+    read = read_windows(model, tokens, None, None)
+    shapes = cache_shapes(model)
+    reach = read_reach(read, read.units, shapes)
+    share = next(iter(shapes.values())).queries_per_key
+    back = torch.arange(128)[:, None] - torch.arange(128)
+    for layer, name in enumerate(shapes):
+        for head in range(shapes[name].heads):
+            p = weights[:, layer, head * share : (head + 1) * share]
+            one = reach[name, head]
+            beyond = p[..., back >= 32].sum(-1).mean() / 128 - p[..., 0].mean()
+            assert one.beyond(32) == pytest.approx(max(0.0, float(beyond)), abs=1e-5)
+            assert one.first == pytest.approx(float(p[..., 0].mean()), abs=1e-5)
+            needed = (p.sort(-1, descending=True)[0].cumsum(-1) < 0.95).sum(-1) + 1
+            most = needed.double().mean((0, 2)).max()
+            assert one.keys_95 == pytest.approx(float(most), rel=0.03)
+
+
+def test_a_rule_lets_the_nearest_heads_stream_and_rounds_the_rest() -> None:
+    """By weight, the head that reads far stays; by the costs, the rest is rounded to 8 bits."""
+    eight = HeadPlan(key_bits=8, value_bits=8)
+    options = {
+        ("layer", head): [
+            Option(HeadPlan(), 100, 0.0),
+            Option(SHORT, 10, 1.0),
+            Option(eight, 60, 0.1),
+        ]
+        for head in range(4)
+    }
+    far = HeadReach((0.1,) * 5 + (0.5,), first=0.0, keys_95=20.0)
+    near = HeadReach((0.9,) + (0.02,) * 5, first=0.0, keys_95=40.0)
+    reach = dict(zip(options, (far, near, near, near), strict=True))
+    plans = dict(propose(options, reach, [100]))
+    assert set(plans) == {"gradient", "distant weight", "keys_95"}
+    assert plans["distant weight"] == dict(zip(options, (eight, SHORT, SHORT, SHORT), strict=True))
+    assert plans["keys_95"]["layer", 0] == SHORT
+    assert sorted(one.kind for one in plans["keys_95"].values()) == ["full"] + 3 * ["streaming"]
+    for plan in plans.values():
+        sizes = {one.plan: one.bytes for one in options["layer", 0]}
+        assert sum(sizes[one] for one in plan.values()) <= 100
 
 
 def test_a_plan_of_a_given_loss() -> None:

@@ -35,7 +35,7 @@ def test_a_plan_is_found_written_and_judged(
     plan, record = tmp_path / "plan.json", tmp_path / "budget.json"
     result = run(
         "budget", directory(), "--text", text, "--lengths", 96, "--windows", 4, "--keep", 0.5,
-        "--streaming", "2,14", "-o", plan, "--json", record,
+        "--streaming", "2,14", "-o", plan, "--json", record, "--figure", tmp_path / "frontier.svg",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "The plan takes" in result.output
@@ -46,6 +46,7 @@ def test_a_plan_is_found_written_and_judged(
     assert chosen["share"] == loaded.share(96)
     assert written["plan"] == loaded.record()
     assert written["windows"] == 2
+    assert "<svg" in (tmp_path / "frontier.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from acutance.cli.options import (
     AllowMissing,
     AllowPickle,
     AttentionName,
+    Dark,
     Device,
     JsonTo,
     Model,
@@ -26,7 +27,14 @@ from acutance.cli.options import (
     read_lengths,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.shared import INTERRUPTED, console, fail, pass_progress, plain_errors
+from acutance.cli.shared import (
+    INTERRUPTED,
+    check_figure,
+    console,
+    fail,
+    pass_progress,
+    plain_errors,
+)
 
 if TYPE_CHECKING:
     from acutance.caching import Budget, HeadPlan
@@ -94,6 +102,15 @@ class BudgetOptions:
     resume: Resume = False
     overwrite: Overwrite = False
     json: JsonTo = None
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure",
+            metavar="FILE",
+            help="Draw loss against bytes as .png or .svg (needs acutance\\[plots]).",
+        ),
+    ] = None
+    dark: Dark = False
     tokenizer: Tokenizer = None
     attention: AttentionName = None
     device: Device = "cpu"
@@ -108,26 +125,34 @@ class BudgetOptions:
         READ: "text length tokenizer attention device trust_remote_code allow_pickle allow_missing",
         PLAN: "keep max_loss streaming",
         LESS: "windows seed",
-        WRITE: "out json save overwrite",
+        WRITE: "out json figure dark save overwrite",
         LONG: "resume",
     },
 )
 def budget(options: BudgetOptions) -> None:
     """Find what each key head must keep in the key-value cache, at a given size or loss."""
     check_outputs(
-        {"--out": options.out, "--json": options.json, "--save": options.save},
+        {
+            "--out": options.out,
+            "--json": options.json,
+            "--figure": options.figure,
+            "--save": options.save,
+        },
         {"MODEL": options.model, "--text": options.text},
         state="--save",
         resume=options.resume,
         overwrite=options.overwrite,
     )
+    check_figure("--figure", options.figure)
     check_resume(options.resume, options.save)
     lengths = None if options.length is None else read_lengths(options.length)
     if lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("a plan is for one length", param_hint="--lengths")
     with plain_errors():
+        from acutance.caching.figure import draw
         from acutance.caching.render import show
         from acutance.files import as_json, put_text
+        from acutance.report.plot_style import DARK, LIGHT
 
         try:
             result = _search(options, lengths)
@@ -139,8 +164,9 @@ def budget(options: BudgetOptions) -> None:
             {
                 "plan": result.plan.save,
                 "json": lambda path: put_text(as_json(result.to_dict()) + "\n", path),
+                "figure": lambda path: draw(result, path, theme=DARK if options.dark else LIGHT),
             },
-            {"plan": options.out, "json": options.json},
+            {"plan": options.out, "json": options.json, "figure": options.figure},
             lambda screen: screen.print(show(result)),
         )
 

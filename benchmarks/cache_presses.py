@@ -1,0 +1,176 @@
+"""Loss of cache plans beside kvpress's presses and transformers' QuantizedCache, at equal bytes.
+
+Every window is read up to its last tokens into a cache, which is then compressed, and these last
+tokens are scored with it: the protocol that presses are made for. Plans run in the same way, with
+their real cache. Bytes are of 16-bit numbers for the tokens before those that are scored. Results
+are added to a JSON file after each window, and what is in it is not measured again.
+
+kvpress needs an older transformers than the project's constraints, so it has an environment:
+
+    python -m venv /tmp/kvpress
+    /tmp/kvpress/bin/pip install "kvpress==0.5.5" "transformers==5.2.0" optimum-quanto ninja
+    PYTHONPATH=src /tmp/kvpress/bin/python benchmarks/cache_presses.py --model DIRECTORY \\
+        --tokens windows.pt --plan plan.json --ratio 0.5 --json presses.json
+
+``--tokens`` is a file of torch.save with windows of tokens, (windows, length).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import acutance
+from acutance.files import write_text
+
+#: kvpress's presses by name: each of a ratio of keys that are dropped.
+PRESSES = ("StreamingLLM", "SnapKV", "TOVA", "ExpectedAttention", "KeyDiff", "Knorm")
+
+
+def press(name: str, ratio: float) -> AbstractContextManager[Any]:
+    """A press that drops this ratio of the keys; ``AdaKV+`` before the name shares heads' keys."""
+    import kvpress
+
+    kind = getattr(kvpress, f"{name.removeprefix('AdaKV+')}Press")
+    made = kind(compression_ratio=ratio)
+    return kvpress.AdaKVPress(made) if name.startswith("AdaKV+") else made
+
+
+def windows_of(path: Path, count: int) -> Tensor:
+    """The first windows of a file, (windows, length)."""
+    tokens = torch.load(path)
+    if tokens.dim() != 2 or tokens.dtype != torch.int64:
+        raise SystemExit(f"{path} must hold int64 tokens (windows, length)")
+    return tokens[:count]
+
+
+class Scorer:
+    """Losses of the last tokens of a window after the cache of the others was compressed."""
+
+    def __init__(self, model: torch.nn.Module, scored: int) -> None:
+        self.model, self.scored = model, scored
+
+    @torch.no_grad()
+    def loss(
+        self, ids: Tensor, cache: Any, during: Callable[[], AbstractContextManager[Any]]
+    ) -> float:
+        """Mean loss of the last tokens of ``ids`` (1, L), in nats.
+
+        Args:
+            ids: a window.
+            cache: an empty cache.
+            during: gives the context in which the cache is filled.
+        """
+        model: Any = self.model
+        first = ids.shape[1] - self.scored
+        with during():
+            hidden = model.model(ids[:, :first], past_key_values=cache).last_hidden_state[:, -1:]
+        at = torch.arange(first, ids.shape[1])
+        kept = cache.layers[0].keys.shape[2] if hasattr(cache.layers[0], "keys") else first
+        mask = torch.ones(self.scored, kept + self.scored, dtype=torch.bool).tril(kept)
+        rest = model(
+            ids[:, first:], past_key_values=cache, position_ids=at[None], cache_position=at,
+            attention_mask=mask[None, None],
+        )  # fmt: skip
+        logits = torch.cat([model.lm_head(hidden), rest.logits[:, :-1]], 1)[0].double()
+        return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
+
+    @torch.no_grad()
+    def planned(self, ids: Tensor, plan: acutance.CachePlan | None) -> float:
+        """The same under a plan; None for the full cache."""
+        model: Any = self.model
+        first = ids.shape[1] - self.scored
+        with acutance.apply(model, plan) if plan is not None else nullcontext():
+            before = model.model(ids[:, :first], use_cache=True)
+            rest = model(ids[:, first:], past_key_values=before.past_key_values)
+        hidden = before.last_hidden_state[:, -1:]
+        logits = torch.cat([model.lm_head(hidden), rest.logits[:, :-1]], 1)[0].double()
+        return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
+
+    def quantised(self, ids: Tensor, bits: int) -> float:
+        """The same with transformers' QuantizedCache and optimum-quanto."""
+        from transformers import QuantizedCache
+
+        cache = QuantizedCache("quanto", self.model.config, nbits=bits)
+        return self._whole(ids, cache)
+
+    @torch.no_grad()
+    def _whole(self, ids: Tensor, cache: Any) -> float:
+        model: Any = self.model
+        first = ids.shape[1] - self.scored
+        before = model.model(ids[:, :first], past_key_values=cache, use_cache=True)
+        rest = model(ids[:, first:], past_key_values=cache)
+        hidden = before.last_hidden_state[:, -1:]
+        logits = torch.cat([model.lm_head(hidden), rest.logits[:, :-1]], 1)[0].double()
+        return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
+
+
+def contenders(options: argparse.Namespace, scorer: Scorer) -> dict[str, Callable[[Tensor], float]]:
+    """What is measured, by name: a function of a window (1, L)."""
+    from transformers import DynamicCache
+
+    found: dict[str, Callable[[Tensor], float]] = {"full": lambda ids: scorer.planned(ids, None)}
+    for path in options.plan:
+        plan = acutance.CachePlan.load(path).check(scorer.model)
+        found[f"plan {path.stem}"] = lambda ids, plan=plan: scorer.planned(ids, plan)
+    for bits in options.bits:
+        found[f"QuantizedCache {bits}"] = lambda ids, bits=bits: scorer.quantised(ids, bits)
+    for ratio in options.ratio:
+        for name in options.press:
+            found[f"{name} {ratio:g}"] = lambda ids, name=name, ratio=ratio: scorer.loss(
+                ids, DynamicCache(), lambda: press(name, ratio)(scorer.model)
+            )
+    return found
+
+
+def show(losses: Mapping[str, Mapping[str, float]]) -> None:
+    """Print mean differences from the full cache with standard errors over windows."""
+    full = losses["full"]
+    for name, own in losses.items():
+        deltas = [value - full[window] for window, value in own.items() if window in full]
+        error = statistics.stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else math.nan
+        each = " ".join(f"{one:+.3f}" for one in deltas)
+        print(f"{name:28} {statistics.fmean(deltas):+.4f} ± {error:.4f}  {each}")
+
+
+def main() -> None:
+    """Read the options, measure what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", required=True, help="directory of a causal model")
+    parser.add_argument("--tokens", type=Path, required=True, help="windows, a file of torch.save")
+    parser.add_argument("--windows", type=int, default=4, help="the first so many; default 4")
+    parser.add_argument("--scored", type=int, default=256, help="last tokens; default 256")
+    parser.add_argument("--plan", type=Path, action="append", default=[])
+    parser.add_argument("--ratio", type=float, action="append", default=[], help="dropped keys")
+    parser.add_argument("--press", action="append", help=f"default: {', '.join(PRESSES)}")
+    parser.add_argument("--bits", type=int, action="append", default=[], help="QuantizedCache")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    options.press = options.press or list(PRESSES)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    losses: dict[str, dict[str, float]] = {}
+    if options.json.exists():
+        losses = json.loads(options.json.read_text())
+    some = contenders(options, Scorer(model, options.scored))
+    for index, ids in enumerate(windows_of(options.tokens, options.windows).split(1)):
+        for name, loss in some.items():
+            own = losses.setdefault(name, {})
+            if str(index) not in own:
+                own[str(index)] = loss(ids)
+                write_text(options.json, json.dumps(losses, indent=1) + "\n")
+    show(losses)
+
+
+if __name__ == "__main__":
+    main()
