@@ -37,28 +37,30 @@ class HeadReach:
             position, octave k are distances of 2^(k−1) to 2^k − 1.
         first: mean weight on the first visible key.
         keys_95: keys that hold 95 % of a row's weight, for the query head that needs most.
+        n: tokens of the windows.
     """
 
     octaves: tuple[float, ...]
     first: float
     keys_95: float
+    n: int
 
     def beyond(self, recent: int) -> float:
         """Mean weight on keys at distances of ``recent`` and more, without the first key.
 
-        The weight of an octave is spread evenly over its distances.
+        The weight of an octave is spread evenly over its distances, that on the first key evenly
+        over rows.
 
         Example:
-            >>> HeadReach((0.4, 0.1, 0.2, 0.3), first=0.1, keys_95=5.0).beyond(2)
-            0.4
-            >>> HeadReach((0.4, 0.1, 0.2, 0.3), first=0.1, keys_95=5.0).beyond(6)
-            0.05
+            >>> head = HeadReach((0.4, 0.1, 0.2, 0.3), first=0.1, keys_95=5.0, n=8)
+            >>> [head.beyond(recent) for recent in (1, 2, 6)]
+            [0.5125, 0.425, 0.125]
         """
         total = 0.0
         for octave, mass in enumerate(self.octaves):
             start, stop = (2**octave) // 2, 2**octave
             total += mass * min(1.0, max(0.0, (stop - recent) / (stop - start)))
-        return max(0.0, total - self.first)
+        return max(0.0, total - self.first * max(0.0, 1 - recent / self.n))
 
 
 def read_reach(
@@ -96,7 +98,7 @@ def read_reach(
     mean = torch.stack([one.gradient for one in windows]).mean(0).view(-1, octaves + 2).tolist()
     places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
     return {
-        place: HeadReach(tuple(row[:-2]), row[-2], row[-1])
+        place: HeadReach(tuple(row[:-2]), row[-2], row[-1], read.lengths[-1])
         for place, row in zip(places, mean, strict=True)
     }
 
