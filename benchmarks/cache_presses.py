@@ -1,4 +1,4 @@
-"""Loss of cache plans beside kvpress's presses and transformers' QuantizedCache, at equal bytes.
+r"""Loss of cache plans beside kvpress's presses and transformers' QuantizedCache, at equal bytes.
 
 Every window is read up to its last tokens into a cache, which is then compressed, and these last
 tokens are scored with it: the protocol that presses are made for. Plans run in the same way, with
@@ -9,7 +9,7 @@ kvpress needs an older transformers than the project's constraints, so it has an
 
     python -m venv /tmp/kvpress
     /tmp/kvpress/bin/pip install "kvpress==0.5.5" "transformers==5.2.0" optimum-quanto ninja
-    PYTHONPATH=src /tmp/kvpress/bin/python benchmarks/cache_presses.py --model DIRECTORY \\
+    PYTHONPATH=src /tmp/kvpress/bin/python benchmarks/cache_presses.py --model DIRECTORY \
         --tokens windows.pt --plan plan.json --ratio 0.5 --json presses.json
 
 ``--tokens`` is a file of torch.save with windows of tokens, (windows, length).
@@ -36,13 +36,14 @@ from acutance.files import write_text
 PRESSES = ("StreamingLLM", "SnapKV", "TOVA", "ExpectedAttention", "KeyDiff", "Knorm")
 
 
-def press(name: str, ratio: float) -> AbstractContextManager[Any]:
+def press(name: str, ratio: float) -> Any:
     """A press that drops this ratio of the keys; ``AdaKV+`` before the name shares heads' keys."""
     import kvpress
 
     kind = getattr(kvpress, f"{name.removeprefix('AdaKV+')}Press")
-    made = kind(compression_ratio=ratio)
-    return kvpress.AdaKVPress(made) if name.startswith("AdaKV+") else made
+    extra = {"epsilon": 1e-2} if kind is kvpress.ExpectedAttentionPress else {}
+    one = kind(compression_ratio=ratio, **extra)
+    return kvpress.AdaKVPress(one) if name.startswith("AdaKV+") else one
 
 
 def windows_of(path: Path, count: int) -> Tensor:
@@ -60,7 +61,7 @@ class Scorer:
         self.model, self.scored = model, scored
 
     @torch.no_grad()
-    def loss(
+    def pressed(
         self, ids: Tensor, cache: Any, during: Callable[[], AbstractContextManager[Any]]
     ) -> float:
         """Mean loss of the last tokens of ``ids`` (1, L), in nats.
@@ -75,7 +76,7 @@ class Scorer:
         with during():
             hidden = model.model(ids[:, :first], past_key_values=cache).last_hidden_state[:, -1:]
         at = torch.arange(first, ids.shape[1])
-        kept = cache.layers[0].keys.shape[2] if hasattr(cache.layers[0], "keys") else first
+        kept = cache.layers[0].keys.shape[2]
         mask = torch.ones(self.scored, kept + self.scored, dtype=torch.bool).tril(kept)
         rest = model(
             ids[:, first:], past_key_values=cache, position_ids=at[None], cache_position=at,
@@ -85,49 +86,49 @@ class Scorer:
         return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
 
     @torch.no_grad()
-    def planned(self, ids: Tensor, plan: acutance.CachePlan | None) -> float:
-        """The same under a plan; None for the full cache."""
+    def whole(
+        self,
+        ids: Tensor,
+        cache: Any = None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> float:
+        """The same with a cache that stores what it likes, as those of plans do.
+
+        Args:
+            ids: a window.
+            cache: an empty cache; None for the model's.
+            context: gives the context in which all tokens are read.
+        """
         model: Any = self.model
         first = ids.shape[1] - self.scored
-        with acutance.apply(model, plan) if plan is not None else nullcontext():
-            before = model.model(ids[:, :first], use_cache=True)
+        with context():
+            before = model.model(ids[:, :first], past_key_values=cache, use_cache=True)
             rest = model(ids[:, first:], past_key_values=before.past_key_values)
-        hidden = before.last_hidden_state[:, -1:]
-        logits = torch.cat([model.lm_head(hidden), rest.logits[:, :-1]], 1)[0].double()
-        return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
-
-    def quantised(self, ids: Tensor, bits: int) -> float:
-        """The same with transformers' QuantizedCache and optimum-quanto."""
-        from transformers import QuantizedCache
-
-        cache = QuantizedCache("quanto", self.model.config, nbits=bits)
-        return self._whole(ids, cache)
-
-    @torch.no_grad()
-    def _whole(self, ids: Tensor, cache: Any) -> float:
-        model: Any = self.model
-        first = ids.shape[1] - self.scored
-        before = model.model(ids[:, :first], past_key_values=cache, use_cache=True)
-        rest = model(ids[:, first:], past_key_values=cache)
-        hidden = before.last_hidden_state[:, -1:]
-        logits = torch.cat([model.lm_head(hidden), rest.logits[:, :-1]], 1)[0].double()
-        return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
+        logits = torch.cat(
+            [model.lm_head(before.last_hidden_state[:, -1:]), rest.logits[:, :-1]], 1
+        )
+        return float(torch.nn.functional.cross_entropy(logits[0].double(), ids[0, first:]))
 
 
 def contenders(options: argparse.Namespace, scorer: Scorer) -> dict[str, Callable[[Tensor], float]]:
     """What is measured, by name: a function of a window (1, L)."""
-    from transformers import DynamicCache
+    from transformers import DynamicCache, QuantizedCache
 
-    found: dict[str, Callable[[Tensor], float]] = {"full": lambda ids: scorer.planned(ids, None)}
+    model: Any = scorer.model
+    found: dict[str, Callable[[Tensor], float]] = {"full": scorer.whole}
     for path in options.plan:
         plan = acutance.CachePlan.load(path).check(scorer.model)
-        found[f"plan {path.stem}"] = lambda ids, plan=plan: scorer.planned(ids, plan)
+        found[f"plan {path.stem}"] = lambda ids, plan=plan: scorer.whole(
+            ids, context=lambda: acutance.apply(model, plan)
+        )
     for bits in options.bits:
-        found[f"QuantizedCache {bits}"] = lambda ids, bits=bits: scorer.quantised(ids, bits)
+        found[f"QuantizedCache {bits}"] = lambda ids, bits=bits: scorer.whole(
+            ids, QuantizedCache("quanto", model.config, nbits=bits)
+        )
     for ratio in options.ratio:
         for name in options.press:
-            found[f"{name} {ratio:g}"] = lambda ids, name=name, ratio=ratio: scorer.loss(
-                ids, DynamicCache(), lambda: press(name, ratio)(scorer.model)
+            found[f"{name} {ratio:g}"] = lambda ids, name=name, ratio=ratio: scorer.pressed(
+                ids, DynamicCache(), lambda: press(name, ratio)(model)
             )
     return found
 
