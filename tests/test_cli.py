@@ -239,6 +239,13 @@ def test_help_is_grouped_and_switches_have_no_type(
     assert re.findall(r"--[a-z-]+", rest) == ["--help"]
 
 
+def test_help_of_judge_names_every_law_with_parameters_that_are_numbers(
+    run: Callable[..., Any],
+) -> None:
+    named = set(re.findall(r"\w+", run("judge", "--help").output))
+    assert set(acutance.scaling.SCALINGS) - {"none", "head_table", "entropy_target"} <= named
+
+
 def test_special_tokens_are_put_as_the_tokenizer_puts_them() -> None:
     loaded = load_model.load(None)
     tokenizer = loaded.tokenizer

@@ -83,7 +83,7 @@ def test_files_of_something_else_stay(run: Callable[..., Any], text: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        ((), 2, "how many tokens is the model to read?"),
+        ((), 2, "name the number of tokens that the model should read"),
         (("--to", 512), 1, "above train_length, the length that the model reads already"),
         (("--to", 512, "--train-length", 128, "--windows", 3), 1, "windows must be at least 4"),
         (("--to", 4096, "--train-length", 128), 1, "at least 2 windows of 4096 tokens"),

@@ -54,7 +54,7 @@ class CalibrateOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text file to fit to; repeat it for more. Default: the included text.",
+            help="Text file to fit to; repeat for more. Default: the included text.",
         ),
     ] = None
     out: Annotated[
@@ -72,10 +72,11 @@ class CalibrateOptions:
             "--target",
             metavar="METRIC[=VALUE]",
             help=(
-                "What the factors achieve: a mean per head that is the same at every length "
-                "(entropy, normalized_entropy, effective_keys or top_weight), a maximum "
-                "(max_logit), or a lower loss (loss). VALUE: the mean or maximum to reach. "
-                "Default: each head's value at --reference."
+                "What the factors achieve. entropy, normalized_entropy, effective_keys or "
+                "top_weight: each head has the same mean of this metric at every length. "
+                "max_logit: its largest logit does not exceed a maximum. loss: the model's loss "
+                "falls. VALUE is the mean or maximum to reach; without it, each head keeps its "
+                "value at --reference."
             ),
         ),
     ] = "entropy"
@@ -121,7 +122,7 @@ class CalibrateOptions:
             help=(
                 "Form of the law: one factor per length (table), or a function of n: constant, "
                 "ssmax, log_n, sqrt_log_n or clip_log_n. With --target loss: table, constant, or "
-                "with --window none."
+                "none if --window is given."
             ),
         ),
     ] = "table"
@@ -131,8 +132,8 @@ class CalibrateOptions:
             "--window",
             metavar="SIZE[,SINKS]",
             help=(
-                "With --target loss: heads for which it lowers the loss read only the newest SIZE "
-                "keys and the first SINKS; repeat for sizes to choose from."
+                "With --target loss: let a head read only the newest SIZE keys and the first SINKS "
+                "(an attention window) if this lowers the loss; repeat to choose between windows."
             ),
         ),
     ] = None
@@ -220,9 +221,10 @@ class CalibrateOptions:
 def calibrate(options: CalibrateOptions) -> None:
     """Fit a law: for every head, a factor on its logits for each length of the input.
 
-    By default the factors keep attention equally focused at every length; with --target loss they
-    lower the model's loss. The end of the text is not used for fitting: on it, the model's loss is
-    measured with and without the law before the law is written.
+    A law is a factor on the attention logits as a function of n, the number of keys that a row
+    sees. By default the factors keep attention equally focused at every length; with --target loss
+    they lower the model's loss. The end of the text is not used for fitting: there the model's loss
+    is measured with and without the law before the law is written.
     """
     check_outputs(
         {"--out": options.out, "--json": options.json, "--save": options.save},

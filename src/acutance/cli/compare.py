@@ -48,7 +48,7 @@ class CompareOptions:
             "--mechanism",
             metavar="NAME",
             help=(
-                "Mechanism to compare, or 'all'; can be repeated. Default: the twelve that "
+                "Mechanism to compare, or 'all'; repeat for more. Default: the twelve that "
                 "--list marks."
             ),
         ),
@@ -69,7 +69,12 @@ class CompareOptions:
         ),
     ] = "0"
     std: Annotated[
-        str, typer.Option("--std", metavar="Q[,K]", help="Standard deviation of the same.")
+        str,
+        typer.Option(
+            "--std",
+            metavar="Q[,K]",
+            help="Standard deviation of each component of the random queries, and of the keys.",
+        ),
     ] = "1"
     causal: Annotated[bool, typer.Option("--causal", help="Use a causal mask.")] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0
@@ -103,7 +108,10 @@ class CompareOptions:
     },
 )
 def compare(options: CompareOptions) -> None:
-    """Compare attention mechanisms: concentration measured and predicted, time, memory."""
+    """Compare attention mechanisms on the same keys: concentration, time and memory.
+
+    Concentration is measured and, where theory allows it, predicted.
+    """
     check_outputs({"--json": options.json, "--figure": options.figure}, {"--from": options.state})
     check_figure("--figure", options.figure)
     if options.listing:

@@ -32,7 +32,7 @@ class DiffOptions:
             "--metric",
             metavar="NAME",
             help=(
-                "Metric to list heads and layers for; can be repeated. Default: normalized_entropy."
+                "Metric to list heads and layers for; repeat for more. Default: normalized_entropy."
             ),
         ),
     ] = None
@@ -57,7 +57,7 @@ class DiffOptions:
 
 @command(DiffOptions, {READ: "metric equal_n top", WRITE: "json csv figure dark"})
 def diff(options: DiffOptions) -> None:
-    """Compare two saved states: which heads changed most, and whether beyond noise."""
+    """Compare two saved states: which heads changed most, and whether by more than noise."""
     targets = {"--json": options.json, "--csv": options.csv, "--figure": options.figure}
     check_outputs(targets, {"A": options.before, "B": options.after})
     check_figure("--figure", options.figure)

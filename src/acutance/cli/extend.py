@@ -46,11 +46,17 @@ class ExtendOptions:
     text: Annotated[
         list[str] | None,
         typer.Option(
-            "--text", metavar="FILE", help="Text to search and to judge on; repeat for more."
+            "--text",
+            metavar="FILE",
+            help="Text for the search and for the final comparison; repeat for more. Default: the "
+            "included text.",
         ),
     ] = None
     to: Annotated[
-        int | None, typer.Option("--to", metavar="N", min=4, help="Tokens that it is to read.")
+        int | None,
+        typer.Option(
+            "--to", metavar="N", min=4, help="Number of tokens that the model should read."
+        ),
     ] = None
     train_length: TrainLength = None
     law: Annotated[
@@ -58,7 +64,7 @@ class ExtendOptions:
         typer.Option(
             "--law",
             metavar="LAW",
-            help="Try this instead of acutance's proposals; repeat for more: as for 'judge'.",
+            help="Try this instead of acutance's proposals, named as for 'judge'; repeat for more.",
         ),
     ] = None
     max_cost: Annotated[
@@ -67,7 +73,8 @@ class ExtendOptions:
             "--max-cost",
             metavar="NAT",
             min=0.0,
-            help="Rise of the loss up to the trained length that is allowed, a token.",
+            help="Largest allowed rise of the loss at lengths up to the trained one, in nats per "
+            "token.",
         ),
     ] = 0.005
     out: Annotated[
@@ -76,12 +83,17 @@ class ExtendOptions:
             "--out",
             "-o",
             metavar="DIR",
-            help="Directory for config.json or law.json, extend.json and page.html.",
+            help="Directory for the results: page.html, extend.json and, if a change helps, "
+            "config.json (RoPE settings) or law.json (any other law).",
         ),
     ] = None
     windows: Annotated[
         int,
-        typer.Option("--windows", min=0, help="Windows of N tokens, spread over the text; 0: all."),
+        typer.Option(
+            "--windows",
+            min=0,
+            help="Number of windows of --to tokens, spread over the text; 0: all.",
+        ),
     ] = 8
     final: Annotated[
         int | None,
@@ -89,7 +101,7 @@ class ExtendOptions:
             "--final",
             metavar="WINDOWS",
             min=2,
-            help="Of these, windows for the final numbers. Default: half.",
+            help="How many of --windows are held out for the final comparison. Default: half.",
         ),
     ] = None
     budget: Annotated[
@@ -98,7 +110,7 @@ class ExtendOptions:
             "--budget",
             metavar="MINUTES",
             min=0.01,
-            help="Stop the search in time for the final windows to end within this.",
+            help="Time limit: the search stops early enough for the final comparison to finish.",
         ),
     ] = None
     dtype: Annotated[
@@ -106,7 +118,7 @@ class ExtendOptions:
         typer.Option(
             "--dtype",
             metavar="|".join(DTYPES),
-            help="Numbers of the weights; bfloat16 is several times faster on many processors. "
+            help="Data type of the weights; bfloat16 is several times faster on many processors. "
             "Default: as saved.",
         ),
     ] = None
@@ -114,19 +126,23 @@ class ExtendOptions:
         bool,
         typer.Option(
             "--by-head/--one-for-all",
-            help="Also try other windows and temperatures for each head, if a window is best.",
+            help="If an attention window is best, also try other windows and temperatures for each "
+            "head.",
         ),
     ] = True
     entropy: Annotated[
         bool,
         typer.Option(
-            "--entropy/--no-entropy", help="Also measure the entropy of all heads, on one window."
+            "--entropy/--no-entropy",
+            help="Also measure the entropy of all heads, on one window of text.",
         ),
     ] = True
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the windows' positions.")] = 0
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Save the state after every run."),
+        typer.Option(
+            "--save", metavar="FILE", help="Save the state after every run, for --resume."
+        ),
     ] = None
     resume: Resume = False
     overwrite: Overwrite = False
@@ -150,7 +166,7 @@ class ExtendOptions:
     },
 )
 def extend(options: ExtendOptions) -> None:
-    """Find how a model reads more tokens than it was trained on, decided by held-out loss."""
+    """Find the best way for a model to read beyond its trained length, judged by held-out loss."""
     check_outputs(
         {"--json": options.json, "--save": options.save},
         {"MODEL": options.model, "--text": options.text, "--law": options.law},
@@ -162,7 +178,9 @@ def extend(options: ExtendOptions) -> None:
     if options.dtype is not None:
         check_choice("--dtype", options.dtype, dict.fromkeys(DTYPES))
     if options.to is None:
-        raise typer.BadParameter("how many tokens is the model to read?", param_hint="--to")
+        raise typer.BadParameter(
+            "name the number of tokens that the model should read", param_hint="--to"
+        )
     if options.out is not None:
         _check_folder(options.out, options.model)
     with plain_errors():

@@ -49,9 +49,9 @@ class JudgeOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text to measure the loss on, to which no law was fitted; repeat it for more. "
-            "With 5 texts or more, standard errors come from the differences between texts, not "
-            "windows. Default: the included text.",
+            help="Text for measuring the loss, other than what a law was fitted to; repeat for "
+            "more. With 5 texts or more, standard errors come from the differences between "
+            "texts, not windows. Default: the included text.",
         ),
     ] = None
     law: Annotated[
@@ -59,7 +59,7 @@ class JudgeOptions:
         typer.Option(
             "--law",
             metavar="LAW",
-            help="What to judge; required, repeat it for more. A file from 'calibrate -o' or "
+            help="What to judge (required); repeat for more. A file from 'calibrate -o' or "
             "'budget -o', a cache plan of another tool such as duo_attention:DIR, a name such as "
             "ssmax or log_n:train_length=512, a window such as window:size=1024,sinks=4, RoPE "
             "settings such as rope:yarn,factor=2, or heads to switch off, such as off:3.1,4.0 "
@@ -118,7 +118,14 @@ class JudgeOptions:
     },
 )
 def judge(options: JudgeOptions) -> None:
-    """Compare a model's loss with and without each law, on the same windows of text."""
+    """Compare a model's loss with and without each law, on the same windows of text.
+
+    A law is a factor on the attention logits as a function of n, the number of keys that a row
+    sees. Laws by name are log_n, clip_log_n, sqrt_log_n, ssmax, yarn, llama4, mistral3, info_scale,
+    cosine_log_n, cos_scale, critical, asentmax and adaptive_poly, with the parameters that
+    acutance.scaling documents. Windows, RoPE settings and heads to switch off are compared in the
+    same way.
+    """
     check_outputs(
         {"--json": options.json, "--save": options.save},
         {"MODEL": options.model, "--text": options.text, "--law": options.law},

@@ -26,7 +26,7 @@ class MergeOptions:
 
     states: Annotated[
         list[Path],
-        typer.Argument(metavar="SHARD...", help="States written by 'probe --save'."),
+        typer.Argument(metavar="SHARD", help="States written by 'probe --save'."),
     ]
     out: Annotated[
         Path | None,

@@ -33,7 +33,7 @@ CHARTS = ("heads", "layers", "lengths", "theory")
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help=(
             "Directory of a saved model, a .gguf file, or a name that transformers can load. "
             "Default: the MiniLM included with acutance\\[demo]. 'smollm2' is the model that "
@@ -90,7 +90,7 @@ Spans = Annotated[
         metavar="NAME=START:STOP",
         help=(
             "Also measure each head's weight on tokens START to STOP - 1 of each window; "
-            "repeat it for more."
+            "repeat for more."
         ),
     ),
 ]
@@ -101,7 +101,7 @@ Maps = Annotated[
         metavar="LAYER.HEAD:ROWS",
         help=(
             "Store rows of a head's weights in the page and JSON: 5.3:0,10 is layer 5, head "
-            "3, rows 0 and 10; repeat it for more."
+            "3, rows 0 and 10; repeat for more."
         ),
     ),
 ]
@@ -148,7 +148,14 @@ Chart = Annotated[
 ]
 Metric = Annotated[
     str | None,
-    typer.Option("--metric", metavar="NAME", help="Metric shown in the table and figure."),
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        help=(
+            "Metric to show in the table and figure, by its name in acutance.METRICS. Default: "
+            "normalized_entropy, if it was recorded."
+        ),
+    ),
 ]
 ProbeLaw = Annotated[
     str | None,
@@ -166,8 +173,8 @@ JudgeChanges = Annotated[
     typer.Option(
         "--judge",
         help=(
-            "Do not probe the ends of the texts. On them, measure the loss with each change that "
-            "the statistics suggest."
+            "Also measure how each change that the statistics suggest affects the loss, on the "
+            "ends of the texts (a quarter of the windows, 4 to 16), which are then not probed."
         ),
     ),
 ]
@@ -177,7 +184,8 @@ TrainLength = Annotated[
         "--train-length",
         metavar="N",
         min=2,
-        help="Tokens of the windows that the model was trained on. Default: the configuration's.",
+        help="Context length in training, in tokens; 'probe --judge' and 'extend' try changes "
+        "beyond it. Default: the configuration's.",
     ),
 ]
 Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colours.")]

@@ -26,11 +26,19 @@ class PredictOptions:
         str,
         typer.Option(
             "--mechanism",
-            help="softmax, scaled_dot, dot, cosine, relu2, identity, linear, decay, trained_head.",
+            help=(
+                "softmax, scaled_dot, dot, cosine, relu2, identity (the scores themselves as "
+                "weights), linear, decay, or trained_head (a softmax whose first key has its own "
+                "weight)."
+            ),
         ),
     ] = "softmax"
     logit_std: Annotated[
-        float | None, typer.Option("--logit-std", help="Standard deviation of the logits.")
+        float | None,
+        typer.Option(
+            "--logit-std",
+            help="Standard deviation of the logits; softmax needs either this or --scale.",
+        ),
     ] = None
     logit_mean: Annotated[
         float | None, typer.Option("--logit-mean", help="Mean of the logits.")
@@ -44,11 +52,18 @@ class PredictOptions:
             "--family",
             help=(
                 "Distribution of the logits: gaussian, uniform, exponential, laplace, gumbel, "
-                "logistic, cosine (--d), stretched (--rho) or pareto (--a)."
+                "logistic, cosine (needs --d), stretched (needs --rho) or pareto (needs --a)."
             ),
         ),
     ] = None
-    d: Annotated[float | None, typer.Option("--d", help="Dimension of queries and keys.")] = None
+    d: Annotated[
+        float | None,
+        typer.Option(
+            "--d",
+            help="Dimension of queries and keys, for the mechanisms scaled_dot, dot and cosine and "
+            "the family cosine.",
+        ),
+    ] = None
     rho: Annotated[
         float | None, typer.Option("--rho", help="Family stretched: tails fall as exp(-x^rho).")
     ] = None
@@ -61,7 +76,11 @@ class PredictOptions:
     ] = None
     lam: Annotated[
         float | None,
-        typer.Option("--lam", help="Mechanism decay: factor per key of distance, from 0 to 1."),
+        typer.Option(
+            "--lam",
+            help="Mechanism decay: factor on the weight per position of distance, above 0 and at "
+            "most 1.",
+        ),
     ] = None
     q: Annotated[
         str | None,
@@ -105,8 +124,8 @@ class PredictOptions:
         typer.Option(
             "--rest-jensen-gap",
             help=(
-                "Mechanism trained_head: logsumexp − log(n − 1) − mean of the other keys' logits, "
-                "averaged over rows."
+                "Mechanism trained_head: logsumexp of the other keys' logits minus log(n − 1) "
+                "minus their mean, averaged over rows."
             ),
         ),
     ] = None

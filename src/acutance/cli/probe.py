@@ -75,7 +75,8 @@ class ProbeOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text file to read, '-' for standard input; can be repeated.",
+            help="Text file to read, '-' for standard input; repeat for more. Default: the "
+            "included text.",
         ),
     ] = None
     length: Annotated[
@@ -110,7 +111,7 @@ class ProbeOptions:
         typer.Option(
             "--shard",
             metavar="I/N",
-            help="Probe only part I of N of the text; join the parts with 'merge'.",
+            help="Probe only part I of N of the text, I from 1 to N; join the parts with 'merge'.",
         ),
     ] = None
     figure: FigureTo = None
@@ -122,8 +123,8 @@ class ProbeOptions:
             "--keep-qk",
             metavar="FILE",
             help=(
-                "Write a sample of queries and keys, for 'compare --from', and report how much the "
-                "norms of the keys change the weights."
+                "Write a sample of queries and keys to this file, for 'compare --from', and show "
+                "in how many rows the norms of the keys decide which key has the largest weight."
             ),
         ),
     ] = None
@@ -145,12 +146,13 @@ class ProbeOptions:
         typer.Option(
             "--layers",
             metavar="LIST",
-            help="Layers to read: numbers, ranges or names, as 0-3,-1,decoder.*; -1 is the last.",
+            help="Layers to read: numbers, ranges or names, such as 0-3,-1,decoder.*; -1 is the "
+            "last.",
         ),
     ] = None
     heads: Annotated[
         str | None,
-        typer.Option("--heads", metavar="LIST", help="Heads of each layer to read: 0,4-7"),
+        typer.Option("--heads", metavar="LIST", help="Heads of each layer to read, such as 0,4-7."),
     ] = None
     max_rows: Annotated[
         int | None,
@@ -167,8 +169,8 @@ class ProbeOptions:
         typer.Option(
             "--provide",
             help=(
-                "Replace the model's attention by acutance's kernel, which computes the output and "
-                "its statistics in one pass."
+                "Compute the model's attention with acutance's kernel, which gives the output and "
+                "its statistics in one pass, to save time."
             ),
         ),
     ] = False
@@ -182,7 +184,11 @@ class ProbeOptions:
     gaps: Annotated[
         bool,
         typer.Option(
-            "--gaps", help="Also count the keys that hold 50, 90 and 95 % of a row's weight."
+            "--gaps",
+            help=(
+                "Also count the keys that hold 50, 90, 95 and 99 % of a row's weight, from the "
+                "gaps between its scores and its largest score."
+            ),
         ),
     ] = False
     structure: Annotated[
@@ -190,8 +196,8 @@ class ProbeOptions:
         typer.Option(
             "--structure",
             help=(
-                "Also measure the weight on the first, previous and same tokens and by "
-                "distance, and classify heads."
+                "Also measure the weight by distance and on the row's own token, its other "
+                "occurrences, the previous token and special tokens, and classify heads."
             ),
         ),
     ] = False

@@ -26,7 +26,7 @@ class ReproduceOptions:
 
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Experiments to run. Default: all."),
+        typer.Argument(metavar="NAME", help="Experiments to run. Default: all."),
     ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="Run at small sizes: one or two minutes in total.")

@@ -21,7 +21,8 @@ class TemperatureOptions:
         typer.Option(
             "--fraction",
             help=(
-                "Information log n - entropy that the softmax should give, as a fraction of log n."
+                "Information (log n − entropy) that the softmax should give, as a fraction of "
+                "log n."
             ),
         ),
     ] = 0.9
@@ -32,8 +33,8 @@ class TemperatureOptions:
             "--negatives",
             metavar="box|simplex|random",
             help=(
-                "Where the other keys lie: box (anywhere, the worst case), simplex (evenly "
-                "spaced) or random (needs --d)."
+                "Where the other keys lie: box (cosines anywhere in [−1, 1], a bound on the "
+                "temperature), simplex (evenly spaced) or random (needs --d)."
             ),
         ),
     ] = None
