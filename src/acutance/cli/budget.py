@@ -49,7 +49,11 @@ class BudgetOptions:
     model: Model = None
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", metavar="FILE", help="Text file to read; can be repeated."),
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text file to read; repeat for more. Default: the included text.",
+        ),
     ] = None
     out: Annotated[
         Path | None,
@@ -58,14 +62,17 @@ class BudgetOptions:
     keep: Annotated[
         float | None,
         typer.Option(
-            "--keep", help="Share of the full 16-bit cache that the plan may take. Default: 0.5."
+            "--keep",
+            help="Share of the full cache (all keys and values, not quantised) that the plan may "
+            "take. Default: 0.5.",
         ),
     ] = None
     max_loss: Annotated[
         float | None,
         typer.Option(
             "--max-loss",
-            help="Instead: the smallest plan that raises the loss by no more, in nats a token.",
+            help="Instead of --keep: find the smallest plan that raises the loss by at most this, "
+            "in nats per token.",
         ),
     ] = None
     streaming: Annotated[
@@ -73,8 +80,9 @@ class BudgetOptions:
         typer.Option(
             "--streaming",
             metavar="FIRST,RECENT",
-            help="First and newest keys that a head may keep; repeat for more. "
-            "Default: 4,124, 4,252 and 4,508, and 8 or 4 bits for all keys.",
+            help="Let a head keep only the FIRST first and the RECENT newest keys (streaming); "
+            "repeat for more choices. Default: 4 first and 124, 252 or 508 newest keys, and all "
+            "keys in 8 or 4 bits.",
         ),
     ] = None
     length: Annotated[
@@ -82,13 +90,13 @@ class BudgetOptions:
         typer.Option(
             "--lengths",
             metavar="N",
-            help="Length of the windows, which the size of the cache refers to. "
-            "Default: the model's longest, at most 512.",
+            help="Length of the windows in tokens; the plan and its size are for a text of this "
+            "length. Default: the model's maximum length, at most 512.",
         ),
     ] = None
     windows: Annotated[
         int,
-        typer.Option("--windows", min=0, help="Windows, spread over the text; 0: all."),
+        typer.Option("--windows", min=0, help="Number of windows, spread over the text; 0: all."),
     ] = 16
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the windows' positions.")] = 0
     save: Annotated[
@@ -96,7 +104,8 @@ class BudgetOptions:
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Save the state after every window, for --resume; also FILE.costs and FILE.reach.",
+            help="Save the state to this file (and FILE.costs, FILE.reach) after every window, for "
+            "--resume.",
         ),
     ] = None
     resume: Resume = False
@@ -130,7 +139,7 @@ class BudgetOptions:
     },
 )
 def budget(options: BudgetOptions) -> None:
-    """Find what each key head must keep in the key-value cache, at a given size or loss."""
+    """Find what each key-value head must keep in the cache, for a given size or loss."""
     check_outputs(
         {
             "--out": options.out,

@@ -46,7 +46,7 @@ NOTHING = "No head exceeds a threshold."
 #: Shown in its place where the model is untrained.
 UNTRAINED = "Untrained model: load trained weights before diagnosing its heads."
 
-_OF_ANY_WEIGHTS = {"mismatch", "not_finite"}  # told of an untrained model too
+_OF_ANY_WEIGHTS = {"mismatch", "not_finite"}  # reported of an untrained model too
 _NAMED = 3  # layers named of a kind, in words
 
 
