@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     )
     from acutance.attend import attention, key_mass, row_statistics
     from acutance.caching import Budget, CachePlan, HeadPlan, budget
-    from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
+    from acutance.calibration import Applied, ApplyError, Calibration, Law, calibrate
     from acutance.capture.tap import tap
     from acutance.comparison import compare
     from acutance.corpus.load_model import load_model
     from acutance.diagnose.classes import classify
     from acutance.extending import Extension, extend
-    from acutance.judging import LossComparison, judge
+    from acutance.judging import LossComparison, apply, judge
     from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing.open_probe import Probe, ProbeError, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
@@ -114,13 +114,13 @@ _HOMES = {
     "ApplyError": "acutance.calibration",
     "Calibration": "acutance.calibration",
     "Law": "acutance.calibration",
-    "apply": "acutance.calibration",
     "calibrate": "acutance.calibration",
     "compare": "acutance.comparison",
     "load_model": "acutance.corpus.load_model",
     "Extension": "acutance.extending",
     "extend": "acutance.extending",
     "LossComparison": "acutance.judging",
+    "apply": "acutance.judging",
     "judge": "acutance.judging",
     "MECHANISMS": "acutance.mechanisms",
     "Mechanism": "acutance.mechanisms",

@@ -174,6 +174,12 @@ def test_a_search_resumes_where_it_was_interrupted(found: Budget, tmp_path: Path
     assert len(ran) == runs - 1 + 5
     with pytest.raises(FileExistsError, match="state"):
         budget(decoder(), windows(8), save=state, **given)
+    for change, match in (
+        ({"keep": 0.5}, "state cannot be resumed: --keep was 0.6 and is now 0.5$"),
+        ({"plans": [SHORT]}, r"--streaming\) was size=.*, size=.* and is now size=\d+,sinks=\d+$"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            budget(decoder(), windows(8), save=state, resume=True, **given | change)
 
 
 @pytest.mark.parametrize("along", ["tokens", "channels"])

@@ -197,9 +197,9 @@ def test_a_fit_resumes_where_it_was_interrupted(
     assert len(ran) == 1 + 2 * (18 - 12) + 2  # found once; the loss is checked once, by two runs
     assert resumed == law
     assert acutance.calibrate(decoder(), tokens, resume=True, **given) == law  # nothing is left
-    with pytest.raises(ValueError, match=r"other settings: its lengths is \[128, 512\]"):
+    with pytest.raises(ValueError, match=r"--lengths was 128, 512 and is now 512$"):
         acutance.calibrate(decoder(), tokens, resume=True, **given | {"lengths": [512]})
-    with pytest.raises(ValueError, match="it is of another text"):
+    with pytest.raises(ValueError, match="it was written for another text"):
         acutance.calibrate(decoder(), tokens.flip(0), resume=True, **given)
     with pytest.raises(FileExistsError, match="state"):
         acutance.calibrate(decoder(), tokens, **given)

@@ -104,6 +104,13 @@ def test_a_law_is_fitted_written_and_probed(
         (("--target", "entropi"), 2, "did you mean 'entropy'"),
         (("--target", "entropy=many"), 2, "the value after '=' must be a number"),
         (("--target", "entropy=99", "--lengths", "16,64"), 1, "must be between 0 and 4.159"),
+        (("--target", "loss=3"), 2, "loss is lowered, not brought to a value: remove =3"),
+        (("--target", "loss", "--law", "ssmax"), 2, "must be one of table, constant, none, got ss"),
+        (("--target", "loss", "--law", "none"), 2, "needs --window"),
+        (("--target", "loss", "--reference", "64"), 2, "cannot be combined with --target loss"),
+        (("--window", "64"), 2, "it needs --target loss"),
+        (("--target", "loss", "--window", "2.5"), 2, "it must be SIZE or SIZE,SINKS, as in 1024"),
+        (("--target", "loss", "--window", "-4"), 2, "it must be SIZE or SIZE,SINKS, as in 1024,4"),
         (("--law", "log"), 2, "did you mean 'log_n'"),
         (("--resume",), 2, "needs --save, the file to continue from"),
         (("-o", "nowhere/law.json"), 2, "directory"),
@@ -141,9 +148,10 @@ def test_windows_are_spread_over_a_long_text(
         assert said in done.stderr
         found = json.loads(record.read_text())["windows"]
         assert found == {"16": 5, "32": 5} if count else min(found.values()) > 100
+    every = ", ".join(map(str, found.values()))
     other = run(*given, "--windows", 5, "--save", state, "--resume")
     assert other.exit_code == 1
-    assert "it is for another text, or different windows of it" in other.stderr
+    assert f"the number of windows (--windows) was {every} and is now 5, 5" in other.stderr
 
 
 def test_one_window_of_each_part() -> None:
@@ -181,8 +189,13 @@ def test_laws_by_name(tmp_path: Path) -> None:
     assert named_law("ssmax") == SSMax()
     assert named_law("log_n:train_length=64, n_min=8") == LogN(train_length=64, n_min=8)
     for text, match in (
-        ("ssmaxx", "'ssmaxx' is neither a file nor the name of a law.* did you mean 'ssmax'"),
+        (
+            "ssmaxx",
+            "neither a file nor a law; did you mean 'ssmax'.*window:size.*rope:yarn.*off:3",
+        ),
         ("log_n", "log_n needs parameters, for example log_n:train_length=512"),
+        ("head_table", r"for example head_table:factors=\[1.0,1.2\], one factor for each head"),
+        ("law.json", "there is no file law.json"),
         ("log_n:train_length", "parameters must be name=number"),
         ("log_n:train_length=long", "train_length must be a number"),
         (str(tmp_path), "is a directory"),

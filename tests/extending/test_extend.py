@@ -181,10 +181,17 @@ def test_a_stopped_search_goes_on_where_it_was(windows: Tensor, tmp_path: Path) 
     assert sum(ran) == runs + len(whole.finals) * whole.final_windows
     with pytest.raises(FileExistsError, match="resume=True continues it"):
         extend(windows, laws, save=state)
-    with pytest.raises(ValueError, match="it is of another text"):
+    with pytest.raises(ValueError, match="state cannot be resumed: it was written for another tex"):
         extend(windows.flip(0), laws, save=state, resume=True)
-    with pytest.raises(ValueError, match="its train_length is 128, this run's 64"):
-        extend(windows, laws, save=state, resume=True, train_length=64)
+    for given, match in (
+        ({"train_length": 64}, "--train-length was 128 and is now 64"),
+        ({"laws": laws[:1]}, f"--law was {laws[0]}, .* and is now {laws[0]}$"),
+        ({"max_cost": 0.1}, "--max-cost was .* and is now 0.1$"),
+        ({"by_head": True}, "--by-head was off and is now on$"),
+        ({"final": 3}, "--final was 2 and is now 3$"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            extend(windows, **({"laws": laws, "save": state, "resume": True} | given))
     state.write_bytes(state.read_bytes()[:-3] + b"abc")
     with pytest.raises(ValueError, match="contains no search to resume"):
         extend(windows, laws, save=state, resume=True)

@@ -247,9 +247,15 @@ def test_a_stopped_run_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"laws": ["log_n:train_length=64"]}, "its laws is"),
-        ({"windows": "other"}, "it is of another text"),
-        ({"model": "other"}, "it is of another model"),
+        (
+            {"laws": ["log_n:train_length=64"]},
+            "state cannot be resumed: --law was clip_log_n:train_length=32 and is now "
+            "log_n:train_length=64$",
+        ),
+        ({"lengths": [16, 64]}, "--lengths was 64 and is now 16, 64$"),
+        ({"windows": "fewer"}, r"the number of windows \(--windows\) was 3 and is now 2$"),
+        ({"windows": "other"}, "cannot be resumed: it was written for another text, or other win"),
+        ({"model": "other"}, "cannot be resumed: it was written for another MODEL, or for other"),
         ({"damage": True}, "contains no comparison to resume"),
     ],
 )
@@ -257,10 +263,11 @@ def test_another_run_is_not_resumed(
     change: dict[str, Any], match: str, windows: Tensor, tmp_path: Path
 ) -> None:
     model, state = decoder(), tmp_path / "state"
-    windows, laws = windows[:2, :64], change.get("laws", ["clip_log_n:train_length=32"])
+    windows, laws = windows[:3, :64], change.get("laws", ["clip_log_n:train_length=32"])
+    lengths = change.get("lengths")
     acutance.judge(model, windows, ["clip_log_n:train_length=32"], save=state)
     if "windows" in change:
-        windows = windows.flip(0)
+        windows = windows.flip(0) if change["windows"] == "other" else windows[:2]
     if "model" in change:
         model = copy.deepcopy(model)
         with torch.no_grad():
@@ -270,7 +277,7 @@ def test_another_run_is_not_resumed(
     with pytest.raises(FileExistsError, match="resume=True continues it"):
         acutance.judge(model, windows, laws, save=state)
     with pytest.raises(ValueError, match=match):
-        acutance.judge(model, windows, laws, save=state, resume=True)
+        acutance.judge(model, windows, laws, lengths=lengths, save=state, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,7 @@ def test_another_run_is_not_resumed(
         ({"laws": ["ssmax", "ssmax"]}, ValueError, "'ssmax' twice"),
         ({"laws": 7}, TypeError, "law must be a scaling or its name"),
         ({"laws": "off:a.b"}, ValueError, "heads must be LAYER.HEAD"),
-        ({"laws": "off:0.9"}, ValueError, "the layer has heads 0 to 3"),
+        ({"laws": "off:0.9"}, ValueError, "no head 9: model.layers.0.self_attn has heads 0 to 3"),
         ({"model": "bert-base", "loss": "next_token"}, LossError, "no language-model head"),
         (
             {"model": "bert"},

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from acutance.judging.paired import LawComparison, LossComparison, Part, compare_losses, octaves
-from acutance.judging.render import sentences, verdict_sentence
+from acutance.judging.render import sentences, show, verdict_sentence
+from acutance.report.screen import Screen
 
 COUNTS = torch.tensor([10.0, 20.0, 40.0, 80.0])
 RANGES = ((1, 8), (9, 16), (17, 32), (33, 64))
@@ -133,13 +136,13 @@ def part(delta: float, half: float, first: int = 1, last: int = 64) -> Part:
             (0.0, 0.05),
             (-0.2, 0.1),
             "helps",
-            "no difference found over all positions (at most 0.05 nat)",
+            "in all: no difference found (at most 0.05 nat): loss changes by +0.00",
         ),
         (
             (0.0, 0.05),
             (0.01, 0.1),
             "no difference found",
-            "law: no difference found over all positions",
+            "law: no difference found (at most 0.05 nat): loss changes by",
         ),
     ],
 )
@@ -168,3 +171,43 @@ def test_json_has_the_documented_keys() -> None:
     assert [(one["from"], one["to"]) for one in shown["by_position"]] == [(1, 64), (65, 128)]
     assert all({"from", "to", "delta", "error"} <= set(one) for one in shown["by_position"])
     assert any("from window to window (6 of them)" in line for line in sentences(comparison))
+
+
+def test_a_comparison_is_one_line() -> None:
+    law = LawComparison("log_n", part(0.1, 0.05), (part(0.2, 0.1),) * 6)
+    comparison = LossComparison((law,), "next token", 2.0, 6, 768, (128,), 6, "window")
+    assert repr(law) == "<log_n: hurts, +0.1000 ± 0.0125 nat>"
+    assert repr(comparison) == f"<LossComparison on 6 windows, 768 tokens: {law!r}>"
+
+
+NAMES = (
+    "clip_log_n:train_length=128",
+    "window:size=2048,far=group,group=3,beyond=8192",
+    "log_n:train_length=64+window:size=64,sinks=4",
+    "rope:yarn,factor=2,original_max_position_embeddings=8192",
+    "off:3.1,3.2,4.0,10.11,12.3,14.2,15.7,16.8",
+)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_names_of_laws_and_numbers_stay_whole(width: int) -> None:
+    parts = (part(-0.0214, 0.03), part(0.1234, 0.05, 65, 128), part(0.0, 0.1, 129, 8192))
+    laws = tuple(LawComparison(name, parts[0], parts) for name in NAMES)
+    comparison = LossComparison(laws, "next token", 2.0, 30, 8192, (128, 512), 5, "window")
+    stream = io.StringIO()
+    screen = Screen(file=stream, width=width)
+    screen.print(show(comparison))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    text = " ".join(lines)
+    assert "over 30 windows of 128 and 512 tokens" in " ".join(text.split())
+    assert "With only 5 windows the intervals are wide" in " ".join(text.split())
+    pieces = {piece for name in NAMES for piece in re.findall(r"[^,:+]+[,:+]?", name)}
+    for piece in pieces:  # a longer one than a line has is broken, but not its number
+        whole = piece if len(piece) < 24 else piece.partition("=")[2]
+        assert whole in text, piece
+    if width >= 80:
+        listed = [line for line in lines if line.startswith(NAMES[1])]
+        assert listed, "the name has a line of the table to itself"
+    assert len(re.findall(r"-0\.021 ± 0\.00[78]", text)) >= 2 * len(NAMES)
+    assert "n = 129–8192" in text

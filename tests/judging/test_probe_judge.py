@@ -15,6 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import acutance
+from acutance.calibration.law import Law
 from acutance.cli import app
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder, directory
@@ -78,20 +79,41 @@ def test_what_helps_is_said_everywhere_and_resumed(
     about = acutance.load(state).about["judged"]
     assert about == record["about"]["judged"]
     assert window["name"] in about[-1]
-    again = run(*given, "--json", "-", "--resume")
+    assert f"--write-law FILE writes this change to a law file: {window['name']}" in done.stderr
+    law = tmp_path / "law.json"
+    again = run(*given, "--json", "-", "--resume", "--write-law", law)
     assert again.exit_code == 0, again.stderr
     assert json.loads(again.stdout)["judged"] == record["judged"]
-    without = run(*[part for part in given if part != "--judge"], "--resume")
+    assert f"law written to {law}: {window['name']}. Use it with --law {law}" in again.stderr
+    kept = Law.load(law).judged
+    assert kept is not None
+    assert kept["by_position"] == window["by_position"]
+    used = run("judge", directory(), "--text", text, "--lengths", 512, "--law", law, "--json", "-",
+               "--windows", 4)  # fmt: skip
+    assert used.exit_code == 0, used.stderr
+    assert json.loads(used.stdout)["laws"][0]["delta"] < 0
+    page.unlink()
+    shown = run("report", state, "--html", page)
+    assert shown.exit_code == 0, shown.stderr
+    assert all(line in " ".join(shown.stdout.split()) for line in about)
+    without = run(*[part for part in given if part not in ("--judge", "--train-length", 128)],
+                  "--resume")  # fmt: skip
     assert without.exit_code == 1
     assert "cannot be resumed with other settings" in without.stderr
 
 
-def test_nothing_is_judged_where_nothing_would_change(run: Callable[..., Any], text: Path) -> None:
+def test_nothing_is_judged_where_nothing_would_change(
+    run: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
     """The configuration says 4096 positions, so windows of 512 are within the trained length."""
+    law = tmp_path / "law.json"
     done = run(
-        "probe", directory(), "--text", text, "--length", 512, "--judge", "--json", "-"
+        "probe", directory(), "--text", text, "--length", 512, "--judge", "--json", "-",
+        "--write-law", law,
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
+    assert f"no law was written to {law}: none of the judged laws lowers the loss" in done.stderr
+    assert not law.exists()
     assert json.loads(done.stdout)["judged"] == []
     said = " ".join(done.stderr.split())
     assert "clipped at the trained length 4096 it changes nothing in windows of 512 tokens" in said
@@ -113,6 +135,13 @@ def test_bad_input_is_one_sentence(
     assert said in " ".join(done.stderr.replace("│", " ").split())
     if code == 1:
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [("--train-length", "128"), ("--write-law", "law.json")])
+def test_options_of_judging_need_it(run: Callable[..., Any], option: tuple[str, str]) -> None:
+    done = run("probe", directory(), *option)
+    assert done.exit_code == 2
+    assert f"Invalid value for {option[0]}: needs --judge" in done.stderr
 
 
 def test_a_model_without_a_head_is_refused(run: Callable[..., Any]) -> None:

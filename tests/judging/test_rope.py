@@ -111,3 +111,22 @@ def test_a_model_without_rope_is_refused() -> None:
     match = "GPT2LMHeadModel has no rotary position embedding"
     with pytest.raises(acutance.ApplyError, match=match):
         acutance.judge(model, ids(32), "rope:yarn,factor=2")
+
+
+def test_settings_are_computed_from_a_stated_trained_length() -> None:
+    """As if the text of the law said it; the configuration has 4096."""
+    code = texts.read(texts.files("held out")).long()[: 4 * 256].view(4, 256)
+    laws = ["rope:yarn,factor=4", "rope:linear,factor=2", f"rope:dynamic,factor=2,{TRAINED}=64"]
+    found = acutance.judge(decoder(), code, laws, train_length=128)
+    assert [law.name for law in found.laws] == [f"{laws[0]},{TRAINED}=128", *laws[1:]]
+    assert (
+        found.laws == acutance.judge(decoder(), code, [f"{laws[0]},{TRAINED}=128", *laws[1:]]).laws
+    )
+    plain = acutance.judge(decoder(), code, laws[:1])
+    assert (plain.laws[0].name, plain.laws[0].delta != found.laws[0].delta) == (laws[0], True)
+    same = acutance.judge(decoder(), code, laws[:1], train_length=4096)
+    assert same.laws == plain.laws
+    longer = acutance.extend(
+        decoder(), 256, code, train_length=128, laws=laws[:1], entropy=False, by_head=False
+    )
+    assert [one.name for one in longer.tried] == [f"{laws[0]},{TRAINED}=128"]

@@ -253,10 +253,19 @@ def test_what_key_lengths_do_is_on_the_page_where_it_was_measured(summary_of: Ma
     assert "10% to 40% by layer, most in m<1>; 2 heads, 64 tokens" in added["sentence"]
 
 
+def test_sentences_of_a_saved_state_are_there_once(summary_of: Make) -> None:
+    about = {"judged": ["log_n hurts.", "Leave the model as it is."]}
+    saved = dataclasses.replace(summary_of(), about=about)
+    record, _ = data_of(html(saved))
+    assert record["judged"] == {"rows": [], "sentences": saved.about["judged"]}
+    assert "judged" not in dict(record["about"])
+
+
 def test_changes_that_the_loss_decided_on_are_a_table(summary_of: Make) -> None:
     law = {"name": f"off:{HOSTILE}", "reason": "why", "delta": 0.1, "error": 0.02}
     laws = [law | {"verdict": "hurts"}, law | {"error": None, "verdict": "no difference found"}]
     record, _ = data_of(html(summary_of(), None, {"laws": laws, "sentences": ["all\x1b"]}))
+    assert "judged" not in dict(record["about"])
     first, second = record["judged"]["rows"]
     assert first == [visible(f"off:{HOSTILE}"), "why", "+0.1000 ± 0.0200", "hurts"]
     assert second[2:] == ["+0.1000", "no difference found"]

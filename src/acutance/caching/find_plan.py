@@ -166,7 +166,8 @@ def budget(
         (rule, CachePlan(whole.model, shapes, _by_layer(heads)))
         for rule, heads in propose(options, reach, targets)
     ]
-    points, before = _measure(read, deciding, proposals, save, resume, advance)
+    asked = "0.5 (default)" if keep is None else f"{keep:g}"
+    points, before = _measure(read, deciding, proposals, asked, save, resume, advance)
     return Budget(
         plan=_choose(points, n, keep, max_loss, len(deciding), whole),
         points=tuple(points),
@@ -273,6 +274,7 @@ def _measure(
     read: Windows,
     deciding: Sequence[Any],
     proposals: Sequence[tuple[str, CachePlan]],
+    asked: str,
     save: str | os.PathLike[str] | None,
     resume: bool,
     advance: Advance | None,
@@ -280,7 +282,7 @@ def _measure(
     """The loss of every proposal on the deciding windows, and the mean loss without a plan."""
     different: dict[str, CachePlan] = {plan.words: plan for _, plan in proposals}
     plans = [None, *different.values()]
-    settings = {**read.settings(), "plans": list(different)}
+    settings = {**read.settings(), "plans": list(different), "shown": {"plans": asked}}
     readings = Readings(settings, save, 1)
     if resume:
         readings.resume()

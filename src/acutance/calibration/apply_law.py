@@ -49,45 +49,27 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
 @overload
 def apply(model: torch.nn.Module, law: Change[T], *, windowed: bool = False) -> T: ...
 def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
-    r"""Multiply each row's query by a law's factor, and let rows read keys through its windows.
-
-    The factor is that of n, the keys that the row reads: its position in a cache, without padding,
-    within its document and its window. It multiplies what reaches the attention call, so after
-    query-key normalisation and rotary embedding, and on top of the model's own scale; it is rounded
-    to the query's dtype. A :class:`~acutance.scaling.Window` says which keys a row reads and at
-    which distance; windows that move keys need transformers' interface and rotary positions.
+    """Apply a law to a model: :func:`acutance.apply` for everything but files and names of windows.
 
     Args:
-        model: any module whose attention goes through transformers' attention interface,
-            ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or is a softmax of its
-            own, whose scores then have their products multiplied and their biases not.
-        law: a scaling or its name, a :class:`~acutance.scaling.Window`, or a pair (scaling, window)
-            for all heads; a mapping from layer or (layer, head) to these, where layers are named
-            as for :func:`acutance.probe` (block numbers, ranges, module names, patterns) and what
-            is left out is left alone; or a :class:`Law`, such as :meth:`Law.load` reads. A
-            :class:`~acutance.CachePlan`, or another change with a method ``applied``, is returned
-            as that method applies it.
-        windowed: also scale layers with a sliding window of the model's, whose rows see no more
-            keys in a longer text.
+        model: any module whose attention a law reaches.
+        law: a scaling or its name, a window, a pair of both, a mapping from layer or (layer, head)
+            to these, a :class:`Law`, or a change with a method ``applied``.
+        windowed: also scale layers with a sliding window of the model's.
 
     Returns:
         What is in force at once and until ``restore()``, or as a context manager until it ends.
-        Leaving the context raises :class:`ApplyError` if no call was scaled.
 
     Raises:
         TypeError: if ``model`` is not a module or ``law`` no law.
         ValueError: if a scaling, layer or head does not exist, the law is another model's, or its
             windows move keys and the model's positions are not rotary.
 
-    Warns:
-        UserWarning: while the model runs, if a softmax of its own has keys hidden by a number above
-            −1e9, which n then counts.
-
     Example:
-        >>> import torch, acutance
+        >>> from acutance import scaling
         >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
         >>> x = torch.randn(1, 64, 8)
-        >>> with acutance.apply(model, acutance.scaling.LogN(train_length=16)) as applied:
+        >>> with apply(model, scaling.LogN(train_length=16)) as applied:
         ...     _ = model(x, x, x)
         >>> applied.calls
         {'MultiheadAttention': 1}

@@ -12,6 +12,8 @@ import torch
 
 from acutance.calibration.head_laws import HeadLaws, LawPart, part_record, read_part
 from acutance.calibration.identity import Identity, longest, positions_are_learned
+from acutance.capture.find_layers import attention_layers
+from acutance.capture.head_axis import heads_of
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import named_modules, unwrap
 from acutance.files import as_json, write_text
@@ -21,7 +23,17 @@ from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = ["SCHEMA", "AnyLaw", "Change", "HeadLaws", "Law", "LawError", "by_layer", "names_in"]
+__all__ = [
+    "SCHEMA",
+    "AnyLaw",
+    "Change",
+    "HeadLaws",
+    "Law",
+    "LawError",
+    "by_layer",
+    "check_head",
+    "names_in",
+]
 
 SCHEMA = "acutance.law/1"
 _JUDGED = "judged"
@@ -274,6 +286,7 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict
     if not law:
         raise ValueError("law must have at least one layer, got an empty mapping")
     found: dict[str, HeadLaws] = {}
+    modules = attention_layers(model)
     for place, given in law.items():
         pair = isinstance(place, tuple) and len(place) == 2
         layer, head = place if pair else (place, None)
@@ -285,5 +298,26 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict
         if head is not None and (isinstance(head, bool) or not isinstance(head, int) or head < 0):
             raise ValueError(f"head must be a non-negative whole number, got {head!r}")
         for name in choose_layers(model, layer, "layer"):
+            if head is not None:
+                check_head(name, modules.get(name), head)
             found[name] = found.get(name, HeadLaws()).with_part(name, head, given)
     return None, found
+
+
+def check_head(name: str, module: torch.nn.Module | None, head: int) -> None:
+    """Raise ValueError if an attention layer says how many heads it has, and lacks this one.
+
+    Args:
+        name: name of the layer, for the message.
+        module: the layer; None is not checked.
+        head: index of the head.
+
+    Example:
+        >>> check_head("attention", torch.nn.MultiheadAttention(8, 2), 2)
+        Traceback (most recent call last):
+            ...
+        ValueError: there is no head 2: attention has heads 0 to 1
+    """
+    heads = heads_of(module)
+    if heads is not None and head >= heads:
+        raise ValueError(f"there is no head {head}: {name} has heads 0 to {heads - 1}")

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Container
 from typing import Any
 
-import torch
-
-from acutance.calibration.apply_law import ApplyError, apply
 from acutance.calibration.law import AnyLaw, Law
 from acutance.scaling import SCALINGS, Scaling, Window, from_dict, get
+from acutance.shapes import did_you_mean
 
-__all__ = ["applying", "named_law"]
+__all__ = ["joined_parts", "named_law", "read_parameters", "unknown_law"]
+
+#: Parameters of a window that are words.
+_WORDS = ("sink_positions", "far")
+#: Scalings that need parameters, with some as an example.
+_EXAMPLES = {
+    "log_n": "log_n:train_length=512",
+    "clip_log_n": "clip_log_n:train_length=512",
+    "head_table": "head_table:factors=[1.0,1.2], one factor for each head",
+}
 
 
 def named_law(text: str) -> AnyLaw:
     """A law from a file, or by name, as ``log_n:train_length=512`` or ``window:size=4096,sinks=4``.
 
-    A scaling and a window are joined by a plus sign.
+    A scaling and a window are joined by a plus sign. Values are numbers or lists of numbers.
 
     Raises:
         OSError: if a file cannot be read.
@@ -33,13 +36,43 @@ def named_law(text: str) -> AnyLaw:
     Example:
         >>> named_law("log_n:train_length=512")
         LogN(train_length=512, base=None, n_min=16)
-    >>> named_law("ssmax+window:size=64,far=clamp")[1].far
-    'clamp'
+        >>> named_law("head_table:factors=[1.0,1.2]").factors
+        (1.0, 1.2)
+        >>> named_law("ssmax+window:size=64,far=clamp")[1].far
+        'clamp'
     """
-    parts = re.split(r"\+(?=[a-z])", text)
-    if len(parts) > 1 and not os.path.exists(text):
+    parts = [text] if os.path.exists(text) else joined_parts(text)
+    if len(parts) > 1:
         return _pair(text, [_named(part) for part in parts])
     return _named(text)
+
+
+def joined_parts(text: str) -> list[str]:
+    """The laws of a text that plus signs join.
+
+    Example:
+        >>> joined_parts("ssmax+window:size=64")
+        ['ssmax', 'window:size=64']
+    """
+    return re.split(r"\+(?=[a-z])", text)
+
+
+def unknown_law(text: str) -> ValueError:
+    """The error for a text that is neither a file nor a law: it lists what a law can be."""
+    if os.sep in text or text.endswith(".json"):
+        return ValueError(f"law: there is no file {text}")
+    hint = did_you_mean(text.partition(":")[0], (*SCALINGS, *_OTHERS)) or "."
+    return ValueError(
+        f"law: {text!r} is neither a file nor a law{hint} A law is a file written by "
+        "'calibrate -o', 'probe --write-law' or 'budget -o'; a cache plan of another tool, such as "
+        "duo_attention:DIR; a scaling, "
+        f"with parameters as in log_n:train_length=512 ({', '.join(SCALINGS)}); a window, such as "
+        "window:size=1024,sinks=4; a scaling and a window joined by +; RoPE settings, such as "
+        "rope:yarn,factor=2; or heads to switch off, such as off:3.1,4.0"
+    )
+
+
+_OTHERS = (Window.name, "rope", "off")
 
 
 def _pair(text: str, parts: list[AnyLaw]) -> tuple[Scaling, Window]:
@@ -53,75 +86,69 @@ def _pair(text: str, parts: list[AnyLaw]) -> tuple[Scaling, Window]:
 
 def _named(text: str) -> AnyLaw:
     """The law of a text without a plus sign."""
-    name, colon, parameters = text.partition(":")
-    if not os.path.exists(text) and (name in SCALINGS or name == Window.name or colon):
-        return _from_parameters(name, parameters)
+    name, _, rest = text.partition(":")
     if os.path.isdir(text):
         raise ValueError(f"law: {text} is a directory; pass the file that calibrate -o wrote")
-    if not os.path.exists(text):
-        try:
-            return get(text)
-        except ValueError as error:
-            raise ValueError(
-                f"law: {text!r} is neither a file nor the name of a law: {error}"
-            ) from error
-    return Law.load(text)
+    if os.path.exists(text):
+        return Law.load(text)
+    if name not in SCALINGS and name != Window.name:
+        raise unknown_law(text)
+    return _from_parameters(name, rest)
 
 
-def _from_parameters(name: str, parameters: str) -> Scaling | Window:
+def _from_parameters(name: str, rest: str) -> Scaling | Window:
     """A scaling or window from its name and ``name=value,...``."""
-    if not parameters and name != Window.name:
+    if not rest and name != Window.name:
         try:
             scaling = get(name)
         except ValueError as error:
-            raise ValueError(
-                f"law: {name} needs parameters, for example log_n:train_length=512"
-            ) from error
+            if name in _EXAMPLES:
+                more = f", for example {_EXAMPLES[name]}"
+            else:
+                more = f": {str(error).rpartition(' with ')[2]}, as {name}:name=value,..."
+            raise ValueError(f"law: {name} needs parameters{more}") from error
         assert isinstance(scaling, Scaling)
         return scaling
-    record: dict[str, Any] = {"name": name}
-    for part in parameters.split(",") if parameters else ():
+    record = {"name": name} | read_parameters(rest, _WORDS if name == Window.name else ())
+    try:
+        return Window.from_dict(record) if name == Window.name else from_dict(record)
+    except (TypeError, ValueError) as error:
+        more = ", for example window:size=1024,sinks=4" if not rest else ""
+        said = str(error) if str(error).startswith(name) else f"{name}: {error}"
+        raise ValueError(f"law: {said}{more}") from error
+
+
+def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
+    """The values of a text ``name=value,...``: numbers, or lists of them in brackets.
+
+    Args:
+        text: the text; empty for no parameters.
+        words: names of parameters whose values are words.
+
+    Raises:
+        ValueError: if a part is not of this form.
+
+    Example:
+        >>> read_parameters("size=64,far=clamp", words=["far"])
+        {'size': 64, 'far': 'clamp'}
+        >>> read_parameters("factors=[[1,2],[3,4]],lengths=[8,9]")
+        {'factors': [[1, 2], [3, 4]], 'lengths': [8, 9]}
+    """
+    found: dict[str, Any] = {}
+    depth, parts = 0, [""]
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    for part in parts if text else ():
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"law: parameters must be name=number, got {part!r}")
+        key, value = key.strip(), value.strip()
         try:
-            record[key.strip()] = json.loads(value)
+            found[key] = value if key in words else json.loads(value)
         except ValueError as error:
-            if name == Window.name and value.strip().isalpha():
-                record[key.strip()] = value.strip()
-                continue
-            raise ValueError(f"law: {key.strip()} must be a number, got {value!r}") from error
-    try:
-        return Window.from_dict(record) if name == Window.name else from_dict(record)
-    except TypeError as error:
-        raise ValueError(f"law: {error}") from error
-
-
-def applying(text: str) -> tuple[str, Callable[[torch.nn.Module], AbstractContextManager[Any]]]:
-    """The law of a text as :func:`named_law` reads it, ready to be applied to a model.
-
-    Returns:
-        A description, different for different laws, and a function that applies the law to a model
-        and returns a context manager.
-    """
-    law = named_law(text)
-    if isinstance(law, Law):
-        record = json.dumps(law.record(), sort_keys=True)
-        words = f"{Path(text).name} {hashlib.sha256(record.encode()).hexdigest()[:12]}"
-    else:
-        words = str(law)
-
-    @contextmanager
-    def scaled(model: torch.nn.Module) -> Iterator[None]:
-        applied = apply(model, law)
-        try:
-            yield
-        finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a finished run that is resumed runs nothing
-                applied.restore()
-        if not applied.calls and applied.skipped:
-            name, why = next(iter(applied.skipped.items()))
-            raise ApplyError(f"the law scaled no call: {name}: {why}")
-
-    return words, scaled
+            raise ValueError(f"law: {key} must be a number, got {value!r}") from error
+    return found

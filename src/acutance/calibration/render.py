@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from acutance.calibration.fit.collect import HELD, TARGETS
 from acutance.calibration.fit.next_factors import ROUNDING
 from acutance.calibration.fit.result import Calibration, HeadCalibration
-from acutance.report.screen import NumberTable
+from acutance.report.screen import NumberTable, Wrapped
 from acutance.summary.layer import not_loaded_sentence
 
 __all__ = ["sentences", "show"]
@@ -33,7 +32,7 @@ _FAMILIES = {
 def show(result: Calibration) -> RenderableType:
     """A calibration for a rich console: title, table of heads, and sentences."""
     title = Text(_title(result), style="bold")
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(result)]
+    lines = [Wrapped(line, bullet=" • ") for line in sentences(result)]
     return Group(title, "", _table(result), "", *lines)
 
 

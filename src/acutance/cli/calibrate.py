@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.judge import held_out_ends, hurts, judge_law, nothing_found
+from acutance.cli.held_out import held_out_ends, hurts, judge_law, nothing_found
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -244,6 +244,11 @@ def calibrate(options: CalibrateOptions) -> None:
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
         check_choice("--target", target, (*TARGETS, "loss"))
+        if target == "loss":
+            _check_by_loss(options, value)
+        elif options.window or options.law == "none":
+            option = "--window" if options.window else "--law none"
+            raise typer.BadParameter("it needs --target loss", param_hint=option)
         try:
             calibration = _fit(options, lengths, target, value)
         except KeyboardInterrupt:
@@ -276,6 +281,25 @@ def calibrate(options: CalibrateOptions) -> None:
             console().print(note(f"no law was found, so {rest}"), soft_wrap=True)
 
 
+def _check_by_loss(options: CalibrateOptions, value: float | None) -> None:
+    """Refuse options that do not go with ``--target loss``, before a model is loaded."""
+    from acutance.calibration.by_loss.fit import FAMILIES
+
+    if value is not None:
+        raise typer.BadParameter(
+            f"loss is lowered, not brought to a value: remove ={value:g}", param_hint="--target"
+        )
+    if options.reference is not None:
+        raise typer.BadParameter("cannot be combined with --target loss", param_hint="--reference")
+    check_choice("--law with --target loss", options.law, FAMILIES)
+    if options.law == "none" and not options.window:
+        raise typer.BadParameter(
+            "needs --window, or there is nothing to fit", param_hint="--law none"
+        )
+    for text in options.window or ():
+        read_window(text)
+
+
 def _fit(
     options: CalibrateOptions, lengths: tuple[int, ...] | None, target: str, value: float | None
 ) -> "Calibration":
@@ -305,8 +329,6 @@ def _fit(
         "windowed": options.windowed,
     }
     if not by_loss:
-        if options.window:
-            raise typer.BadParameter("it needs --target loss", param_hint="--window")
         check_request(**arguments)
     elif options.window:
         arguments["window"] = [read_window(text) for text in options.window]

@@ -25,6 +25,7 @@ from acutance.cli.options import (
     check_resume,
     command,
     load_model,
+    read_laws,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
@@ -228,10 +229,10 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     from acutance.extending.candidates import proposals
     from acutance.extending.extend_model import extend, trained_length
     from acutance.extending.search import planned_runs
-    from acutance.judging.remedies import as_remedies
+    from acutance.judging.remedies import for_train_length
     from acutance.judging.text_windows import loss_of, text_windows
 
-    laws = None if options.law is None else as_remedies(options.law)
+    laws = None if options.law is None else read_laws(options.law)
     texts = corpus.read(options.text) if options.text else [corpus.bundled()]
     with console().status("loading the model"):
         dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -240,7 +241,10 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     found = text_windows(loaded, texts, [to], options.windows, options.seed)
     batches: list[Any] = [turn.batch for turn in found.turns]
     windows = torch.cat([batch["input_ids"] for batch in batches])
-    laws = proposals(loaded.model, trained, to) if laws is None else laws
+    if laws is None:
+        laws = proposals(loaded.model, trained, to)
+    else:
+        laws = for_train_length(loaded.model, laws, options.train_length)
     final = max(2, len(windows) // 2) if options.final is None else options.final
     runs = planned_runs(len(laws), max(1, len(windows) - final), final)
     bar = progress("extending", runs, runs * to, console())
@@ -250,7 +254,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
             loaded.model,
             to,
             windows,
-            train_length=trained,
+            train_length=options.train_length,
             laws=laws,
             final=final,
             max_cost=options.max_cost,

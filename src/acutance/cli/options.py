@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import MISSING, fields
 from itertools import pairwise
@@ -13,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 from typer.core import TyperCommand
 
-from acutance.cli.shared import Commands
+from acutance.cli.shared import Commands, misuse
 
 if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
     from acutance.corpus.load_model import TextModel
+    from acutance.judging.remedies import Remedy
     from acutance.scaling import Window
 
 Given = TypeVar("Given", bound="DataclassInstance")
@@ -164,7 +167,7 @@ ProbeLaw = Annotated[
         metavar="LAW",
         help=(
             "Change the attention by a law while probing: a file from 'calibrate -o', or a name "
-            "such as ssmax or log_n:train_length=512."
+            "such as ssmax, log_n:train_length=512 or window:size=1024, as for 'judge'."
         ),
     ),
 ]
@@ -175,6 +178,17 @@ JudgeChanges = Annotated[
         help=(
             "Also measure how each change that the statistics suggest affects the loss, on the "
             "ends of the texts (a quarter of the windows, 4 to 16), which are then not probed."
+        ),
+    ),
+]
+WriteLaw = Annotated[
+    Path | None,
+    typer.Option(
+        "--write-law",
+        metavar="FILE",
+        help=(
+            "With --judge: write the law that lowers the loss most to this file, for 'judge "
+            "--law', 'probe --law' and acutance.apply. Nothing is written if none lowers it."
         ),
     ),
 ]
@@ -228,6 +242,18 @@ def read_window(text: str) -> Window:
         raise typer.BadParameter(
             f"it must be SIZE or SIZE,SINKS, as in 1024,4, got {text!r}", param_hint="--window"
         ) from error
+
+
+def read_laws(texts: Iterable[str]) -> list[Remedy]:
+    """Parse each ``--law``; what is no law is misuse, a damaged file is not."""
+    from acutance.judging.remedies import as_remedies, named_remedy
+
+    remedies: list[Remedy] = []
+    for text in texts:
+        with nullcontext() if os.path.exists(text) else misuse():
+            remedies.append(named_remedy(text))
+    with misuse():
+        return as_remedies(remedies)
 
 
 def check_resume(resume: bool, save: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.judge import check_judge, hold_out_windows, judge_proposals
+from acutance.cli.held_out import check_judge, hold_out_windows, judge_proposals
 from acutance.cli.options import (
     LESS,
     MANY,
@@ -36,6 +36,7 @@ from acutance.cli.options import (
     Tokenizer,
     TrainLength,
     TrustRemoteCode,
+    WriteLaw,
     check_chart,
     check_resume,
     command,
@@ -217,6 +218,7 @@ class ProbeOptions:
     map: Maps = None
     law: ProbeLaw = None
     judge: JudgeChanges = False
+    write_law: WriteLaw = None
     train_length: TrainLength = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
@@ -236,6 +238,7 @@ class ProbeOptions:
             "--save": self.save,
             "--figure": self.figure,
             "--keep-qk": self.keep_qk,
+            "--write-law": self.write_law,
         }
 
 
@@ -245,7 +248,7 @@ class ProbeOptions:
         READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
         "allow_missing",
         WRITE: "report json csv parquet save figure chart dark keep_qk noise gaps structure "
-        "examples span map verify judge train_length overwrite",
+        "examples span map verify judge train_length write_law overwrite",
         LESS: "every layers heads max_rows seed provide batch_size",
         MANY: "shard resume save_every",
     },
@@ -267,8 +270,11 @@ def probe(options: ProbeOptions) -> None:
             "cannot be combined with --keep-qk, which reads the first windows",
             param_hint="--resume",
         )
-    if options.judge:
-        check_judge(law=options.law, shard=options.shard)
+    check_judge(
+        options.judge,
+        excluded={"--law": options.law, "--shard": options.shard},
+        needing={"--train-length": options.train_length, "--write-law": options.write_law},
+    )
     spans, maps = parse_spans(options.span or []), parse_maps(options.map or [])
     with plain_errors():
         from acutance.corpus import ranks as distributed
@@ -301,7 +307,7 @@ def probe(options: ProbeOptions) -> None:
         )
         law = None
         if options.law is not None:
-            from acutance.calibration.named_law import applying
+            from acutance.judging.apply_change import applying
 
             with nullcontext() if os.path.exists(options.law) else misuse():
                 law = applying(options.law)
@@ -408,3 +414,5 @@ def _finish(
             outcome, options.targets, options.save, options.keep_qk, judged,
             chart=options.chart, dark=options.dark,
         )  # fmt: skip
+    if judged is not None:
+        judged.write_law(headed.model, options.write_law)

@@ -26,7 +26,7 @@ from acutance.cli.outputs import check_outputs, write_and_show
 from acutance.cli.shared import check_figure, console, plain_errors
 
 if TYPE_CHECKING:
-    from acutance.cli.judge import Judged
+    from acutance.cli.held_out import Judged
     from acutance.corpus.probe_corpus import Outcome
     from acutance.summary.head_summary import HeadSummary
 
@@ -118,6 +118,8 @@ def show_summary(
         plan: file of a cache plan to show beside the heads.
     """
     from acutance.report.exports import exports, print_summary
+    from acutance.report.screen import print_sentences
+    from acutance.summary.layer import judged_sentences
 
     record = None if judged is None else judged.to_dict()
     planned = None if plan is None else _plan_beside(plan, summary)
@@ -138,6 +140,8 @@ def show_summary(
 
             screen.print("")
             screen.print(show_proposed(judged.comparison, judged.reasons))
+        elif sentences := judged_sentences(summary.about):
+            print_sentences(screen, "What changes do to the loss of held-out text", sentences)
         if planned is not None:
             screen.print("")
             screen.print(planned[1])

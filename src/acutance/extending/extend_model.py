@@ -19,7 +19,7 @@ from acutance.extending.record import Extension
 from acutance.extending.runs import Runs
 from acutance.extending.search import Advance, Search
 from acutance.files import refuse_replacing
-from acutance.judging.remedies import as_remedies
+from acutance.judging.remedies import as_remedies, check_fit, for_train_length
 from acutance.shapes import check_count, check_number
 
 __all__ = ["MAX_COST", "extend", "trained_length"]
@@ -110,7 +110,11 @@ def extend(
         raise ValueError("resume continues the file given by save, got save=None")
     if save is not None:
         refuse_replacing(save, resume=resume, overwrite=overwrite)
-    remedies = proposals(model, trained, to) if laws is None else as_remedies(laws)
+    if laws is None:
+        remedies = proposals(model, trained, to)
+    else:
+        remedies = for_train_length(model, as_remedies(laws), train_length)
+    check_fit(model, remedies)
     measured = choose_loss(model, loss)
     windows = windows[:, :to]
     settings = {
@@ -120,6 +124,15 @@ def extend(
         "dtype": str(next((part.dtype for part in model.parameters()), None)),
         "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
         "train_length": trained,
+        "to": to,
+        "laws": [one.words for one in remedies],
+        "windows": count,
+        "final": last,
+        "max_cost": max_cost,
+        "by_head": by_head,
+        "shown": {
+            "laws": [one.name for one in remedies] if laws is not None else "acutance's proposals"
+        },
     }
     runs = Runs(model, windows, measured, _ranges(trained, to), trained, settings, save)
     if resume:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from acutance.extending.record import Extension, Final
 from acutance.judging.paired import Part
-from acutance.report.screen import NumberTable
+from acutance.report.screen import NumberTable, Wrapped
 
 __all__ = ["sentences", "show", "tried_rows"]
 
@@ -60,14 +59,16 @@ def tried_rows(result: Extension) -> list[list[str]]:
     """The table of the changes that the search tried: its heading, then one row for each, as text.
 
     Columns are the change, the windows it was measured on, and the difference of the loss from the
-    unchanged model up to and beyond the trained length, in nats a token.
+    unchanged model up to and beyond the trained length, in nats a token. A star marks a change that
+    costs too much up to the trained length to be chosen.
     """
     rows = [
         ["change", "windows", f"up to {result.train_length:,}", f"beyond {result.train_length:,}"]
     ]
     for one in result.tried:
         error = "" if one.error is None else f" ± {one.error:.3f}"
-        within, beyond = f"{one.within:+.4f}", f"{one.beyond:+.4f}{error}"
+        mark = "" if one.allowed else "*"
+        within, beyond = f"{mark}{one.within:+.4f}", f"{one.beyond:+.4f}{error}"
         rows.append([one.name, str(one.windows), within, beyond])
     return rows
 
@@ -83,21 +84,26 @@ def show(result: Extension) -> RenderableType:
     for name in ("loss up to", "loss beyond", "Δ up to", "Δ beyond"):
         final.add_column(f"{name} {result.train_length:,}", justify="right", no_wrap=True)
     for shown in result.finals:
-        final.add_row(shown.name, *_cells(shown))
+        final.add_row(Wrapped(shown.name), *_cells(shown))
     table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     head, *rows = tried_rows(result)
     for index, name in enumerate(head):
         table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
     for one, row in zip(result.tried, rows, strict=True):
-        table.add_row(*row, style="" if one.allowed else "dim")
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(result)]
+        table.add_row(Wrapped(row[0]), *row[1:], style="" if one.allowed else "dim")
+    lines = [Wrapped(line, bullet=" • ") for line in sentences(result)]
     title = Text(f"Reading {result.to:,} tokens, loss in nats a token", style="bold")
-    note = Text(
-        f"tried, difference to the model as it is (dim: more than {result.max_cost:g} nat up to "
-        f"{result.train_length:,}):",
-        style="dim",
+    note = Text("Tried: loss less that of the model as it is, in nats a token", style="bold")
+    costly = [] if all(one.allowed for one in result.tried) else [_costly(result)]
+    return Group(title, "", final, "", note, "", table, *costly, "", *lines)
+
+
+def _costly(result: Extension) -> Wrapped:
+    """What the star in the table of changes means."""
+    return Wrapped(
+        f"* not chosen: it raises the loss up to {result.train_length:,} tokens by more than "
+        f"{result.max_cost:g} nat"
     )
-    return Group(title, "", final, "", note, table, "", *lines)
 
 
 def _cells(final: Final) -> list[str]:

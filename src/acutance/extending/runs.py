@@ -18,11 +18,11 @@ from acutance.extending.prefix import Prefix
 from acutance.files import tidy, write_bytes
 from acutance.judging.remedies import Remedy
 from acutance.summary.files import parse, read, sealed
+from acutance.summary.settings import check_settings
 
 __all__ = ["Runs"]
 
 SCHEMA = "acutance.extension_state/1"
-_DIFFERENT = {"model": "another model", "text": "another text, or other windows of it"}
 
 
 class Runs:
@@ -231,12 +231,7 @@ class Runs:
         except (KeyError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{name} contains no search to resume: {reason}") from error
-        for key, mine in self._settings.items():
-            if before.get(key) != json.loads(json.dumps(mine)):
-                what = f"its {key} is {before.get(key)!r:.80}, this run's {mine!r:.80}"
-                if key in _DIFFERENT:
-                    what = f"it is of {_DIFFERENT[key]}"
-                raise ValueError(f"{name} cannot be resumed with other settings: {what}")
+        check_settings(name, before, self._settings)
         shape = (len(runs), len(self.ranges))
         fine = loss.shape == count.shape == shape and bool((loss.isfinite() & (count >= 0)).all())
         if not fine:

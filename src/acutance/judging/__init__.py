@@ -7,6 +7,7 @@ attention look better and the loss worse is no remedy.
 from __future__ import annotations
 
 from acutance.calibration.losses import Loss, LossError, MaskedTokens, NextToken, Scored
+from acutance.judging.apply_change import AppliedChange, apply
 from acutance.judging.judge_model import judge
 from acutance.judging.paired import LawComparison, LossComparison, Part
 from acutance.judging.proposed import Proposals, proposed_remedies
@@ -14,6 +15,7 @@ from acutance.judging.remedies import HeadsOff, LawRemedy, PlanRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 
 __all__ = [
+    "AppliedChange",
     "HeadsOff",
     "LawComparison",
     "LawRemedy",
@@ -28,6 +30,7 @@ __all__ = [
     "Remedy",
     "RopeRemedy",
     "Scored",
+    "apply",
     "judge",
     "proposed_remedies",
 ]

@@ -25,7 +25,7 @@ from acutance.calibration.losses import AnyLoss, Loss, LossError, choose_loss
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
 from acutance.judging.paired import LossComparison, compare_losses, octaves
-from acutance.judging.remedies import Remedy, as_remedies
+from acutance.judging.remedies import Remedy, as_remedies, check_fit, for_train_length
 from acutance.judging.state import Sums
 from acutance.shapes import check_count
 
@@ -92,6 +92,7 @@ def judge(
     loss: AnyLoss | None = None,
     lengths: Sequence[int] | None = None,
     texts: Sequence[Hashable] | None = None,
+    train_length: int | None = None,
     save: str | os.PathLike[str] | None = None,
     save_every: int = 1,
     resume: bool = False,
@@ -120,6 +121,8 @@ def judge(
         lengths: windows are cut into parts of these ascending lengths; None leaves them whole.
         texts: the text that each window is from. From 5 texts on, errors are those from text to
             text, else from window to window.
+        train_length: tokens of the windows that the model was trained on, for RoPE settings that
+            are computed from it; None takes the configuration's.
         save: file that keeps the state after each run of the model, to continue from.
         save_every: windows between two writes, at least.
         resume: continue from what ``save`` holds.
@@ -167,8 +170,9 @@ def judge(
                 f"{groups} windows"
             )
         found = found.by_text(texts)
+    remedies = for_train_length(model, as_remedies(laws), train_length)
     return judge_windows(
-        model, found, as_remedies(laws), choose_loss(model, loss), save=save,
+        model, found, remedies, choose_loss(model, loss), save=save,
         save_every=save_every, resume=resume, overwrite=overwrite, advance=advance,
     )  # fmt: skip
 
@@ -183,6 +187,7 @@ def judge_windows(
     save_every: int = 1,
     resume: bool = False,
     overwrite: bool = False,
+    given: Mapping[str, Any] | None = None,
     advance: Advance | None = None,
 ) -> LossComparison:
     """:func:`judge` for windows with stated groups, remedies and a loss that are ready to use.
@@ -196,6 +201,7 @@ def judge_windows(
         save_every: as for :func:`judge`.
         resume: as for :func:`judge`.
         overwrite: as for :func:`judge`.
+        given: options that decide about ``remedies``, which a resumed run must share.
         advance: as for :func:`judge`.
 
     Returns:
@@ -213,6 +219,7 @@ def judge_windows(
             f"{len(groups.unique())}: give more text, or shorter windows"
         )
     check_positions(model, lengths)
+    check_fit(model, remedies)
     ranges = octaves(lengths[-1])
     settings = {
         "model": model_digest(model),
@@ -220,8 +227,11 @@ def judge_windows(
         "laws": [one.words for one in remedies],
         "loss": loss.words,
         "lengths": list(lengths),
-        "dtype": str(next((part.dtype for part in model.parameters()), None)),
+        "windows": windows.count,
+        "weights": str(next((part.dtype for part in model.parameters()), None)),
         "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
+        **(given or {}),
+        "shown": {"laws": [one.name for one in remedies]},
     }
     sums = Sums.none(settings, 1 + len(remedies), len(windows.turns), windows.count, len(ranges))
     if resume and save is not None:

@@ -107,6 +107,9 @@ class LawComparison:
     overall: Part
     by_position: tuple[Part, ...]
 
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.verdict}, {self.delta:+.4f} ± {self.error:.4f} nat>"
+
     @property
     def delta(self) -> float:
         """Mean difference over all predictions, in nats a token."""
@@ -169,6 +172,10 @@ class LossComparison:
     groups: int
     unit: str
     about: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        laws = ", ".join(map(repr, self.laws))
+        return f"<LossComparison on {self.windows} windows, {self.tokens} tokens: {laws}>"
 
     def __getitem__(self, name: str) -> LawComparison:
         """The comparison of a law by its name."""

@@ -15,20 +15,30 @@ import torch
 from acutance.caching.exchange.import_plan import ForeignPlan, read_foreign
 from acutance.caching.plan import CachePlan, holds_plan
 from acutance.calibration.apply_law import ApplyError, apply
-from acutance.calibration.law import AnyLaw, Law
-from acutance.calibration.named_law import named_law
+from acutance.calibration.law import AnyLaw, Law, by_layer, check_head
+from acutance.calibration.named_law import joined_parts, named_law
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
-from acutance.judging.rope import RopeRemedy, named_rope
+from acutance.judging.rope import RopeRemedy, named_rope, with_train_length
 from acutance.scaling import Window
+from acutance.shapes import check_count
 
 if TYPE_CHECKING:
     from acutance.caching.run_plan import AppliedPlan
 
-__all__ = ["HeadsOff", "LawRemedy", "PlanRemedy", "Remedy", "as_remedies", "named_remedy"]
+__all__ = [
+    "HeadsOff",
+    "LawRemedy",
+    "PlanRemedy",
+    "Remedy",
+    "as_remedies",
+    "check_fit",
+    "for_train_length",
+    "named_remedy",
+]
 
 
 @runtime_checkable
@@ -67,6 +77,10 @@ class LawRemedy:
     def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Context in which the law is applied; leaving it raises ApplyError if no call changed."""
         return apply(model, self.law, windowed=self.windowed)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise ValueError if the model has no such layer or head, or the law is another's."""
+        by_layer(model, self.law)
 
 
 @dataclass(frozen=True)
@@ -123,8 +137,16 @@ class HeadsOff:
             ApplyError: if a layer does not use it, or none of them ran.
             ValueError: if there is no such layer or head.
         """
+        change = _Silence(self._modules(model))
+        with huggingface.change(change):
+            yield
+        if not change.calls:
+            raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
+
+    def _modules(self, model: torch.nn.Module) -> dict[int, Sequence[int] | None]:
+        """The heads of each layer by the ``id`` of its module; raises as :meth:`applied`."""
         layers = attention_layers(model)
-        switched: dict[int, Sequence[int] | None] = {}
+        found: dict[int, Sequence[int] | None] = {}
         for layer, heads in self.heads.items():
             for name in choose_layers(model, layer, "layer"):
                 module = layers.get(name)
@@ -133,12 +155,14 @@ class HeadsOff:
                         f"heads of {name} cannot be switched off: {class_name(model)} does not run "
                         "it through transformers' attention interface"
                     )
-                switched[id(module)] = heads
-        change = _Silence(switched)
-        with huggingface.change(change):
-            yield
-        if not change.calls:
-            raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
+                for head in heads or ():
+                    check_head(name, module, head)
+                found[id(module)] = heads
+        return found
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise the errors of :meth:`applied` that need no run of the model."""
+        self._modules(model)
 
 
 class _Silence:
@@ -196,13 +220,22 @@ def named_remedy(text: str) -> LawRemedy | PlanRemedy | HeadsOff | RopeRemedy:
         >>> named_remedy("rope:yarn,factor=2").kind
         'yarn'
     """
-    kind, colon, rest = text.partition(":")
-    if kind in ("off", "rope") and colon and not os.path.exists(text):
+    if os.path.exists(text):
+        if holds_plan(text):
+            return PlanRemedy(text, CachePlan.load(text))
+        return LawRemedy(text, named_law(text))
+    parts = joined_parts(text)
+    alone = [part for part in parts if part.partition(":")[0] in ("off", "rope")]
+    if alone and len(parts) > 1:
+        raise ValueError(
+            f"law: {alone[0]} cannot be joined to another law by +, got {text!r}. Only a scaling "
+            "and a window can be"
+        )
+    if alone:
+        kind, _, rest = text.partition(":")
         return HeadsOff(_heads(rest)) if kind == "off" else named_rope(rest)
     if (foreign := read_foreign(text)) is not None:
         return PlanRemedy(text, foreign)
-    if holds_plan(text):
-        return PlanRemedy(text, CachePlan.load(text))
     return LawRemedy(text, named_law(text))
 
 
@@ -243,6 +276,36 @@ def as_remedies(laws: Any) -> list[Remedy]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"laws must have different names, got {twice!r} twice")
     return remedies
+
+
+def for_train_length(
+    model: torch.nn.Module, remedies: Sequence[Remedy], train_length: int | None
+) -> list[Remedy]:
+    """The remedies, with RoPE settings computed from a stated trained length.
+
+    Args:
+        model: the model.
+        remedies: as from :func:`as_remedies`.
+        train_length: tokens of the windows that it was trained on; None is the configuration's.
+    """
+    if train_length is not None:
+        check_count("train_length", train_length, 2)
+    return [
+        with_train_length(model, one, train_length) if isinstance(one, RopeRemedy) else one
+        for one in remedies
+    ]
+
+
+def check_fit(model: torch.nn.Module, remedies: Sequence[Remedy]) -> None:
+    """Refuse remedies that do not fit the model before it runs, such as heads that it lacks.
+
+    Raises:
+        ApplyError: if a remedy cannot change the model.
+        ValueError: if there is no such layer or head, or a RoPE type or parameter is wrong.
+    """
+    for one in remedies:
+        if isinstance(one, LawRemedy | HeadsOff | RopeRemedy):
+            one.check(model)
 
 
 def _is_pair(laws: Any) -> bool:

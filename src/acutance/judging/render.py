@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from acutance.judging.paired import HELPS, HURTS, MIXED, LawComparison, LossComparison, Part
-from acutance.report.screen import NumberTable
+from acutance.report.screen import NumberTable, Wrapped
 
 __all__ = ["conclusion", "sentences", "show", "show_proposed", "verdict_sentence"]
 
@@ -22,15 +21,15 @@ def show(comparison: LossComparison) -> RenderableType:
     title = Text(
         f"Loss with each law minus loss without, {comparison.loss}, nats a token", style="bold"
     )
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(comparison)]
+    lines = [Wrapped(line, bullet=" • ") for line in sentences(comparison)]
     return Group(title, "", _table(comparison), "", *lines)
 
 
 def show_proposed(comparison: LossComparison, reasons: Sequence[str]) -> RenderableType:
     """What :func:`show` shows of changes that a probe proposed, their reasons and what to do."""
     lines = [f"{law.name} {why}." for law, why in zip(comparison.laws, reasons, strict=True)]
-    bullets = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in lines]
-    end = Text(conclusion(comparison), style="bold")
+    bullets = [Wrapped(line, bullet=" • ") for line in lines]
+    end = Wrapped(conclusion(comparison), "bold")
     return Group(show(comparison), *bullets, "", end)
 
 
@@ -60,7 +59,7 @@ def _table(comparison: LossComparison) -> NumberTable:
     for law in comparison.laws:
         shown = law.by_position if len(parts) > 1 else ()
         table.add_row(
-            law.name,
+            Wrapped(law.name),
             Text(_with_error(law.overall), style="bold"),
             Text(law.verdict, style=_STYLE.get(law.verdict, "")),
             *[Text(_with_error(part), style=_style(part)) for part in shown],
@@ -77,17 +76,24 @@ def sentences(comparison: LossComparison) -> Iterator[str]:
     """A verdict on each law, then the data that it rests on and how errors are computed."""
     for law in comparison.laws:
         yield verdict_sentence(law)
+    groups, unit, longest = comparison.groups, comparison.unit, comparison.lengths[-1]
+    several = len(comparison.lengths) > 1
+    cut = ", the shorter ones cut from the longest" if several and unit == "window" else ""
+    many = f"{groups} windows of {longest} tokens" if cut else f"{groups} of them"
     yield (
         f"Without a law the mean loss is {comparison.mean_loss:.3f} nats a token, over "
-        f"{comparison.windows} windows of {_listed(comparison.lengths)} tokens."
+        f"{comparison.windows} windows of {_listed(comparison.lengths)} tokens{cut}."
     )
-    groups, unit = comparison.groups, comparison.unit
     yield (
-        f"± is a standard error from {unit} to {unit} ({groups} of them); verdicts are from "
+        f"± is a standard error from {unit} to {unit} ({many}); verdicts are from "
         "simultaneous 95 % intervals (Student's t with Bonferroni's correction)."
     )
     if groups < 6:
-        yield f"{groups} are few: intervals are wide, and small effects go unseen. Read more text."
+        plural = "parts of the text" if unit == "part of the text" else f"{unit}s"
+        yield (
+            f"With only {groups} {plural} the intervals are wide, and small effects go unseen: "
+            "read more text."
+        )
 
 
 def verdict_sentence(law: LawComparison) -> str:
@@ -107,24 +113,22 @@ def verdict_sentence(law: LawComparison) -> str:
             f"{law.name} {law.verdict}: loss changes by {_with_error(whole)} nat in all (between "
             f"{whole.low:+.2g} and {whole.high:+.2g}){but}."
         )
-    in_all = f"no difference found over all positions (at most {_most(whole)})"
     helps = [part for part in law.by_position if part.helps]
     hurts = [part for part in law.by_position if part.hurts]
     found = [f"helps at n = {_places(helps)}"] if helps else []
     found += [f"hurts at n = {_places(hurts)}"] if hurts else []
-    if found:
-        return f"{law.name} {' and '.join(found)}; {in_all}."
-    return f"{law.name}: {in_all}."
+    where = f" {' and '.join(found)}; in all" if found else ""
+    if not math.isfinite(whole.most):
+        return f"{law.name}{where}: no difference can be found with so little text."
+    return (
+        f"{law.name}{where}: no difference found (at most {whole.most:.2g} nat): loss changes by "
+        f"{_with_error(whole)} nat in all (between {whole.low:+.2g} and {whole.high:+.2g})."
+    )
 
 
 def _places(parts: Sequence[Part]) -> str:
     """The ranges of n of some parts and their differences, as "64–127 (+0.10 ± 0.02), ..."."""
     return ", ".join(f"{_range(part)} ({_with_error(part)})" for part in parts)
-
-
-def _most(part: Part) -> str:
-    """The largest difference that a part's interval contains, as "0.02 nat" or "unknown"."""
-    return f"{part.most:.2g} nat" if math.isfinite(part.most) else "unknown"
 
 
 def _range(part: Part) -> str:
@@ -133,8 +137,9 @@ def _range(part: Part) -> str:
 
 
 def _listed(lengths: Sequence[int]) -> str:
-    """Lengths as text."""
-    return ", ".join(map(str, lengths))
+    """Lengths as text: "512", "128 and 512", or "128, 256 and 512"."""
+    *first, last = map(str, lengths)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _with_error(part: Part) -> str:

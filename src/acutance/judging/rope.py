@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 
 from acutance.calibration.apply_law import ApplyError
+from acutance.calibration.named_law import read_parameters
 from acutance.capture.module_names import class_name, unwrap
 from acutance.shapes import check_number, did_you_mean
 
-__all__ = ["RopeRemedy", "named_rope", "rope_modules"]
+__all__ = ["RopeRemedy", "named_rope", "rope_modules", "with_train_length"]
 
 #: Types that other parameters than the base are needed for, and what Llama 3.1 has.
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -89,6 +89,11 @@ class RopeRemedy:
         finally:
             for parent, name, module in places:
                 setattr(parent, name, module)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise the errors of :meth:`applied`."""
+        for _, _, module in rope_modules(model):
+            self._changed(module)
 
     def configuration(self, model: torch.nn.Module, longest: int) -> dict[str, Any]:
         """Entries of ``config.json`` that make the settings permanent in a saved model.
@@ -187,20 +192,47 @@ def named_rope(text: str) -> RopeRemedy:
     """The remedy for a text ``TYPE,name=value,...``.
 
     Raises:
-        ValueError: if a part is not of the form name=value, or a value is out of range.
+        ValueError: if there is no type, a part is not of the form name=value, or a value is out of
+            range.
 
     Example:
         >>> named_rope("yarn,factor=2").parameters
         {'factor': 2}
     """
-    kind, *parts = re.split(r",(?![^\[]*\])", text)  # values may be lists
-    parameters = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"law: parameters must be name=number, got {part!r}")
-        try:
-            parameters[key.strip()] = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"law: {key.strip()} must be a number, got {value!r}") from error
-    return RopeRemedy(kind.strip(), parameters)
+    kind, _, rest = (part.strip() for part in text.partition(","))
+    if not kind or "=" in kind:
+        raise ValueError(
+            f"law: RoPE settings begin with a type, as rope:yarn,factor=2, got {text!r}"
+        )
+    return RopeRemedy(kind, read_parameters(rest))
+
+
+def with_train_length(
+    model: torch.nn.Module, remedy: RopeRemedy, train_length: int | None
+) -> RopeRemedy:
+    """RoPE settings for a stated trained length, where transformers computes them from it.
+
+    Args:
+        model: the model.
+        remedy: the settings; the same ones are returned if they state the trained length
+            themselves, or their type reads none.
+        train_length: tokens of the windows that the model was trained on; None leaves the settings
+            as they are, and with them the length of the model's configuration.
+
+    Raises:
+        ApplyError: if the model has no rotary module of transformers.
+
+    Example:
+        >>> from acutance.experiments.models.trained import decoder
+        >>> with_train_length(decoder(), named_rope("yarn,factor=4"), 128).name
+        'rope:yarn,factor=4,original_max_position_embeddings=128'
+    """
+    reads_it = remedy.kind in (*_WITH_ORIGINAL, "dynamic")
+    if train_length is None or not reads_it or _ORIGINAL in remedy.parameters:
+        return remedy
+    config: Any = rope_modules(model)[0][2].config
+    before = config.rope_parameters
+    before = before.get(_GLOBAL, before)
+    if train_length == (before.get(_ORIGINAL) or config.max_position_embeddings):
+        return remedy
+    return RopeRemedy(remedy.kind, {**remedy.parameters, _ORIGINAL: train_length})

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from acutance.files import tidy, write_bytes
 from acutance.summary.files import parse, read, sealed
+from acutance.summary.settings import check_settings
 
 __all__ = ["Sums"]
 
 SCHEMA = "acutance.judgement_state/1"
-_DIFFERENT = {"model": "another model", "text": "another text, or other windows of it"}
 
 
 @dataclass
@@ -81,13 +81,7 @@ class Sums:
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{name} contains no comparison to resume: {reason}") from error
-        for key, mine in self.settings.items():
-            if before.get(key) == json.loads(json.dumps(mine)):
-                continue
-            what = f"its {key} is {before.get(key)!r:.80}, this run's {mine!r:.80}"
-            if key in _DIFFERENT:
-                what = f"it is of {_DIFFERENT[key]}"
-            raise ValueError(f"{name} cannot be resumed with other settings: {what}")
+        check_settings(name, before, self.settings)
         mine_by_name = {"loss": self.loss, "count": self.count, "done": self.done}
         for key, mine in mine_by_name.items():
             theirs = tensors.get(key)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from acutance.escapes import printable, visible, visible_lines
 
-__all__ = ["NumberTable", "Screen", "note", "print_sentences"]
+__all__ = ["NumberTable", "Screen", "Wrapped", "note", "print_sentences", "wrap"]
 
 
 class Screen(Console):
@@ -59,6 +60,76 @@ def note(*parts: str | tuple[str, str]) -> Text:
         visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts
     ]
     return Text.assemble(*pieces)
+
+
+#: Where a line may end: best before a space, else behind a comma and the like, else behind others.
+#: Not beside ±, and not in a number such as 8,192.
+_BREAKS = (r"(?<!±) (?!±)", r"(?<=[,;:+])(?!\d{3}\b)", r"(?<=[=_(\[/])", "(?<=.)")
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break a text into lines so that words, names of laws and numbers stay whole.
+
+    Lines break at spaces. A word longer than a line, such as the name of a law, is broken behind a
+    comma, colon or plus sign, and only if that is not enough behind other signs.
+
+    Args:
+        text: the text.
+        width: of a line, in characters.
+
+    Example:
+        >>> wrap("window:size=2048,beyond=8192 helps", 20)
+        ['window:size=2048,', 'beyond=8192 helps']
+    """
+    lines = [""]
+    _place(text, 0, width, lines)
+    return [line.strip() for line in lines]
+
+
+def _place(text: str, level: int, width: int, lines: list[str]) -> None:
+    """Append the parts of a text to the last of ``lines``, or to new ones that are as wide."""
+    for part in _parts(text, level):
+        if cell_len(lines[-1] + part) <= width:
+            lines[-1] += part
+        elif cell_len(part.strip()) <= width or level == len(_BREAKS) - 1:
+            lines.append(part.lstrip())
+        else:
+            _place(part, level + 1, width, lines)
+
+
+class Wrapped:
+    """A text on as many lines as it needs, which :func:`wrap` breaks.
+
+    Args:
+        text: the text.
+        style: of all lines.
+        bullet: what stands before the first line; the others are indented by its width.
+    """
+
+    def __init__(self, text: str, style: str = "", bullet: str = "") -> None:
+        self._text, self._style, self._bullet = visible(text), style, bullet
+
+    def least(self) -> int:
+        """Width in which names of laws break behind commas, colons and plus signs only."""
+        parts = [part for word in _parts(self._text, 0) for part in _parts(word, 1)]
+        return cell_len(self._bullet) + max(cell_len(part.strip()) for part in parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = cell_len(self._bullet)
+        for index, line in enumerate(wrap(self._text, max(1, options.max_width - indent))):
+            yield Text((" " * indent if index else self._bullet) + line, style=self._style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        words = [part for one in _parts(self._text, 0) for part in _parts(one, 1)]
+        least = max(cell_len(part.strip()) for one in words for part in _parts(one, 2))
+        indent, most = cell_len(self._bullet), cell_len(self._text)
+        return Measurement(min(least, most) + indent, most + indent)
+
+
+def _parts(text: str, level: int) -> list[str]:
+    """The parts of a text between the places where a line may end, at one level."""
+    ends = [match.start() for match in re.finditer(_BREAKS[level], text)]
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 #: Characters to which a column of words may be narrowed.
@@ -121,7 +192,8 @@ class NumberTable(Table):
 
     def _least(self, column: Column, width: int) -> int:
         """Smallest width of a column, in characters."""
-        return width if column.no_wrap else min(width, _WORDS)
+        wrapped = [cell.least() for cell in column._cells if isinstance(cell, Wrapped)]
+        return width if column.no_wrap else min(width, max([_WORDS, *wrapped]))
 
     def _needed(self, block: Sequence[int], widths: Sequence[int], gap: int) -> int:
         """Smallest width of a block of columns, in characters."""
@@ -192,4 +264,5 @@ def print_sentences(console: Console, title: str, sentences: Iterable[str]) -> N
     console.print(f"\n{title}", style="bold")
     ascii_only = console.options.ascii_only
     for sentence in sentences:
-        console.print(Padding(Text(printable(f"• {sentence}", ascii_only)), (0, 0, 0, 1)))
+        bullet = printable(" • ", ascii_only)
+        console.print(Wrapped(printable(sentence, ascii_only), bullet=bullet))

@@ -13,6 +13,7 @@ __all__ = [
     "STATUSES",
     "Status",
     "coverage_line",
+    "judged_sentences",
     "not_loaded_sentence",
     "notices",
 ]
@@ -147,6 +148,17 @@ def _union_of_names(one: str, other: str) -> str:
 
 #: What records call the weights that did not load.
 NOT_LOADED = "weights_not_loaded"
+
+
+def judged_sentences(about: Mapping[str, Any]) -> list[str]:
+    """What changes do to the loss, in sentences, as ``probe --judge`` adds it to a state.
+
+    Example:
+        >>> judged_sentences({"judged": ["log_n hurts."]})
+        ['log_n hurts.']
+    """
+    found = about.get("judged")
+    return [line for line in found if isinstance(line, str)] if isinstance(found, list) else []
 
 
 def notices(about: Mapping[str, Any]) -> list[str]:

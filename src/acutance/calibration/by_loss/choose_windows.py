@@ -289,7 +289,16 @@ def _gate_run(
         windows.model, windows.loss, layers, alternatives, key_heads=key_heads
     )
     words = [str(one) if isinstance(one, Window) else one.words for one in alternatives]
-    settings = {**windows.settings(), "alternatives": words, "key_heads": key_heads}
+    shown = [
+        f"size={one.size},sinks={one.sinks}" if isinstance(one, Window) else one.words
+        for one in alternatives
+    ]
+    settings = {
+        **windows.settings(),
+        "alternatives": words,
+        "key_heads": key_heads,
+        "shown": {"alternatives": shown},
+    }
     readings = Readings(settings, save, every)
     if resume:
         readings.resume()

@@ -103,7 +103,7 @@ def calibrate_by_loss(
     run, skipped = None, {} if choice is None else dict(choice.skipped)
     fixed = {} if choice is None else choice.law
     if law != "none":
-        more = {"limit": limit} | ({} if choice is None else {"windows": choice.words})
+        more = {"limit": limit} | ({} if choice is None else {"chosen": choice.words})
         run, unscaled = _factor_run(windows, law, windowed, save, every, resume, more, fixed)
         skipped |= unscaled
     return _Job(windows, run, fitting, stopping, passes, limit, advance, choice).result(

@@ -13,11 +13,11 @@ from acutance.calibration.by_loss.gradients import Reading
 from acutance.corpus.probe_corpus import tidy
 from acutance.files import write_bytes
 from acutance.summary.files import parse, read, sealed
+from acutance.summary.settings import check_settings
 
 __all__ = ["Readings"]
 
 SCHEMA = "acutance.loss_calibration/1"
-_DIFFERENT = {"model": "another model", "text": "another text, or other windows of it"}
 
 
 class Readings:
@@ -91,13 +91,7 @@ class Readings:
             raise ValueError(
                 f"{name} contains no fit to the loss that can be resumed: {reason}"
             ) from error
-        for key, mine in self._settings.items():
-            if before.get(key) == json.loads(json.dumps(mine)):
-                continue
-            what = f"its {key} is {before.get(key)!r:.80}, this run's {mine!r:.80}"
-            if key in _DIFFERENT:
-                what = f"it is of {_DIFFERENT[key]}"
-            raise ValueError(f"{name} cannot be resumed with other settings: {what}")
+        check_settings(name, before, self._settings)
         self._made = [
             Reading(float(one), int(number), part)
             for one, number, part in zip(loss, count, gradient.double(), strict=True)

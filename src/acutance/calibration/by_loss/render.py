@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
-from acutance.report.screen import NumberTable
+from acutance.report.screen import NumberTable, Wrapped
 from acutance.scaling import Window
 from acutance.summary.layer import not_loaded_sentence
 
@@ -35,7 +34,7 @@ def show(found: LossCalibration) -> RenderableType:
             f"token, and the factors λ of the law ({found.family}), at n visible keys"
         )
         parts += [Text(title, style="bold"), "", _table(found), ""]
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
+    lines = [Wrapped(line, bullet=" • ") for line in sentences(found)]
     return Group(*parts, *lines)
 
 

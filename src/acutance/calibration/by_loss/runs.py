@@ -99,7 +99,8 @@ class Windows:
             "text": digest([turn for unit in self.units for turn in unit.turns]),
             "loss": self.loss.words,
             "lengths": list(self.lengths),
-            "dtype": str(next((part.dtype for part in self.model.parameters()), None)),
+            "windows": len(self.units),
+            "weights": str(next((part.dtype for part in self.model.parameters()), None)),
         }
 
     def batch(self, turn: Turn) -> Mapping[str, Any]:

@@ -178,15 +178,16 @@ def calibrate(
     settings = {
         "model": model_digest(model),
         "text": digest(turns),
+        "windows": list(windows.values()),
         "target": request.target.name,
         "value": request.value,
-        "lengths": list(request.knots),
+        "lengths": list(places),
         "reference": request.reference,
         "law": law,
         "limit": request.limit,
         "windowed": windowed,
         "seed": seed,
-        "dtype": str(next((part.dtype for part in model.parameters()), None)),
+        "weights": str(next((part.dtype for part in model.parameters()), None)),
     }
     progress = Progress(settings)
     if resume and save is not None:

@@ -16,11 +16,11 @@ from acutance.calibration.fit.passes import PassSums
 from acutance.corpus.probe_corpus import tidy
 from acutance.files import write_bytes
 from acutance.summary.files import MOST, parse, read, sealed
+from acutance.summary.settings import check_settings
 
 __all__ = ["PassState", "Progress"]
 
 SCHEMA = "acutance.calibration/1"
-_TOLD = {"model": "another model", "text": "another text, or different windows of it"}
 
 
 @dataclass
@@ -108,15 +108,7 @@ class Progress:
             raise ValueError(
                 f"{name} contains no calibration that can be resumed: {said}"
             ) from error
-        for key, mine in settings.items():
-            theirs = had.get(key) if isinstance(had, dict) else None
-            if theirs != json.loads(json.dumps(mine)):
-                if key in _TOLD:
-                    what = f"it is for {_TOLD[key]}"
-                else:
-                    label = key.replace("_", " ")
-                    what = f"its {label} is {theirs!r:.60}, this run's {mine!r:.60}"
-                raise ValueError(f"{name} cannot be resumed with other settings: {what}")
+        check_settings(name, had, settings)
         tidy(path)
         return made
 

@@ -18,18 +18,22 @@ __all__ = ["GROUP", "judged_data", "plan_data", "plan_metrics"]
 GROUP = "Cache plan"
 
 
-def judged_data(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def judged_data(
+    judged: Mapping[str, Any] | None, sentences: Sequence[str]
+) -> dict[str, Any] | None:
     """Table of changes to the model, such as laws, with what each does to the loss.
 
     Args:
         judged: the JSON record that ``probe --judge`` writes, or None.
+        sentences: those of a saved state, for a page without the record.
 
     Returns:
         ``rows``, each with name, reason, difference of the loss and verdict of a change, and
-        ``sentences``; None if there is no record or it has no change.
+        ``sentences``; None if there are none.
     """
     if judged is None or not judged["laws"]:
-        return None
+        found = [visible(line) for line in sentences]
+        return {"rows": [], "sentences": found} if found else None
     rows = []
     for law in judged["laws"]:
         error = "" if law["error"] is None else f" ± {law['error']:.4f}"

@@ -43,7 +43,7 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
 from acutance.summary.head_summary import STATUSES, HeadSummary
-from acutance.summary.layer import notices
+from acutance.summary.layer import judged_sentences, notices
 from acutance.summary.moments import BINS, SCALES, edges
 from acutance.summary.predicted import PREDICTED_FROM
 
@@ -58,7 +58,10 @@ def packed(
 ) -> str:
     """The data of the HTML page as base64 text, as precise as its size budget allows."""
     record, head_classes = _record(summary), classify(summary)
-    record |= {"judged": judged_data(judged), "plan": plan_data(plan)}
+    record |= {
+        "judged": judged_data(judged, judged_sentences(summary.about)),
+        "plan": plan_data(plan),
+    }
     record["groups"] = [*([] if plan is None else [GROUP]), *GROUPS]
     if key_norms is not None:
         record["findings"].append(
@@ -125,7 +128,11 @@ def _packed(
 def _record(summary: HeadSummary) -> dict[str, Any]:
     """Everything except per-head numbers, as JSON values."""
     return {
-        "about": [[visible(str(name)), _text(value)] for name, value in summary.about.items()],
+        "about": [
+            [visible(str(name)), _text(value)]
+            for name, value in summary.about.items()
+            if name != "judged"
+        ],
         "layers": [
             {
                 **asdict(layer),

@@ -99,7 +99,7 @@ const drawFacts = (page) => {
     table.append(head, body);
     frame.append(table);
     list.append(...data.judged.sentences.map((said) => quoted("li", said)));
-    item.append(make("h3", "Judged by the loss"), frame, list);
+    item.append(make("h3", "Judged by the loss"), ...(data.judged.rows.length ? [frame] : []), list);
     $("findings").append(item);
   }
   data.findings.forEach((found) => card(found.label, found.layer, found.head, found.sentence));
