@@ -12,7 +12,9 @@ kvpress needs an older transformers than the project's constraints, so it has an
     PYTHONPATH=src /tmp/kvpress/bin/python benchmarks/cache_presses.py --model DIRECTORY \
         --tokens windows.pt --plan plan.json --ratio 0.5 --json presses.json
 
-``--tokens`` is a file of torch.save with windows of tokens, (windows, length).
+``--tokens`` is a file of torch.save with windows of tokens, (windows, length). With ``--recall``
+spans of random tokens are planted in them, see :func:`acutance.caching.recall.plant`, and the share
+of them that the model repeats is measured instead of the loss.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 import acutance
+from acutance.caching.recall import plant
 from acutance.files import write_text
 
 #: kvpress's presses by name: each of a ratio of keys that are dropped.
@@ -55,7 +59,7 @@ def windows_of(path: Path, count: int) -> Tensor:
 
 
 class Scorer:
-    """Losses of the last tokens of a window after the cache of the others was compressed."""
+    """Logits of the last tokens of a window after the cache of the others was compressed."""
 
     def __init__(self, model: torch.nn.Module, scored: int) -> None:
         self.model, self.scored = model, scored
@@ -63,8 +67,8 @@ class Scorer:
     @torch.no_grad()
     def pressed(
         self, ids: Tensor, cache: Any, during: Callable[[], AbstractContextManager[Any]]
-    ) -> float:
-        """Mean loss of the last tokens of ``ids`` (1, L), in nats.
+    ) -> Tensor:
+        """Logits for the last tokens of ``ids`` (1, L), and after them, (1, scored + 1, V).
 
         Args:
             ids: a window.
@@ -82,8 +86,7 @@ class Scorer:
             ids[:, first:], past_key_values=cache, position_ids=at[None], cache_position=at,
             attention_mask=mask[None, None],
         )  # fmt: skip
-        logits = torch.cat([model.lm_head(hidden), rest.logits[:, :-1]], 1)[0].double()
-        return float(torch.nn.functional.cross_entropy(logits, ids[0, first:]))
+        return torch.cat([model.lm_head(hidden), rest.logits], 1)
 
     @torch.no_grad()
     def whole(
@@ -91,7 +94,7 @@ class Scorer:
         ids: Tensor,
         cache: Any = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> float:
+    ) -> Tensor:
         """The same with a cache that stores what it likes, as those of plans do.
 
         Args:
@@ -104,18 +107,23 @@ class Scorer:
         with context():
             before = model.model(ids[:, :first], past_key_values=cache, use_cache=True)
             rest = model(ids[:, first:], past_key_values=before.past_key_values)
-        logits = torch.cat(
-            [model.lm_head(before.last_hidden_state[:, -1:]), rest.logits[:, :-1]], 1
-        )
-        return float(torch.nn.functional.cross_entropy(logits[0].double(), ids[0, first:]))
+        return torch.cat([model.lm_head(before.last_hidden_state[:, -1:]), rest.logits], 1)
 
 
-def contenders(options: argparse.Namespace, scorer: Scorer) -> dict[str, Callable[[Tensor], float]]:
-    """What is measured, by name: a function of a window (1, L)."""
+def mean_loss(logits: Tensor, ids: Tensor) -> float:
+    """Mean loss of the last tokens of a window, in nats."""
+    logits = logits[0, :-1].double()
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, -len(logits) :]))
+
+
+def contenders(
+    options: argparse.Namespace, scorer: Scorer
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What is measured, by name: the logits for the last tokens of a window (1, L)."""
     from transformers import DynamicCache, QuantizedCache
 
     model: Any = scorer.model
-    found: dict[str, Callable[[Tensor], float]] = {"full": scorer.whole}
+    found: dict[str, Callable[[Tensor], Tensor]] = {"full": scorer.whole}
     for path in options.plan:
         plan = acutance.CachePlan.load(path).check(scorer.model)
         found[f"plan {path.stem}"] = lambda ids, plan=plan: scorer.whole(
@@ -154,6 +162,9 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, action="append", default=[], help="dropped keys")
     parser.add_argument("--press", action="append", help=f"default: {', '.join(PRESSES)}")
     parser.add_argument("--bits", type=int, action="append", default=[], help="QuantizedCache")
+    parser.add_argument(
+        "--recall", action="store_true", help="plant spans and measure how much is repeated"
+    )
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     options.press = options.press or list(PRESSES)
@@ -163,13 +174,21 @@ def main() -> None:
     losses: dict[str, dict[str, float]] = {}
     if options.json.exists():
         losses = json.loads(options.json.read_text())
-    some = contenders(options, Scorer(model, options.scored))
-    for index, ids in enumerate(windows_of(options.tokens, options.windows).split(1)):
-        for name, loss in some.items():
+    windows = windows_of(options.tokens, options.windows)
+    planted = plant(windows)
+    scored = windows.shape[1] - planted.context if options.recall else options.scored
+    some = contenders(options, Scorer(model, scored))
+    for index, ids in enumerate((planted.tokens if options.recall else windows).split(1)):
+        for name, logits in some.items():
             own = losses.setdefault(name, {})
-            if str(index) not in own:
-                own[str(index)] = loss(ids)
-                write_text(options.json, json.dumps(losses, indent=1) + "\n")
+            if str(index) in own:
+                continue
+            if options.recall:
+                one = replace(planted, tokens=ids)
+                own[str(index)] = float(one.accuracy(logits(ids)).mean())
+            else:
+                own[str(index)] = mean_loss(logits(ids), ids)
+            write_text(options.json, json.dumps(losses, indent=1) + "\n")
     show(losses)
 
 

@@ -15,6 +15,7 @@ from acutance.caching.find_plan import budget
 from acutance.caching.frontier import Budget, Point
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
 from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.caching.recall import Recall, plant, recall
 
 if TYPE_CHECKING:
     from acutance.caching.planned_cache import PlannedCache
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "PlannedCache",
     "Point",
+    "Recall",
     "budget",
     "cache_shapes",
     "export_plan",
