@@ -13,7 +13,7 @@ kvpress needs an older transformers than the project's constraints, so it has an
         --tokens windows.pt --plan plan.json --ratio 0.5 --json presses.json
 
 ``--tokens`` is a file of torch.save with windows of tokens, (windows, length). With ``--recall``
-spans of random tokens are planted in them, see :func:`acutance.caching.recall.plant`, and the share
+spans of random tokens are planted in them, see :func:`acutance.caching.plant`, and the share
 of them that the model repeats is measured instead of the loss.
 """
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.caching.recall import plant
+from acutance.caching.planted import plant
 from acutance.files import write_text
 
 #: kvpress's presses by name: each of a ratio of keys that are dropped.

@@ -15,7 +15,7 @@ from acutance.caching.find_plan import budget
 from acutance.caching.frontier import Budget, Point
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
 from acutance.caching.plan import CachePlan, HeadPlan
-from acutance.caching.recall import Recall, plant, recall
+from acutance.caching.planted import Recall, plant, recall
 
 if TYPE_CHECKING:
     from acutance.caching.planned_cache import PlannedCache
@@ -35,6 +35,8 @@ __all__ = [
     "cache_shapes",
     "export_plan",
     "import_plan",
+    "plant",
+    "recall",
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 import acutance
 from acutance.caching import CachePlan, HeadPlan
-from acutance.caching.recall import plant, recall
+from acutance.caching.planted import plant, recall
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 
