@@ -158,7 +158,7 @@ class CalibrateOptions:
         ),
     ] = 16.0
     windowed: Annotated[
-        bool, typer.Option("--windowed", help="Also fit layers with a sliding window.")
+        bool, typer.Option("--windowed", help="Also fit layers with sliding-window attention.")
     ] = False
     batch_size: Annotated[
         int,

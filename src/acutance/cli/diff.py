@@ -32,7 +32,8 @@ class DiffOptions:
             "--metric",
             metavar="NAME",
             help=(
-                "Metric to list heads and layers for; repeat for more. Default: normalized_entropy."
+                "Metric to list heads and layers for, by its name in acutance.METRICS; repeat for "
+                "more. Default: normalized_entropy."
             ),
         ),
     ] = None

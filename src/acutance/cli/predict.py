@@ -131,7 +131,11 @@ class PredictOptions:
     ] = None
     value_variance: Annotated[
         float | None,
-        typer.Option("--value-variance", help="Variance of each value component. Default: 1."),
+        typer.Option(
+            "--value-variance",
+            help="Variance of a value vector, summed over its components, for noise_gain. "
+            "Default: 1.",
+        ),
     ] = None
     sample: Annotated[
         int,
