@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +183,62 @@ def test_a_search_resumes_where_it_was_interrupted(found: Budget, tmp_path: Path
     ):
         with pytest.raises(ValueError, match=match):
             budget(decoder(), windows(8), save=state, resume=True, **given | change)
+
+
+_KILLED = """
+import os, signal, sys, torch
+from acutance.caching import HeadPlan, budget
+from acutance.experiments.models.trained import decoder
+
+torch.set_num_threads(1)
+plans = [HeadPlan("streaming", first=2, recent=14), HeadPlan("streaming", first=2, recent=46)]
+left = [int(sys.argv[2])]
+
+def kill(*numbers):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+windows = torch.load(sys.argv[3])
+given = {"keep": 0.6, "plans": plans, "shares": [0.75, 0.3]}
+budget(decoder(), windows, save=sys.argv[1], advance=kill, **given)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system kills no process so")
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param(3, marks=pytest.mark.slow, id="while reading derivatives"),
+        pytest.param(9, id="while measuring losses"),
+    ],
+)
+def test_a_killed_search_loses_nothing_that_was_written(
+    found: Budget, tmp_path: Path, runs: int
+) -> None:
+    """A process ended by SIGKILL leaves whole files, and the search goes on to the same plan."""
+    torch.save(windows(8), tmp_path / "windows")
+    state = tmp_path / "state"
+    command = [sys.executable, "-c", _KILLED, str(state), str(runs), str(tmp_path / "windows")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert "state.costs" in written
+    assert ("state" in written) == (runs > 4)  # four windows give derivatives
+    model, again = decoder(), []
+
+    def note(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            again.append(1)
+
+    handle = model.model.layers[0].register_forward_hook(note)
+    given: dict[str, Any] = {"keep": 0.6, "plans": [SHORT, LONG], "shares": [0.75, 0.3]}
+    resumed = budget(model, windows(8), save=state, resume=True, **given)
+    handle.remove()
+    assert resumed.plan == found.plan
+    assert [one.delta for one in resumed.points] == pytest.approx(
+        [one.delta for one in found.points], abs=1e-6
+    )
+    assert len(again) == max(0, 4 - runs)  # derivatives that are in the file are not read again
 
 
 @pytest.mark.parametrize("along", ["tokens", "channels"])

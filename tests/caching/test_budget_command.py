@@ -55,6 +55,13 @@ def test_a_plan_is_found_written_and_judged(
         (["--keep", 0.5, "--max-loss", 0.1], "give keep or max_loss"),
         (["--streaming", "4"], "FIRST,RECENT"),
         (["--lengths", "64,96"], "a plan is for one length"),
+        (["--streaming", "200,30"], "got first=200 and recent=30 for windows of 96 tokens"),
+        (["--streaming", "2,94"], "got first=2 and recent=94 for windows of 96 tokens"),
+        (
+            ["--lengths", 1024],
+            "at least 4 windows of 1024 tokens, half for derivatives and half to",
+        ),
+        (["--lengths", 4096], "at least 2 windows of 4096 tokens, and the text has"),
     ],
 )
 def test_what_is_refused(
@@ -64,3 +71,25 @@ def test_what_is_refused(
     result = run("budget", directory(), "--text", text, "--windows", 4, *given, *options)
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
+
+
+def test_models_without_a_causal_cache_are_refused_in_one_sentence(
+    run: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+    refused = run("budget", "--text", text)
+    assert refused.exit_code == 2
+    assert "a cache plan needs a causal language model" in " ".join(refused.output.split())
+    tokenizer = AutoTokenizer.from_pretrained(directory())
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    refused = run("budget", tmp_path / "bert", "--text", text, "--lengths", 96)
+    assert refused.exit_code == 1
+    assert refused.stderr.splitlines()[-1] == (
+        "acutance: BertForMaskedLM has no key-value cache: it takes no past_key_values"
+    )

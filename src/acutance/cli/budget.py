@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from acutance.caching import Budget, HeadPlan
 
 PLAN = "What heads may keep"
+#: Windows that a search needs.
+_LEAST = 4
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -154,6 +156,11 @@ def budget(options: BudgetOptions) -> None:
     )
     check_figure("--figure", options.figure)
     check_resume(options.resume, options.save)
+    if options.model is None:
+        raise typer.BadParameter(
+            "a cache plan needs a causal language model, and the included MiniLM is none: name one",
+            param_hint="MODEL",
+        )
     lengths = None if options.length is None else read_lengths(options.length)
     if lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("a plan is for one length", param_hint="--lengths")
@@ -183,6 +190,7 @@ def budget(options: BudgetOptions) -> None:
 def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget":
     """Load the model, read the texts, and search; progress is shown on standard error."""
     from acutance.caching.find_plan import budget as search
+    from acutance.caching.layer_shapes import check_model
     from acutance.corpus import texts as corpus
     from acutance.judging.text_windows import loss_of, text_windows
 
@@ -190,9 +198,16 @@ def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget"
     texts = corpus.read(options.text) if options.text else [corpus.bundled()]
     with console().status("loading the model"):
         loaded = load_model(options, options.device, head=True)
+    check_model(loaded.model)
     length = loaded.window(None) if lengths is None else lengths[0]
     windows = text_windows(loaded, texts, [length], options.windows, options.seed)
     batches: list[Any] = [turn.batch for turn in windows.turns]
+    if len(batches) < _LEAST:
+        raise ValueError(
+            f"a search needs at least {_LEAST} windows of {length} tokens, half for derivatives and "
+            f"half to decide, got {len(batches)}: give more text or windows, or shorter ones with "
+            "--lengths"
+        )
     with pass_progress(windows.tokens // 2, console()) as advance:
         return search(
             loaded.model,
