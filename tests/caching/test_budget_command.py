@@ -59,7 +59,7 @@ def test_a_plan_is_found_written_and_judged(
         (["--streaming", "2,94"], "got first=2 and recent=94 for windows of 96 tokens"),
         (
             ["--lengths", 1024],
-            "at least 4 windows of 1024 tokens, half for derivatives and half to",
+            "at least 4 windows of 1024 tokens, half to propose plans",
         ),
         (["--lengths", 4096], "at least 2 windows of 4096 tokens, and the text has"),
     ],
