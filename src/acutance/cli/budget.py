@@ -204,9 +204,8 @@ def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget"
     batches: list[Any] = [turn.batch for turn in windows.turns]
     if len(batches) < _LEAST:
         raise ValueError(
-            f"a search needs at least {_LEAST} windows of {length} tokens, half to propose "
-            f"plans and half to decide, got {len(batches)}: give more text, more --windows or shorter "
-            "ones with --lengths"
+            f"a search needs at least {_LEAST} windows of {length} tokens, half to propose plans "
+            f"and half to decide, got {len(batches)}: give more text, or more or shorter windows"
         )
     with pass_progress(windows.tokens // 2, console()) as advance:
         return search(
