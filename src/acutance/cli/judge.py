@@ -67,8 +67,8 @@ class JudgeOptions:
             "--train-length",
             metavar="N",
             min=2,
-            help="Tokens of the windows that the model was trained on, from which RoPE settings "
-            "such as yarn are computed. Default: the configuration's.",
+            help="Context length in training, in tokens, from which RoPE settings such as yarn are "
+            "computed. Default: the configuration's.",
         ),
     ] = None
     lengths: Annotated[
