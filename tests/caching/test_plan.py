@@ -192,7 +192,7 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
         (("layers", "model.layers.0.self_attn", "plan", 1, "key_bits"), 5, "one of 16, 8, 4, 2"),
         (("layers", "model.layers.0.self_attn", "plan", 0, "recent"), 1.5, "a whole number"),
         (("layers", "model.layers.0.self_attn", "plan", 0, "recent"), -5, "recent must be at"),
-        (("model", "heads"), "4", "model.heads must be"),
+        (("model", "heads"), "4", "'heads' of 'model' must be"),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused(
