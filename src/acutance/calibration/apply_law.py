@@ -25,6 +25,7 @@ from acutance.calibration.windowed_calls import WindowedCall, rotary_of_layers
 from acutance.capture.change_functions import FunctionChange
 from acutance.capture.entry_points import classes_are_library
 from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.kernel_functions import calls
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.pass_follower import PassFollower
@@ -139,6 +140,7 @@ class Applied(PlainCalls):
                 self._uncompiled.enter_context(EAGER)
             context.enter_context(self._follower.follow())
             context.enter_context(huggingface.change(self))
+            context.enter_context(calls.change(self))
             forget_compiled()
             self._context = context.pop_all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +19,7 @@ from acutance.calibration.factors import (
     warn_of_shallow_mask,
 )
 from acutance.calibration.windowed_calls import masked_arguments, masked_scores
+from acutance.capture.attention_call import AttentionCall
 from acutance.capture.head_axis import could_be_over_keys, heads_of
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
@@ -140,6 +142,36 @@ class PlainCalls(ABC):
                 raise self.unreachable(name, str(error)) from error
             self._count(name)
             return as_query(factor, given["query"], call.query)
+
+    def factor_of_kernel(self, name: str, kernel: str, read: Callable[[], AttentionCall]) -> Tensor:
+        """Factor of the queries in a call of a kernel function, (B or 1, Hq or 1, L, 1).
+
+        Args:
+            name: name of the running module.
+            kernel: name of the function.
+            read: reads the call's arguments.
+
+        Raises:
+            ApplyError: if the law has windows, the call is not understood or does not fit the law.
+        """
+        plan = self._running()
+        assert plan is not None
+        assert plan.laws is not None
+        if plan.laws.all_windows():
+            raise self.refused_kernel(name, kernel, "a law's windows cannot be passed to it")
+        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+            try:
+                factor = factor_of_call(plan.laws, read())
+            except ValueError as error:
+                raise self.refused_kernel(name, kernel, str(error)) from error
+        self._count(name)
+        return factor.unsqueeze(-1)
+
+    def refused_kernel(self, name: str, kernel: str, reason: str) -> Exception:
+        """The error to raise for a call of a kernel function that cannot be changed."""
+        return self.unreachable(
+            name, reason if kernel in reason else f"it calls {kernel}: {reason}"
+        )
 
     def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over ``dim`` in the running module could be attention over keys."""

@@ -50,6 +50,7 @@ class AttentionCall:
         real: boolean (B, L), False on padding queries; None if only the masks can tell.
         unknown: keywords of the call that were ignored.
         moved: whether rows read keys at other positions, so that only statistics are known.
+        packed: whether its sequences are packed, so that masks over a batch's tokens do not fit.
     """
 
     module: str
@@ -72,6 +73,7 @@ class AttentionCall:
     real: Tensor | None = None
     unknown: tuple[str, ...] = ()
     moved: bool = False
+    packed: bool = False
 
     def unknown_keywords(self) -> str:
         """The end of a sentence that names the ignored keywords; empty if there are none."""

@@ -104,6 +104,10 @@ class RowReader:
         """
         batch, _, queries, _ = call.query.shape
         keys, device = call.key.shape[2], call.query.device
+        if call.packed:
+            return self._record_rows(
+                call.module, call.cross, self._rows_of_packed(call), batch, queries
+            )
         real = self._rows_from_user(batch, queries, keys, device)
         if real is None and call.real is not None:
             real = RealRows(call.real, "key_padding_mask")
@@ -167,6 +171,15 @@ class RowReader:
         rows = requested if rows is None else rows & requested
         excluded = batch * queries - padded - int(rows.sum())
         return CountedRows(rows, padded, excluded, real.source, unseen)
+
+    def _rows_of_packed(self, call: AttentionCall) -> RealRows:
+        """Real rows of packed sequences: by the user's mask only if it is over the same tokens."""
+        if call.real is not None:
+            return RealRows(call.real, "cu_seqlens")
+        mask = None if self.mask is None else self.mask.real
+        if mask is not None and mask.shape == (1, call.query.shape[2]):
+            return RealRows(mask.to(call.query.device), "attention_mask")
+        return RealRows(None, "cu_seqlens")
 
     def _rows_from_user(
         self, batch: int, queries: int, keys: int, device: torch.device

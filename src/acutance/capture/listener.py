@@ -1,17 +1,17 @@
 """Listener: captures every attention call of a model without changing the model.
 
-It covers transformers' attention interface and PyTorch's functions (SDPA,
-``nn.MultiheadAttention``, FlexAttention, hand-written softmaxes, :func:`acutance.attention`,
-:func:`acutance.tap`), and passes each call to a :class:`Receiver`: a probe, a calibration or a
-training monitor. Meanwhile compiled models run uncompiled. After a pass that used only
-transformers' interface, later passes are watched at
+It covers transformers' attention interface, PyTorch's functions (SDPA,
+``nn.MultiheadAttention``, FlexAttention, hand-written softmaxes), :func:`acutance.attention`,
+:func:`acutance.tap` and kernels that are called as functions, and passes each call to a
+:class:`Receiver`: a probe, a calibration or a training monitor. Meanwhile compiled models run
+uncompiled. After a pass that used only transformers' interface, later passes are watched at
 :class:`~acutance.capture.entry_points.EntryPoints`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import RowReader
 from acutance.capture.find_layers import scripted_attention
+from acutance.capture.kernel_functions import calls
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack, Passes, is_rerun
@@ -35,8 +36,8 @@ __all__ = ["Listener", "ProbeError", "Receiver"]
 
 _LOOKED_FOR = (
     "a probe captures transformers' attention interface, F.scaled_dot_product_attention, "
-    "nn.MultiheadAttention, FlexAttention, acutance.attention, and a softmax followed by a "
-    "matrix product; report any other attention with acutance.tap"
+    "nn.MultiheadAttention, FlexAttention, acutance.attention, kernels such as flash_attn_func, "
+    "and a softmax followed by a matrix product; report any other attention with acutance.tap"
 )
 
 
@@ -149,6 +150,7 @@ class Listener:
             context.enter_context(self._follower.follow(False if self.products else None))
             context.enter_context(self._around())
             context.enter_context(huggingface.capture(self))
+            context.enter_context(calls.observe(self))
             context.enter_context(self._mode)
             self._context = context.pop_all()
         return self
@@ -351,12 +353,8 @@ class Listener:
         """
         if not self._in_home_thread() or self._context is None:
             return
-        if self._follower.watch(self._mask_modules, modes=1):
+        if self._follower.watch(lambda: filter(TokenMasks.reads, self.model.modules()), modes=1):
             leave(self._mode)
-
-    def _mask_modules(self) -> Iterator[torch.nn.Module]:
-        """Modules whose arguments include masks over tokens, from which padding is known."""
-        return (module for module in self.model.modules() if TokenMasks.reads(module))
 
     def _follow_again(self, is_library: bool | None) -> None:
         """Go back from watching entry points to following every module and function of a pass."""

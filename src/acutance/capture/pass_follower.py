@@ -10,6 +10,7 @@ import torch
 
 from acutance.capture.entry_points import EntryPoints, has_other_observers, is_library_code
 from acutance.capture.find_layers import may_compute_attention
+from acutance.capture.kernel_functions.replace import replace_new
 from acutance.capture.module_stack import ModuleStack
 
 __all__ = ["PassFollower"]
@@ -76,6 +77,7 @@ class PassFollower:
 
     def begin(self, module: torch.nn.Module) -> None:
         """Record that a followed pass begins with this module."""
+        replace_new()
         with self.lock:
             self._roots.add(module)
             self._running += 1

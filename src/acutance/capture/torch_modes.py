@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.overrides import _get_current_function_mode_stack as _stack
 
-__all__ = ["EAGER", "forget_compiled", "gradient_mode", "leave", "unwatched"]
+__all__ = ["EAGER", "AfterImport", "forget_compiled", "gradient_mode", "leave", "unwatched"]
 
 #: The module that compiles, and that holds the stance.
 COMPILER = "torch._dynamo"
@@ -37,7 +37,7 @@ class _Eager:
         self._lock = threading.Lock()
         self._open = 0
         self._stance: Any = None
-        self._finder = _AfterImport(COMPILER, self._force)
+        self._finder = AfterImport(frozenset({COMPILER}), self._force)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -64,17 +64,17 @@ class _Eager:
                     stance.__exit__(None, None, None)
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls a function right after a module has been imported."""
+class AfterImport(MetaPathFinder):
+    """Calls a function right after one of some modules has been imported."""
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self.name, self.then = name, then
+    def __init__(self, names: frozenset[str], then: Callable[[], None]) -> None:
+        self.names, self.then = names, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Spec of the module, with a loader that also calls the function."""
-        if fullname != self.name:
+        if fullname not in self.names:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:

@@ -1,0 +1,202 @@
+"""TransformerEngine: ``DotProductAttention.forward``.
+
+Tensors are (L, B, H, E) for the format "sbhd", (B, L, H, E) for "bshd" and (T, H, E) for "thd"; the
+output has its heads flattened into the last dimension. Causal masks are aligned at the first key
+unless the mask's type says "bottom_right".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.capture.kernel_functions.arguments import Arguments
+from acutance.capture.kernel_functions.reading import Kernel, Layout, Reading, banded
+from acutance.capture.kernel_functions.sequences import (
+    Sequences,
+    batch_reading,
+    packed,
+    sequence_reading,
+)
+
+__all__ = ["TRANSFORMER_ENGINE"]
+
+_LAYOUTS = {"sbhd": Layout(1, 2, 0), "bshd": Layout(0, 2, 1)}
+_NAME = "DotProductAttention"
+_REFUSED = ("qkv_layer", "kv_layer", "inference_params", "score_mod", "score_mod_tensors")
+_IGNORED = ("checkpoint_core_attention", "fast_zero_fill", "max_seqlen_kv", "bf16_backward")
+_TYPES = {
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+}
+
+
+def _read(arguments: Arguments) -> Reading:
+    module: Any = arguments["self"]
+    arguments.ignore(*_IGNORED, "score_mod_bprop", "score_mod_bprop_tensors", "pad_between_seqs")
+    for name in _REFUSED:
+        if arguments[name] is not None:
+            raise ValueError(f"{_NAME} with {name} is not read")
+    group = module.cp_group
+    if group is not None and (isinstance(group, list) or group.size() > 1):
+        raise ValueError(f"{_NAME} with context parallelism has keys on other ranks; not read")
+    query, key, value = (arguments.tensor(f"{name}_layer") for name in ("query", "key", "value"))
+    if type(query) is not Tensor:
+        raise ValueError(f"{_NAME} of {type(query).__name__} is not read")
+    kind = _mask_type(arguments["attn_mask_type"] or module.attn_mask_type)
+    causal, at_end = "causal" in kind, _at_end(arguments, module, kind)
+    size = arguments["window_size"]
+    if size is None:
+        size = module.window_size
+    pair = (-1, -1) if size is None or (not causal and tuple(size) == (-1, 0)) else tuple(size)
+    left, right = (None if side < 0 else int(side) for side in pair)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": (left, right),
+        "at_end": at_end,
+        "scale": float(module.flash_attention.softmax_scale),
+        "dropout_p": float(module.attention_dropout) if module.training else 0.0,
+        "sinks": getattr(module, "softmax_offset", None),
+        "cross": module.attention_type == "cross",
+    }
+    if options["sinks"] is not None:
+        options["sinks"] = options["sinks"].reshape(-1)
+    heads = query.shape[-2]
+    form = arguments["qkv_format"] or module.qkv_format
+    if form == "thd":
+        options |= _added(arguments, options["scale"], packed_form=True)
+        return sequence_reading(
+            (query, key, value),
+            _of_thd(arguments, query, "q"),
+            _of_thd(arguments, key, "kv"),
+            flat=lambda output: output.unflatten(-1, (heads, -1)),
+            **options,
+        )
+    layout = _LAYOUTS[form]
+
+    def output(result: Tensor) -> Tensor:
+        return layout.read(result.unflatten(-1, (heads, -1)))
+
+    options |= _added(arguments, options["scale"], packed_form=False)
+    if kind == "arbitrary":
+        options["attn_mask"] = torch.logical_not(arguments.tensor("attention_mask").bool())
+        return batch_reading((query, key, value), layout, output=output, **options)
+    if "padding" not in kind:
+        arguments.ignore("attention_mask", "cu_seqlens_q", "cu_seqlens_kv")
+        return batch_reading((query, key, value), layout, output=output, **options)
+    return _padded(arguments, (query, key, value), layout, output, options)
+
+
+def _padded(
+    arguments: Arguments,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+    output: Callable[[Tensor], Tensor],
+    options: dict[str, Any],
+) -> Reading:
+    """Read a batch of sequences that are padded at their ends."""
+    query, key, _ = (layout.read(part) for part in tensors)
+    lengths = [
+        _lengths(arguments, name, part.shape[2], part.device, place)
+        for place, (name, part) in enumerate((("q", query), ("kv", key)))
+    ]
+    asks, answers = (
+        torch.arange(part.shape[2], device=part.device) < length.unsqueeze(1)
+        for part, length in zip((query, key), lengths, strict=True)
+    )
+    moved = options["at_end"] and not torch.equal(
+        query.shape[2] - lengths[0], key.shape[2] - lengths[1]
+    )
+    reading = batch_reading(tensors, layout, output=output, **options)
+    fields = reading.fields
+    if moved:  # rows of each sequence are aligned at its own last key
+        if fields.get("bias") is not None:
+            raise ValueError(f"{_NAME} with a bias and padding_causal_bottom_right is not read")
+        fields = dict(fields)
+        for name in ("is_causal", "window", "query_offset", "attn_mask"):
+            fields.pop(name, None)
+        left, right = options["window"]
+        right = 0 if options["causal"] else right
+        offsets = (lengths[1] - lengths[0]).tolist()
+        shape = query.shape[2], key.shape[2]
+        fields["attn_mask"] = torch.cat(
+            [banded(*shape, offset, left, right, query.device) for offset in offsets]
+        )
+    seen = asks[:, None, :, None].expand(-1, 1, -1, key.shape[2])
+    mask = fields.get("attn_mask")
+    fields = {**fields, "key_mask": answers, "real": asks}
+    fields["attn_mask"] = seen if mask is None else seen & mask
+    return Reading(fields, reading.output, reading.place)
+
+
+def _lengths(
+    arguments: Arguments, name: str, width: int, device: torch.device, place: int
+) -> Tensor:
+    """Lengths (B,) of padded sequences, from cumulative lengths or from ``attention_mask``."""
+    cumulative = arguments.optional(f"cu_seqlens_{name}")
+    mask = arguments["attention_mask"]
+    if cumulative is not None:
+        return cumulative.to(device).long().diff()
+    mask = mask[place] if isinstance(mask, tuple | list) else mask
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{_NAME} with padding needs cu_seqlens or attention_mask")
+    real = torch.logical_not(mask.to(device).bool()).reshape(mask.shape[0], -1)
+    lengths = real.sum(-1)
+    at_end = torch.arange(width, device=device) < lengths.unsqueeze(1)
+    if real.shape[1] != width or not torch.equal(real, at_end):
+        raise ValueError(f"{_NAME} with padding that is not at the ends is not read")
+    return lengths
+
+
+def _of_thd(arguments: Arguments, tensor: Tensor, name: str) -> Sequences:
+    """The packed sequences of a tensor (T, H, E), with or without gaps."""
+    cumulative = arguments.tensor(f"cu_seqlens_{name}").long()
+    starts = arguments.optional(f"cu_seqlens_{name}_padded")
+    starts = cumulative if starts is None else starts.long()
+    return packed(starts[:-1], cumulative.diff(), len(tensor))
+
+
+def _added(arguments: Arguments, scale: float, *, packed_form: bool) -> dict[str, Any]:
+    """What is added to the scores: slopes of ALiBi, or a bias (1, H, L, S)."""
+    kind, bias = arguments["core_attention_bias_type"], arguments.optional("core_attention_bias")
+    slopes = arguments.optional("alibi_slopes")
+    if kind == "alibi":
+        if slopes is None:
+            raise ValueError(f"{_NAME} with alibi and without alibi_slopes is not read")
+        return {"slopes": slopes}
+    if kind == "no_bias" or bias is None:
+        return {}
+    if packed_form:
+        raise ValueError(f"{_NAME} with a bias of packed sequences is not read")
+    return {"bias": bias * scale if kind == "pre_scale_bias" else bias}
+
+
+def _mask_type(kind: str) -> str:
+    """The type of the mask, in one spelling."""
+    kind = kind.replace(",", "_")
+    kind = "padding_causal" if kind == "causal_padding" else kind
+    if kind not in _TYPES:
+        raise ValueError(f"{_NAME} with attn_mask_type={kind!r} is not read")
+    return kind
+
+
+def _at_end(arguments: Arguments, module: Any, kind: str) -> bool:
+    """Whether the mask is aligned at the last key."""
+    if kind in ("causal", "padding_causal"):
+        arguments.ignore("bottom_right_diagonal")
+        return False
+    given = arguments["bottom_right_diagonal"]
+    given = getattr(module, "bottom_right_diagonal", None) if given is None else given
+    return True if given is None or "bottom_right" in kind else bool(given)
+
+
+#: The module of TransformerEngine.
+TRANSFORMER_ENGINE = (Kernel(f"{_NAME}.forward", _read, "query_layer"),)
