@@ -6,7 +6,8 @@ import functools
 import inspect
 import warnings
 import weakref
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,9 @@ from acutance.caching.planned_cache import (
 )
 from acutance.calibration.apply_law import ApplyError
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.kernel_functions import calls
 from acutance.capture.module_names import class_name, named_modules, unwrap
+from acutance.capture.module_stack import Running, module_of_method
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, base_name
 from acutance.capture.torch_modes import EAGER, forget_compiled
@@ -46,7 +49,7 @@ class AppliedPlan:
         self.calls: dict[str, int] = {}
         self._model = model
         self._names = {id(module): name for name, module in named_modules(model)}
-        self._masks = _Masks()
+        self._masks, self._running = _Masks(), Running()
         with ExitStack() as context:
             context.callback(forget_compiled)
             context.enter_context(EAGER)
@@ -56,6 +59,7 @@ class AppliedPlan:
                     hook = module.register_forward_pre_hook(give, with_kwargs=True)
                     context.callback(hook.remove)
             context.enter_context(huggingface.change(self))
+            context.enter_context(calls.change(self))
             context.enter_context(reading())
             forget_compiled()
             self._context: ExitStack | None = context.pop_all()
@@ -135,8 +139,29 @@ class AppliedPlan:
         """None: queries stay as they are."""
 
     def mute(self) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
+        """Context of a call that runs under the plan, whatever kernel it calls."""
+        return self._running.mute()
+
+    # -- kernels called as functions, as acutance.capture.kernel_functions.calls.KernelChanger ----
+
+    def muted(self) -> bool:
+        """Whether this thread is inside a call of transformers' interface."""
+        return self._running.depth > 0
+
+    def note_function(self, *, attention: bool = True) -> None:
+        """Do nothing."""
+
+    def module_to_change(self) -> str | None:
+        """Name of the module of the model that is running; None outside the model."""
+        return module_of_method(self._names)
+
+    def factor_of_kernel(self, name: str, kernel: str, read: Callable[[], AttentionCall]) -> Tensor:
+        """Raises ApplyError: a kernel has no cache of the plan."""
+        raise self.refused_kernel(name, kernel, "it has no cache of the plan")
+
+    def refused_kernel(self, name: str, kernel: str, reason: str) -> Exception:
+        """The error for a call of a kernel function."""
+        return ApplyError(f"the plan cannot be applied to {name}: it calls {kernel}: {reason}")
 
     def instead(self, call: InterfaceCall) -> PlannedCall | None:
         """The call as it runs under the plan; None for a module of another model.

@@ -75,6 +75,8 @@ class RowReader:
         seen = None
         if not (real.source or call.cross) and queries == call.key.shape[2]:
             seen = call.seen_keys()
+        if self._all and call.packed and real.rows is not None:  # no rows of the model's tensors
+            return CountedRows(real.rows, int((~real.rows).sum()), 0, real.source)
         return self._counted(real, seen, batch, queries, call.query.device)
 
     def rows_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> CountedRows:

@@ -77,8 +77,9 @@ class PassFollower:
 
     def begin(self, module: torch.nn.Module) -> None:
         """Record that a followed pass begins with this module."""
-        replace_new()
         with self.lock:
+            if self._entry_points is None:
+                replace_new()
             self._roots.add(module)
             self._running += 1
 

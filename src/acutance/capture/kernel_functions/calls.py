@@ -16,7 +16,7 @@ from acutance.capture.entry_points import notify_all
 from acutance.capture.kernel_functions.arguments import Arguments
 from acutance.capture.kernel_functions.libraries import OPERATORS
 from acutance.capture.kernel_functions.reading import Kernel, Reading
-from acutance.capture.kernel_functions.replace import replaced, replaced_function
+from acutance.capture.kernel_functions.replace import Replaced, replaced
 from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.interface_call import is_cross
 
@@ -78,7 +78,7 @@ def change(changer: KernelChanger) -> Iterator[None]:
 
 @contextmanager
 def _listed(group: list[Any], member: Any) -> Iterator[None]:
-    with replaced():
+    with replaced(on_call):
         group.append(member)
         try:
             yield
@@ -86,9 +86,8 @@ def _listed(group: list[Any], member: Any) -> Iterator[None]:
             group[:] = [each for each in group if each is not member]
 
 
-def on_call(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a replaced function, and report its call to observers."""
-    function = replaced_function(key)
     run, kernel = function.original, function.kernel
     if torch.compiler.is_compiling() or not (_observers or _changers):
         return run(*args, **kwargs)

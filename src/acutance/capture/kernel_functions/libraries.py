@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ def kernels_in(
         holder = vars(module).get(owner) if owner else module
         function = None if holder is None else vars(holder).get(name)
         if isinstance(function, FunctionType):
+            function = inspect.unwrap(function)  # a decorator's closure calls it
+        if isinstance(function, FunctionType) and not function.__code__.co_freevars:
             yield function, kernel
 
 

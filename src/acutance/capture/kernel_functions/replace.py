@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -20,7 +20,7 @@ from acutance.capture.kernel_functions.libraries import MODULES, loaded_kernels
 from acutance.capture.kernel_functions.reading import Kernel
 from acutance.capture.torch_modes import AfterImport
 
-__all__ = ["Replaced", "replaced", "replaced_function", "replace_new"]
+__all__ = ["Replaced", "replace_new", "replaced", "run_replaced"]
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,31 @@ _modules = 0  # number of imported modules when they were last searched
 #: Functions that were ever replaced: a thread may still run their new code after restoring.
 _known: dict[str, Replaced] = {}
 _active: dict[str, Replaced] = {}
+_OnCall = Callable[[Replaced, tuple[Any, ...], dict[str, Any]], Any]
+_on_call: _OnCall | None = None
 
 
-def replaced_function(key: str) -> Replaced:
-    """The function with this key."""
-    return _known[key]
+def run_replaced(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle a call of the function with this key."""
+    function = _known[key]
+    if _on_call is None:
+        return function.original(*args, **kwargs)
+    return _on_call(function, args, kwargs)
 
 
 def _new_code(*args: Any, **kwargs: Any) -> Any:
-    from acutance.capture.kernel_functions.calls import on_call
+    from acutance.capture.kernel_functions.replace import run_replaced
 
-    return on_call("key of the function", args, kwargs)
+    return run_replaced("key of the function", args, kwargs)
 
 
 def _code_for(key: str, code: CodeType) -> CodeType:
-    """The code that replaces ``code``: it calls :func:`~.calls.on_call` with this key."""
+    """The code that replaces ``code``: it calls :func:`run_replaced` with this key."""
     template = _new_code.__code__
     constants = tuple(
         key if constant == "key of the function" else constant for constant in template.co_consts
     )
-    return template.replace(co_consts=constants, co_name=code.co_name, co_freevars=code.co_freevars)
+    return template.replace(co_consts=constants, co_name=code.co_name)
 
 
 def _replace(function: FunctionType, kernel: Kernel) -> None:
@@ -82,7 +87,6 @@ def _replace(function: FunctionType, kernel: Kernel) -> None:
             function.__globals__,
             function.__name__,
             function.__defaults__,
-            function.__closure__,
         )
         original.__kwdefaults__ = function.__kwdefaults__
         original.__qualname__, original.__module__ = function.__qualname__, function.__module__
@@ -127,10 +131,15 @@ _finder = AfterImport(frozenset(MODULES), _replace_all)
 
 
 @contextmanager
-def replaced() -> Iterator[None]:
-    """Context in which the kernel functions of all libraries are replaced; it may be nested."""
-    global _open
+def replaced(on_call: _OnCall) -> Iterator[None]:
+    """Context in which the kernel functions of all libraries are replaced; it may be nested.
+
+    Args:
+        on_call: runs a call instead, given the function, its positional and keyword arguments.
+    """
+    global _on_call, _open
     with _lock:
+        _on_call = on_call
         _open += 1
         if _open == 1:
             sys.meta_path.insert(0, _finder)

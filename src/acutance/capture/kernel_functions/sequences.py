@@ -156,9 +156,6 @@ def sequence_reading(
     )
     if not bool(answers.all()):
         masks["key_mask"] = answers
-    if not bool(asks.all()):  # rows of padding see no key
-        seen = asks[:, None, :, None].expand(-1, 1, -1, columns)
-        masks["attn_mask"] = seen & masks["attn_mask"] if "attn_mask" in masks else seen
     if slopes is not None:
         masks["bias"] = alibi(slopes, rows, columns, offset)
     given = {**parts, **masks, "real": asks, "packed": True, **fields}

@@ -130,10 +130,7 @@ def _padded(
         fields["attn_mask"] = torch.cat(
             [banded(*shape, offset, left, right, query.device) for offset in offsets]
         )
-    seen = asks[:, None, :, None].expand(-1, 1, -1, key.shape[2])
-    mask = fields.get("attn_mask")
-    fields = {**fields, "key_mask": answers, "real": asks}
-    fields["attn_mask"] = seen if mask is None else seen & mask
+    fields = {**fields, "key_mask": answers, "real": asks, "packed": True}
     return Reading(fields, reading.output, reading.place)
 
 
