@@ -175,7 +175,7 @@ def test_an_error_on_one_rank_ends_all(ranks: Any) -> None:
     assert set(words[:-1]) == {f"RankError: rank {size - 1}: the third wheel came off"}
     assert load_state(folder / "error").run.windows == 2 * size  # the round before is kept
     assert {said["all"] for said in met} == {"ValueError: the third wheel came off"}
-    assert "have the same settings, but it is of another model" in met[1]["models"]
+    assert "have the same settings, but this rank is for another model" in met[1]["models"]
     assert "rank 1: all ranks of a run must have the same settings" in met[0]["models"]
     assert all("cannot be resumed with other settings" in said["settings"] for said in met)
 

@@ -178,7 +178,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({"length": 12}, 0, "length is 9 in .*state and 12 in this run"),
         ({"verify": False}, 0, "verify is True in .*state and False in this run"),
         ({"noise": True}, 0, "noise is False in .*state and True in this run"),
-        ({}, 1, "state is of another model than this run"),
+        ({}, 1, "state is for another model than this run"),
         ({"structure": True}, 0, "metrics differ: attention_distance, .* only in this run"),
         ({"max_rows": 4}, 0, "max rows is not set in .*state and 4 in this run"),
         ({"shard": Shard(1, 2)}, 0, "it is for shard 1/1, this run for shard 1/2"),
@@ -193,12 +193,12 @@ def test_other_settings_are_refused(
     with pytest.raises(ValueError, match=f"cannot be resumed with other settings: .*{match}"):
         run(pieces, options(save=path, resume=True, **given), text_model(seed))
     other = [*pieces[:-1], [*pieces[-1][:-1], 1 + pieces[-1][-1] % 49]]  # one token of one window
-    with pytest.raises(ValueError, match="state is of another text than this run"):
+    with pytest.raises(ValueError, match="state is for another text than this run"):
         run(other, options(save=path, resume=True))
     halved = options(save=path, resume=True, every=2)
     with pytest.raises(ValueError, match=r"every is not set in .*state and 2 in this run"):
         run(pieces[::2], halved)  # the text that is left is another one, which is not the reason
-    with pytest.raises(ValueError, match="state is of another text than this run"):
+    with pytest.raises(ValueError, match="state is for another text than this run"):
         run([*pieces, [3, 4]], options(save=path, resume=True))
     assert path.read_bytes() == before
 

@@ -89,9 +89,9 @@ def test_no_window_is_counted_twice(three: list[Path], tmp_path: Path) -> None:
 def test_other_runs_are_refused(three: list[Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
     for given, match in (
-        ({"seed": 1}, r"1\.safetensors is of another model than .*other"),
+        ({"seed": 1}, r"1\.safetensors is for another model than .*other"),
         ({"batch_size": 3}, "batch size is 2 in .*1.safetensors and 3 in .*other"),
-        ({"pieces": windows(24)}, r"1\.safetensors is of another text than .*other"),
+        ({"pieces": windows(24)}, r"1\.safetensors is for another text than .*other"),
         ({"verify": False}, "verify is True in .* and False in"),
     ):
         part = 3 if "batch_size" in given or "pieces" in given else 2

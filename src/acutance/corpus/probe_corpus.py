@@ -202,7 +202,7 @@ def _map_texts(maps: Mapping[Any, Any]) -> list[str]:
 def _check_same(run: Run, world: SingleProcess) -> None:
     """Raise ValueError if ranks have different settings, models or texts."""
     first = world.first(run)
-    if difference := run.difference(first, "it", "the first rank"):
+    if difference := run.difference(first, "this rank", "the first rank"):
         raise ValueError(f"all ranks of a run must have the same settings, but {difference}")
 
 

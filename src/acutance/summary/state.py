@@ -112,7 +112,7 @@ class Run:
             if left == right:
                 continue
             if name in _DIGESTS:
-                return f"{mine} is of {_DIGESTS[name]} than {theirs}"
+                return f"{mine} is for {_DIGESTS[name]} than {theirs}"
             label = name.replace("_", " ")
             if isinstance(left, list) and isinstance(right, list) and len(left + right) < _FEW:
                 sides = (mine, left, right), (theirs, right, left)
@@ -124,7 +124,7 @@ class Run:
                 return f"{label} differ: {' and '.join(more) or 'their order'}"
             return f"{label} is {_describe(left)} in {mine} and {_describe(right)} in {theirs}"
         if self.total != other.total:
-            return f"{mine} is of {self.total} windows and {theirs} of {other.total}"
+            return f"{mine} has {self.total} windows and {theirs} has {other.total}"
         return None
 
     def to_json(self) -> str:
