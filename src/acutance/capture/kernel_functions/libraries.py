@@ -39,6 +39,8 @@ MODULES: dict[str, tuple[Kernel, ...]] = {
 OPERATORS = {kernel.name: kernel for kernel in (*FLASH_OPERATORS, *VARLEN_OPERATORS)}
 #: The folder of a kernel from the hub: ``build/torch29-cxx11-cu128-x86_64-linux``, for one.
 _HUB = re.compile(r"[/\\]build[/\\]torch[^/\\]*[/\\]")
+_hub: set[str] = set()  # names of its modules
+_searched: set[str] = set()  # names of modules whose files were looked at
 
 
 def kernels_in(
@@ -61,7 +63,12 @@ def loaded_kernels() -> Iterator[tuple[FunctionType, Kernel]]:
         module = sys.modules.get(name)
         if module is not None:
             yield from kernels_in(module, kernels)
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__")
+    for name in sys.modules.keys() - _searched:
+        _searched.add(name)
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
         if isinstance(file, str) and "torch" in file and _HUB.search(file):
+            _hub.add(name)
+    for name in _hub:
+        module = sys.modules.get(name)
+        if module is not None:
             yield from kernels_in(module, (*FLASH_ATTN, *SAGE))

@@ -1,0 +1,139 @@
+"""Calls through operators, transformers' interface and monitors are read once each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import acutance
+from acutance.training import AttentionMonitor
+from tests.caching.conftest import build
+from tests.kernel_functions.checks import (
+    HEADS,
+    WIDTH,
+    Calls,
+    assert_listed,
+    assert_read,
+    packed,
+    tensor,
+    tensors,
+)
+from tests.kernel_functions.stand_ins import flash_attn_2, flash_attn_3
+
+
+@pytest.fixture
+def operators() -> Any:
+    """The operators of flash-attn 2 and 3, with their parameters, for a CPU."""
+    masks = (
+        "float dropout_p, float softmax_scale, bool causal, int window_size_left, "
+        "int window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax"
+    )
+    lengths = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
+    second = torch.library.Library("flash_attn", "DEF")
+    third = torch.library.Library("flash_attn_3", "DEF")
+    tensors_of = "(Tensor q, Tensor k, Tensor v, "
+    second.define(f"_flash_attn_forward{tensors_of}{masks}) -> (Tensor, Tensor)")
+    second.define(f"_flash_attn_varlen_forward{tensors_of}{lengths}{masks}) -> (Tensor, Tensor)")
+    third.define(
+        f"_flash_attn_forward{tensors_of}Tensor? k_new=None, Tensor? cu_seqlens_q=None, "
+        "Tensor? cu_seqlens_k=None, float? softmax_scale=None, bool causal=False, "
+        "int window_size_left=-1, int window_size_right=-1) -> (Tensor, Tensor)"
+    )
+
+    def batch(q: Any, k: Any, v: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        dropout, scale, causal, left, right, cap, slopes, _ = given
+        options = (dropout, scale, causal, (left, right), cap, slopes)
+        return flash_attn_2.flash_attn_func(q, k, v, *options), torch.zeros(1)
+
+    def varlen(q: Any, k: Any, v: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        dropout, scale, causal, left, right, cap, slopes, _ = given[4:]
+        options = (dropout, scale, causal, (left, right), cap, slopes)
+        return flash_attn_2.flash_attn_varlen_func(q, k, v, *given[:4], *options), torch.zeros(1)
+
+    def both(
+        q: Any,
+        k: Any,
+        v: Any,
+        k_new: Any = None,
+        asks: Any = None,
+        answers: Any = None,
+        scale: Any = None,
+        causal: bool = False,
+        left: int = -1,
+        right: int = -1,
+    ) -> tuple[Tensor, Tensor]:
+        options = {"softmax_scale": scale, "causal": causal, "window_size": (left, right)}
+        if asks is None:
+            return flash_attn_3.flash_attn_func(q, k, v, **options), torch.zeros(1)
+        output = flash_attn_3.flash_attn_varlen_func(q, k, v, asks, answers, 9, 9, **options)
+        return output, torch.zeros(1)
+
+    second.impl("_flash_attn_forward", batch, "CPU")
+    second.impl("_flash_attn_varlen_forward", varlen, "CPU")
+    third.impl("_flash_attn_forward", both, "CPU")
+    yield torch.ops
+    second._destroy()
+    third._destroy()
+
+
+def test_operators_of_flash_attn(operators: Any) -> None:
+    given, places = tensors(2, 3, 5), packed([2, 3], [4, 3])
+    slopes = tensor(HEADS).abs()
+    options = (0.0, 0.3, True, 2, -1, 4.0, slopes, False)
+    run = operators.flash_attn._flash_attn_forward
+    assert_read(lambda: run(*given, *options), "flash_attn._flash_attn_forward")
+    run_varlen = operators.flash_attn._flash_attn_varlen_forward
+    name = "flash_attn._flash_attn_varlen_forward"
+    assert_read(lambda: run_varlen(*places, 3, 4, *options), name)
+    third, name = operators.flash_attn_3._flash_attn_forward, "flash_attn_3._flash_attn_forward"
+    assert_read(lambda: third(*given, causal=True, window_size_left=2), name)
+    cuts = {"cu_seqlens_q": places[3], "cu_seqlens_k": places[4]}
+    assert_read(lambda: third(*places[:3], causal=True, softmax_scale=0.3, **cuts), name)
+    assert_listed(lambda: third(*given, k_new=given[1]), name, "k_new")
+
+
+def test_a_kernel_under_transformers_interface_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
+        parts = (part.transpose(1, 2) for part in (query, key, value))
+        return flash_attn_3.flash_attn_func(*parts, given["scaling"], causal=True), None
+
+    name = "kernels-community/flash-attn3"
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, flash_attention_mask)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
+    assert name in AttentionInterface().valid_keys()
+    model, ids = build(attn_implementation="eager"), torch.arange(6)[None]
+    model.config._attn_implementation = name  # type: ignore[union-attr]
+    with acutance.probe(model, verify=True) as probe:
+        model(ids)
+        model(ids)
+    layers = probe.summary().layers
+    assert [(layer.status, layer.calls, layer.rows) for layer in layers] == [
+        ("verified", 2, 12)
+    ] * 2
+    assert {layer.source for layer in layers} == {f"transformers {name}"}
+    with acutance.apply(model, acutance.scaling.LogN(train_length=2)) as applied:
+        model(ids)
+    assert set(applied.calls.values()) == {1}
+
+
+def test_a_monitor_reads_kernels_while_training() -> None:
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    x = tensor(1, 4, HEADS, WIDTH)
+    model = Calls(lambda: flash_attn_3.flash_attn_func(layer(x), x, x, causal=True))
+    monitor = AttentionMonitor(every=1)
+    with monitor.watch(model):
+        model().sum().backward()
+    record = monitor.step()
+    assert record is not None
+    with acutance.probe(model) as probe:
+        model()
+    expected = float(probe.summary().mean("entropy").mean())
+    assert record.scalars["attention/Calls/entropy"] == pytest.approx(expected, rel=1e-5)
