@@ -135,6 +135,26 @@ def test_caches_in_pages_rows_and_with_padding() -> None:
     assert_read(lambda: varlen(flat, *pages, ask, answer, 2, 9, causal=True, block_table=table))
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [2, 4])
+def test_caches_that_rotate(width: int, causal: bool, pairs: bool) -> None:
+    query, key, value = tensors(2, 2, 9)
+    angle = tensor(12, width)
+    options = {
+        "rotary_cos": angle.cos(),
+        "rotary_sin": angle.sin(),
+        "rotary_interleaved": pairs,
+        "causal": causal,
+        "k": tensor(2, 2, 2, 8),
+        "v": tensor(2, 2, 2, 8, seed=9),
+    }
+    run = flash_attn_2.flash_attn_with_kvcache
+    for lengths in (5, torch.tensor([3, 6])):
+        cache = key.clone(), value.clone()
+        assert_read(lambda: run(query, *cache, cache_seqlens=lengths, **options))  # noqa: B023
+
+
 def test_eight_bits_are_descaled() -> None:
     query, key, value = (part.to(torch.float8_e4m3fn) for part in tensors(2, 3, 5))
     options = {
@@ -154,5 +174,7 @@ def test_what_is_not_understood_is_listed() -> None:
     assert_listed(lambda: fourth(*given, **blocks), "flash_attn_func", "block_sparse_tensors")
     cache = flash_attn_2.flash_attn_with_kvcache
     turned = {"rotary_cos": tensor(9, 4), "rotary_sin": tensor(9, 4), "cache_seqlens": 2}
-    assert_listed(lambda: cache(*given, **turned), "flash_attn_with_kvcache", "rotary_cos")
+    new = {"k": tensor(1, 1, 2, 8), "v": tensor(1, 1, 2, 8), "cache_leftpad": torch.tensor([1])}
+    words = "flash_attn_with_kvcache", "rotary"
+    assert_listed(lambda: cache(*given, **turned, **new), *words)
     assert_listed(lambda: third(*given, window_size=(3, -2)), "window (3, -2)")

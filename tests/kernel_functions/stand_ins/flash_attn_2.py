@@ -150,6 +150,17 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *places, *options)
 
 
+def _turned(row: Tensor, place: int, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
+    """One row (H, E), each pair of its numbers turned as a complex number."""
+    half, turned = cos.shape[1], row.clone()
+    for index in range(half):
+        first, second = (2 * index, 2 * index + 1) if pairs else (index, index + half)
+        number = torch.complex(row[:, first], row[:, second])
+        number = number * torch.complex(cos[place, index], sin[place, index])
+        turned[:, first], turned[:, second] = number.real, number.imag
+    return turned
+
+
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -183,9 +194,17 @@ def flash_attn_with_kvcache(
         if isinstance(cache_seqlens, Tensor):
             filled = int(cache_seqlens[index])
         filled = len(places) if filled is None else filled
+        mine, fresh = q[index], None if k is None else k[index]
+        if rotary_cos is not None:
+            local = causal or tuple(window_size) != (-1, -1)
+            turn = (rotary_cos, rotary_sin, rotary_interleaved)
+            mine = torch.stack(
+                [_turned(row, filled + i * local, *turn) for i, row in enumerate(mine)]
+            )
+            fresh = torch.stack([_turned(row, filled + i, *turn) for i, row in enumerate(fresh)])
         if k is not None:
             for token in range(k.shape[1]):
-                k_cache[places[filled]] = k[index, token]
+                k_cache[places[filled]] = fresh[token]
                 v_cache[places[filled]] = v[index, token]
                 filled += 1
         first = 0 if cache_leftpad is None else int(cache_leftpad[index])
@@ -194,6 +213,6 @@ def flash_attn_with_kvcache(
             for cache in (k_cache, v_cache)
         )
         options = (softmax_scale, causal, window_size, softcap, _slopes(alibi_slopes, index))
-        outputs.append(_sequence(q[index], key, value, *options))
+        outputs.append(_sequence(mine, key, value, *options))
     output = torch.stack(outputs)
     return (output, None) if return_softmax_lse else output

@@ -103,9 +103,7 @@ def _read_kvcache(arguments: Arguments) -> Reading:
     new, new_value = arguments.optional("k"), arguments.optional("v")
     if arguments["cu_seqlens_q"] is not None or arguments["cu_seqlens_k_new"] is not None:
         raise ValueError("flash_attn_with_kvcache with packed sequences is not read")
-    if arguments["rotary_cos"] is not None:
-        raise ValueError("flash_attn_with_kvcache with rotary_cos rotates its queries; not read")
-    arguments.ignore("rotary_sin", "rotary_interleaved")
+    blank = arguments.optional("cache_leftpad")
     batch, rows = query.shape[:2]
     table = _table(arguments)
     if (chosen := arguments.optional("cache_batch_idx")) is not None:
@@ -119,6 +117,13 @@ def _read_kvcache(arguments: Arguments) -> Reading:
     filled = index.shape[1] if filled is None else filled
     lengths = torch.as_tensor(filled, device=key.device).long().reshape(-1).expand(batch)
     key, value = key.flatten(0, 1), value.flatten(0, 1)
+    options = _options(arguments)
+    if arguments["rotary_cos"] is not None:
+        if new is None or blank is not None:
+            raise ValueError("flash_attn_with_kvcache with these rotary factors is not read")
+        by_row = options["causal"] or options["window"] != (None, None)
+        query = _rotated(arguments, query, lengths, by_row)
+        new = _rotated(arguments, new, lengths, True)
     if new is not None and new_value is not None:  # the kernel writes them there, before or after
         place = lengths.unsqueeze(1) + torch.arange(new.shape[1], device=key.device)
         if int(place.max()) >= index.shape[1]:
@@ -130,12 +135,11 @@ def _read_kvcache(arguments: Arguments) -> Reading:
         key[there] = new.to(key.dtype).flatten(0, 1)
         value[there] = new_value.to(value.dtype).flatten(0, 1)
         lengths = lengths + new.shape[1]
-    if (blank := arguments.optional("cache_leftpad")) is not None:
+    if blank is not None:
         column = torch.arange(index.shape[1], device=key.device)
         index = index.gather(1, (column + blank.long().unsqueeze(1)).clamp(max=column[-1]))
         lengths = lengths - blank.long()
     tensors = _plain(arguments, query, key, value)
-    options = _options(arguments)
     if bool((lengths == lengths[0]).all()):
         places = index[:, : int(lengths[0])]
         alike = (tensors[0], tensors[1][places], tensors[2][places])
@@ -144,6 +148,30 @@ def _read_kvcache(arguments: Arguments) -> Reading:
     flat = (tensors[0].flatten(0, 1), *tensors[1:])
     answers = Sequences(index, lengths, len(key))
     return _batch_of_sequences(flat, asks, answers, (batch, rows), options)
+
+
+def _rotated(arguments: Arguments, tensor: Tensor, lengths: Tensor, by_row: bool) -> Tensor:
+    """A tensor (B, L, H, E) rotated by ``rotary_cos`` and ``rotary_sin``.
+
+    Args:
+        arguments: the factors, (positions, rotated width / 2), and ``rotary_interleaved``.
+        tensor: queries or new keys.
+        lengths: position of row 0, (B,).
+        by_row: whether row i is at position i from there; else all rows are at row 0's.
+    """
+    rows = torch.arange(tensor.shape[1], device=tensor.device) * by_row
+    places = lengths.unsqueeze(1) + rows
+    cos, sin = (arguments.tensor(f"rotary_{name}")[places][:, :, None] for name in ("cos", "sin"))
+    width = 2 * cos.shape[-1]
+    turned, rest = tensor[..., :width], tensor[..., width:]
+    pairs = bool(arguments["rotary_interleaved"])
+    if pairs:
+        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = turned.chunk(2, -1)
+    both = first * cos - second * sin, first * sin + second * cos
+    result = torch.stack(both, -1).flatten(-2) if pairs else torch.cat(both, -1)
+    return torch.cat([result.to(tensor.dtype), rest], -1)
 
 
 def _of_sequences(
