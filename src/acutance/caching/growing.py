@@ -9,8 +9,9 @@ from torch import Tensor
 
 from acutance.caching.head_plan import value_groups
 from acutance.caching.packing import Packed, quantise
+from acutance.kernels.ragged import Stored
 
-__all__ = ["Channel", "Growing", "Read"]
+__all__ = ["Channel", "Growing", "Read", "restore"]
 
 #: read(packed, start, stop): tokens before ``packed`` as they are packed, then tokens from
 #: ``start`` to ``stop`` as they were, in one tensor.
@@ -37,10 +38,24 @@ class Growing:
         self._buffer.narrow(self._dim, self.n, count).copy_(new)
         self.n += count
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for one more."""
+        return self._buffer is None or self.n == self._buffer.shape[self._dim]
+
+    def extend(self) -> None:
+        """Add one more, which the caller writes, where there is room."""
+        self.n += 1
+
+    @property
+    def buffer(self) -> Tensor:
+        """All memory, the room at the end included."""
+        assert self._buffer is not None
+        return self._buffer
+
     def get(self) -> Tensor:
         """What was added."""
-        assert self._buffer is not None
-        return self._buffer.narrow(self._dim, 0, self.n)
+        return self.buffer.narrow(self._dim, 0, self.n)
 
     def tensors(self) -> list[Tensor]:
         """The tensor, if there is one."""
@@ -91,11 +106,15 @@ class Channel:
             self._rest = exact[:, :, count:].clone()
         else:
             self._rest = exact
-        restored = self._restored(new.dtype) if packed else exact[:, :, :0]
+        restored: list[Tensor] = []  # once, if it is read
 
         def parts(packed: int, start: int, stop: int) -> Tensor:
             newest = exact[:, :, start - before : stop - before]
-            return torch.cat([restored[:, :, :packed], newest], 2)
+            if not packed:
+                return newest
+            if not restored:
+                restored.append(restore(self.stored()._replace(length=0)))
+            return torch.cat([restored[0][:, :, :packed], newest], 2)
 
         return parts
 
@@ -108,10 +127,15 @@ class Channel:
         self._scale.append(packed.scale)
         self._zero.append(packed.zero)
 
-    def _restored(self, dtype: torch.dtype) -> Tensor:
-        """What is packed, rounded, (B, H, tokens, D)."""
-        parts = [one.get() for one in (self._codes, self._scale, self._zero)]
-        return Packed(parts[0], parts[1], parts[2], self._bits).restore(dtype)
+    def stored(self) -> Stored:
+        """What it holds of all tokens."""
+        if self._rest is None:
+            return Stored(self._plain.buffer, self._plain.n)
+        length, groups = self._rest.shape[2], self._codes.n
+        if not groups:
+            return Stored(self._rest, length)
+        parts = (one.buffer for one in (self._codes, self._scale, self._zero))
+        return Stored(self._rest, length, None, groups * self._group, self._bits, *parts)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds."""
@@ -126,3 +150,13 @@ class Channel:
         other._scale, other._zero = self._scale.select(index), self._zero.select(index)
         other._rest = None if self._rest is None else self._rest.index_select(0, index)
         return other
+
+
+def restore(stored: Stored) -> Tensor:
+    """All tokens, those that are packed rounded, (B, H, S, D)."""
+    if stored.codes is None or stored.scale is None or stored.zero is None:
+        return stored.plain
+    groups = stored.packed // (stored.codes.shape[3] * 8 // stored.bits)
+    codes, scale, zero = (one[:, :, :groups] for one in (stored.codes, stored.scale, stored.zero))
+    packed = Packed(codes, scale, zero, stored.bits).restore(stored.buffer.dtype)
+    return torch.cat([packed, stored.plain], 2)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from acutance.caching.head_plan import HeadPlan, Plan
-from acutance.caching.stores import Attend, Store, store_for
+from acutance.caching.head_plan import HeadPlan, Plan, value_groups
+from acutance.caching.stores import Attend, Store, is_range, some, store_for
 from acutance.calibration.apply_law import ApplyError
+from acutance.kernels import ragged
+from acutance.kernels.ragged import HeldHeads
 
 __all__ = ["PlannedCache", "PlannedLayer", "forget_pending", "reading", "take_pending"]
 
@@ -183,16 +185,11 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns:
             (B, Hq, L, Ev), zero for padding.
         """
-        self._batch = query.shape[0]
-        if not self._stores:
-            self._places = {
-                one: [head for head, other in enumerate(heads) if other == one]
-                for one in dict.fromkeys(heads)
-            }
-            self._stores = [self._empty() for _ in range(1 if real is None else len(key))]
-        elif real is not None and len(self._stores) == 1 and len(key) > 1:
-            indices = torch.arange(len(key), device=key.device)
-            self._stores = [self._selected(0, index[None]) for index in indices]
+        self._prepare(heads, key, real)
+        if query.shape[2] == 1 and real is None:
+            output = self._decoded(query, key, value, attend)
+            if output is not None:
+                return output
         if len(self._stores) == 1 and real is None:
             return _by_groups(self._stores[0], self._places, query, key, value, attend)
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -206,6 +203,73 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
                 q, k, v = (part[one][:, :, tokens] for part in (query, key, value))
                 output[one, :, tokens] = _by_groups(stores, self._places, q, k, v, attend)
         return output
+
+    def add(self, heads: Sequence[HeadPlan], key: Tensor, value: Tensor) -> None:
+        """Store new tokens, none of them padding, that no row reads now.
+
+        Args:
+            heads: what each key head keeps.
+            key: (B, H, L, E).
+            value: (B, H, L, Ev).
+        """
+        self._prepare(heads, key, None)
+        for place, stores in enumerate(self._stores):
+            one = slice(None) if len(self._stores) == 1 else slice(place, place + 1)
+            for plan, store in stores.items():
+                index = self._places[plan]
+                store.add(some(key[one], index), some(value[one], index))
+
+    def held(self) -> list[list[HeldHeads]]:
+        """What heads hold of each sequence, in one entry if none has padding.
+
+        It is valid until the next token is stored.
+        """
+        return [
+            [
+                HeldHeads(self._places[plan], *found)
+                for plan, store in stores.items()
+                if (found := store.held()) is not None
+            ]
+            for stores in self._stores
+        ]
+
+    def _prepare(self, heads: Sequence[HeadPlan], key: Tensor, real: Tensor | None) -> None:
+        """Make the stores: one for all sequences, or one for each where there is padding."""
+        self._batch = len(key)
+        if not self._stores:
+            self._places = {
+                one: [head for head, other in enumerate(heads) if other == one]
+                for one in dict.fromkeys(heads)
+            }
+            self._stores = [self._empty() for _ in range(1 if real is None else len(key))]
+        elif real is not None and len(self._stores) == 1 and len(key) > 1:
+            indices = torch.arange(len(key), device=key.device)
+            self._stores = [self._selected(0, index[None]) for index in indices]
+
+    def _decoded(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor | None:
+        """:meth:`attend` for one token of each sequence, in one call of the native kernel.
+
+        None, with nothing stored, if that does not support the call.
+        """
+        width = value.shape[3]
+        channels = width // value_groups(width, self._group)
+        if not attend.plain or not ragged.supports(query, width, self._group, channels):
+            return None
+        held: list[list[HeldHeads]] = []
+        for place, stores in enumerate(self._stores):
+            held.append([])
+            k, v = key, value
+            if len(self._stores) > 1:
+                k, v = key[place : place + 1], value[place : place + 1]
+            for plan, store in stores.items():
+                index = self._places[plan]
+                found = store.admit(k, v, index)
+                if found is not None:
+                    held[-1].append(HeldHeads(index, *found))
+        scale = query.shape[3] ** -0.5 if attend.scale is None else attend.scale
+        return ragged.attend(
+            query, key, value, held, scale=scale, tokens=self._group, channels=channels
+        )
 
     def _empty(self) -> dict[HeadPlan, Store]:
         """A store for each group of heads."""
@@ -248,23 +312,14 @@ def _by_groups(
     by_head, queries = output.unflatten(1, shape), query.unflatten(1, shape)
     for plan, store in stores.items():
         index = places[plan]
-        group = _some(queries, index).flatten(1, 2)
-        part = store.attend(group, _some(key, index), _some(value, index), attend)
+        group = some(queries, index).flatten(1, 2)
+        part = store.attend(group, some(key, index), some(value, index), attend)
         part = part.unflatten(1, (len(index), shape[1]))
-        if _is_range(index):
+        if is_range(index):
             by_head[:, index[0] : index[-1] + 1] = part
         else:
             by_head[:, index] = part
     return output
-
-
-def _some(tensor: Tensor, heads: list[int]) -> Tensor:
-    """The tensor's heads with these indices, a view where they are neighbours."""
-    return tensor[:, heads[0] : heads[-1] + 1] if _is_range(heads) else tensor[:, heads]
-
-
-def _is_range(heads: list[int]) -> bool:
-    return heads[-1] - heads[0] + 1 == len(heads)
 
 
 class PlannedCache(Cache):  # type: ignore[misc]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.attend import attention
 from acutance.caching.head_plan import HeadPlan, Plan
 from acutance.caching.planned_cache import (
     PlannedCache,
@@ -23,6 +22,7 @@ from acutance.caching.planned_cache import (
     reading,
     take_pending,
 )
+from acutance.caching.stores import Attend
 from acutance.calibration.apply_law import ApplyError
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.kernel_functions import calls
@@ -229,23 +229,14 @@ class PlannedCall:
         self._heads: tuple[HeadPlan, ...] = plan.layers[name]
         self._tensors, self._layer = (query, key, value), layer
         self._real = masks.real_tokens(mask, query, layer.real_counts(query.shape[0]))
-        self._scale, self._softcap = call["scaling"], call["softcap"] or None
-        self._dropout = float(call["dropout"] or 0.0)
+        softcap, dropout = call["softcap"] or None, float(call["dropout"] or 0.0)
+        self._attend = Attend(call["scaling"], softcap, dropout)
 
     def run(self, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """The output (B, L, Hq, Ev) and None for the weights."""
         with torch._C.DisableTorchFunction():
             output = self._layer.attend(self._heads, *self._tensors, self._real, self._attend)
         return output.transpose(1, 2).contiguous(), None
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, offset: int | None
-    ) -> Tensor:
-        """Attention with the call's scale, softcap and dropout."""
-        return attention(
-            query, key, value, mask, offset is not None, self._scale, True,
-            query_offset=offset or 0, softcap=self._softcap, dropout_p=self._dropout,
-        )  # fmt: skip
 
     def read(self, name: str) -> AttentionCall:
         """Raises ValueError: heads read different keys, some of them rounded."""

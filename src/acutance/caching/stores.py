@@ -7,21 +7,50 @@ first attends, so that a row reads what its plan gives it, and then forgets what
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from acutance.caching.growing import Channel, Growing
+from acutance.attend import attention
+from acutance.caching.growing import Channel, Growing, Read, restore
 from acutance.caching.head_plan import HeadPlan, quantised_groups
+from acutance.kernels.ragged import Stored
 
-__all__ = ["Attend", "Store", "store_for"]
+__all__ = ["Attend", "Store", "is_range", "some", "store_for"]
 
-#: attention(query, key, value, mask, offset): offset None reads all keys, else row i reads the keys
-#: up to i + offset.
-Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "int | None"], Tensor]
 #: Rows whose masks are formed at a time.
 _BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention with a model's settings.
+
+    Attributes:
+        scale: factor of the scores; None is 1 / √E.
+        softcap: bounds the scores as c · tanh(s / c).
+        dropout: probability of dropping a weight.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights are the softmax of scaled scores and nothing else."""
+        return not (self.softcap or self.dropout)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, offset: int | None
+    ) -> Tensor:
+        """The output; row i reads the keys up to i + offset, and all if that is None."""
+        return attention(
+            query, key, value, mask, offset is not None, self.scale, True,
+            query_offset=offset or 0, softcap=self.softcap, dropout_p=self.dropout,
+        )  # fmt: skip
 
 
 class Store(ABC):
@@ -34,7 +63,6 @@ class Store(ABC):
     def __init__(self) -> None:
         self.n = 0
 
-    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """Store new tokens, and return the output of their rows.
 
@@ -47,6 +75,41 @@ class Store(ABC):
         Returns:
             (B, Hq, L, Ev).
         """
+        if not self.n or query.shape[2] > 1:
+            return self._attend_rows(query, key, value, attend)
+        self.add(key, value)
+        held = self.held()
+        if held is None:
+            return query.new_zeros((*query.shape[:3], value.shape[3]))
+        key, value = (restore(part) for part in held)
+        return attend(query, key, value, None, None)
+
+    @abstractmethod
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """:meth:`attend` for several tokens, or the first."""
+
+    @abstractmethod
+    def add(self, key: Tensor, value: Tensor) -> None:
+        """Store new tokens, key (B, H, L, E) and value (B, H, L, Ev), that no row reads now."""
+
+    def admit(
+        self, key: Tensor, value: Tensor, heads: Sequence[int]
+    ) -> tuple[Stored, Stored] | None:
+        """Add one new token of a layer, and return :meth:`held`.
+
+        The caller writes it where :attr:`~acutance.kernels.ragged.Stored.fresh` says.
+
+        Args:
+            key: (B, all heads, 1, E).
+            value: (B, all heads, 1, Ev).
+            heads: those of this store.
+        """
+        self.add(some(key, heads), some(value, heads))
+        return self.held()
+
+    @abstractmethod
+    def held(self) -> tuple[Stored, Stored] | None:
+        """Keys and values that the newest token's row reads; None if there are none."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
@@ -68,13 +131,31 @@ def store_for(plan: HeadPlan, group: int, residual: int) -> Store:
     return Full()
 
 
+def some(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+    """The tensor's heads with these indices, a view where they are neighbours."""
+    if len(heads) == tensor.shape[1]:
+        return tensor
+    return tensor[:, heads[0] : heads[-1] + 1] if is_range(heads) else tensor[:, heads]
+
+
+def is_range(heads: Sequence[int]) -> bool:
+    """Whether sorted indices are neighbours."""
+    return heads[-1] - heads[0] + 1 == len(heads)
+
+
 class Dropped(Store):
     """Nothing: the output is zero."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
-        """Zeros."""
-        self.n += key.shape[2]
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        self.add(key, value)
         return query.new_zeros((*query.shape[:3], value.shape[3]))
+
+    def add(self, key: Tensor, value: Tensor) -> None:
+        """Count them."""
+        self.n += key.shape[2]
+
+    def held(self) -> None:
+        """None."""
 
     def tensors(self) -> list[Tensor]:
         """None."""
@@ -94,15 +175,37 @@ class Full(Store):
         super().__init__()
         self._key, self._value = Growing(2), Growing(2)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        before = self.n
+        self.add(key, value)
+        if before:
+            key, value = self._key.get(), self._value.get()
+        return attend(query, key, value, None, before)
+
+    def add(self, key: Tensor, value: Tensor) -> None:
         """See :class:`Store`."""
-        before, self.n = self.n, self.n + key.shape[2]
+        self.n += key.shape[2]
         with torch.inference_mode(False), torch.no_grad():
             self._key.append(key)
             self._value.append(value)
-        if before:
-            key, value = self._key.get(), self._value.get()
-        return attend(query, key, value, None, None if query.shape[2] == 1 else before)
+
+    def held(self) -> tuple[Stored, Stored]:
+        """All of them."""
+        return Stored(self._key.buffer, self.n), Stored(self._value.buffer, self.n)
+
+    def admit(
+        self, key: Tensor, value: Tensor, heads: Sequence[int]
+    ) -> tuple[Stored, Stored] | None:
+        """See :class:`Store`."""
+        if self._key.full or self._value.full:
+            return super().admit(key, value, heads)
+        before, self.n = self.n, self.n + 1
+        self._key.extend()
+        self._value.extend()
+        return (
+            Stored(self._key.buffer, self.n, before),
+            Stored(self._value.buffer, self.n, before),
+        )
 
     def tensors(self) -> list[Tensor]:
         """Keys and values."""
@@ -138,15 +241,29 @@ class Streaming(Store):
         first = torch.arange(min(self._first, n), device=device)
         return torch.cat([first, torch.arange(start, max(n, start), device=device)])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    def add(self, key: Tensor, value: Tensor) -> None:
         """See :class:`Store`."""
         before, self.n = self.n, self.n + key.shape[2]
-        if query.shape[2] == 1:
-            self._keep(key, value, before)
-            held = min(self.n, self._first + self._recent)
-            if before:
-                key, value = self._key[:, :, :held], self._value[:, :, :held]
-            return attend(query, key, value, None, None)
+        self._keep(key, value, before)
+
+    def held(self) -> tuple[Stored, Stored]:
+        """First and newest keys, in any order."""
+        count = min(self.n, self._first + self._recent)
+        return Stored(self._key, count), Stored(self._value, count)
+
+    def admit(
+        self, key: Tensor, value: Tensor, heads: Sequence[int]
+    ) -> tuple[Stored, Stored] | None:
+        """See :class:`Store`."""
+        before, most = self.n, self._first + self._recent
+        if before < most:
+            return super().admit(key, value, heads)
+        self.n += 1
+        place = self._first + (before - self._first) % self._recent
+        return Stored(self._key, most, place), Stored(self._value, most, place)
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        before, self.n = self.n, self.n + key.shape[2]
         position = torch.arange(before, self.n, device=key.device)
         new_key, new_value = key, value
         if before:
@@ -236,25 +353,34 @@ class Quantised(Store):
         self._key = Channel(plan.key_bits, group, of_keys=True)
         self._value = Channel(plan.value_bits, group, of_keys=False)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    def add(self, key: Tensor, value: Tensor) -> None:
         """See :class:`Store`."""
-        before, self.n = self.n, self.n + key.shape[2]
+        self._append(key, value)
+
+    def held(self) -> tuple[Stored, Stored]:
+        """All of them."""
+        return self._key.stored(), self._value.stored()
+
+    def _append(self, key: Tensor, value: Tensor) -> tuple[Read, Read]:
+        """Add tokens; returns the readers of keys and values."""
+        self.n += key.shape[2]
         packed = self._packed(self.n)
         with torch.inference_mode(False), torch.no_grad():
-            keys = self._key.append(key, packed)
-            values = self._value.append(value, packed)
+            return self._key.append(key, packed), self._value.append(value, packed)
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        before = self.n
+        keys, values = self._append(key, value)
         outputs = []
         for part in query.split(_BLOCK, 2):
             after = before + part.shape[2]
             # rows before..after read tokens up to some between old and new as they are packed
             old, new = self._packed(before + 1), self._packed(after)
             row = torch.arange(before, after, device=key.device)[:, None]
-            seen = None
-            if part.shape[2] > 1:
-                first = torch.arange(new, device=key.device)
-                rest = torch.arange(old, after, device=key.device)
-                limit = (row + 1 - self._residual).clamp(min=0) // self._group * self._group
-                seen = torch.cat([first < limit, (rest >= limit) & (rest <= row)], 1)
+            first = torch.arange(new, device=key.device)
+            rest = torch.arange(old, after, device=key.device)
+            limit = (row + 1 - self._residual).clamp(min=0) // self._group * self._group
+            seen = torch.cat([first < limit, (rest >= limit) & (rest <= row)], 1)
             outputs.append(attend(part, keys(new, old, after), values(new, old, after), seen, None))
             before = after
         return torch.cat(outputs, 2)

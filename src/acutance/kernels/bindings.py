@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 __all__ = [
-    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_BITS", "PLACES", "SUMS"),
+    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_BITS", "PLACES", "RAGGED", "SUMS"),
     *("Choice", "Chooser", "Layout", "Library"),
 ]
 
 #: Version of the structures below; a library of another one is refused.
-ABI = 5
+ABI = 6
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
 
@@ -107,6 +107,12 @@ PLACES = Layout(
     *("distance P", "on_self P", "on_previous P", "on_same P", "on_special P"),
     *("mass P", "even P", "peak P", "scores P"),
 )
+#: ``acutance_ragged_call``: a query that reads heads which hold keys of their own number.
+RAGGED = Layout(
+    *("abi q", "dtype q", "batch q", "heads q", "group q", "width q", "value_width q", "query P"),
+    *("key P", "value P", "out P", "query_stride 2q", "key_stride 2q", "value_stride 2q"),
+    *("scale d", "tokens q", "channels q", "threads q"),
+)
 #: Metrics that :attr:`Library.metrics` computes, each by the bit that asks for it.
 METRIC_BITS = {
     name: 1 << place
@@ -178,8 +184,8 @@ class Library:
         for name in ("acutance_cpu", "acutance_cpus", "acutance_compiler"):
             getattr(loaded, name).restype = ctypes.c_char_p
         loaded.acutance_use_cpu.argtypes = [ctypes.c_char_p]
-        for name in ("acutance_forward", "acutance_backward", "acutance_structure"):
-            getattr(loaded, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        for name in ("forward", "backward", "structure", "ragged"):
+            getattr(loaded, f"acutance_{name}").argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         loaded.acutance_exp.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         loaded.acutance_exp.argtypes += [ctypes.c_int64]
         words = [ctypes.c_int64] * 3
@@ -194,6 +200,7 @@ class Library:
         self.forward: Callable[[bytes, bytes], int] = loaded.acutance_forward
         self.backward: Callable[[bytes, bytes], int] = loaded.acutance_backward
         self.structure: Callable[[bytes, bytes], int] = loaded.acutance_structure
+        self.ragged: Callable[[bytes, bytes], int] = loaded.acutance_ragged
         self.openmp = _openmp()
         if self.openmp is not None:
             loaded.acutance_use_threads(self.openmp)

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Raised whenever a structure or a meaning below changes: the caller refuses another number.
-#define ACUTANCE_ABI 5
+#define ACUTANCE_ABI 6
 
 enum { ACUTANCE_F32 = 0, ACUTANCE_F64 = 1, ACUTANCE_BF16 = 2, ACUTANCE_F16 = 3 };
 
@@ -103,10 +103,48 @@ typedef struct {
   void* scores;       // of every so many rows, (..., keys); null: not asked for
 } acutance_places;
 
+// The keys, or the values, that one head of one sequence holds: whole packed groups of tokens, then
+// rows as they are. Codes are bytes (groups, tokens * bits / 8, width), contiguous: the first tokens
+// of a group in the lowest bits. A code c stands for zero + scale * c.
+typedef struct {
+  const void* plain;  // rows after the packed ones, in the call's dtype
+  void* fresh;        // the row of `plain` where the call writes the new one; null: it is there
+  int64_t stride;     // elements from one row to the next
+  int64_t packed;     // packed tokens, a multiple of the group's; 0: none
+  int64_t bits;       // 8, 4 or 2
+  const uint8_t* codes;
+  const uint16_t *scale, *zero;  // float16, contiguous: of keys (groups, width), of values
+                                 // (packed, value_width / channels)
+} acutance_stored;
+
+typedef struct {
+  int64_t count;  // keys; 0: the output is zero
+  acutance_stored key, value;
+} acutance_stored_head;
+
+// Attention of one query a sequence, whose key heads hold keys of their own number and precision,
+// the new one included. All are seen.
+typedef struct {
+  int64_t abi, dtype;  // F32, BF16 or F16, of query, out and plain rows
+  int64_t batch, heads, group;  // heads: key heads; group: query heads of each
+  int64_t width, value_width;   // E and Ev
+  const void *query, *key, *value;  // (batch, heads of each, E or Ev): the new tokens
+  void* out;                        // (batch, query heads, Ev), contiguous
+  int64_t query_stride[2], key_stride[2], value_stride[2];
+  double scale;
+  int64_t tokens;     // of a packed group: a multiple of 8, at most 256
+  int64_t channels;   // of a packed value that share a scale: a multiple of 16 that divides Ev, or Ev
+  int64_t threads;
+} acutance_ragged_call;
+
 // Zero, or a reason: 1 another ABI, 2 not supported, 3 out of memory. Forward also 4: all is
 // written, and an output of rows from which keys may be hidden holds a number that is not finite.
 ACUTANCE_EXPORT int acutance_forward(const acutance_call* call, const acutance_sums* sums);
 ACUTANCE_EXPORT int acutance_backward(const acutance_call* call, const acutance_gradients* grads);
+
+// `stored` has an element for each sequence and key head, in this order.
+ACUTANCE_EXPORT int acutance_ragged(const acutance_ragged_call* call,
+                                    const acutance_stored_head* stored);
 
 ACUTANCE_EXPORT int acutance_structure(const acutance_call* call, const acutance_places* places);
 
@@ -165,6 +203,7 @@ typedef struct {
   int (*forward)(const acutance_call*, const acutance_sums*, acutance_parallel);  // many queries
   int (*decode)(const acutance_call*, const acutance_sums*, acutance_parallel);   // few
   int (*backward)(const acutance_call*, const acutance_gradients*, acutance_parallel);
+  int (*ragged)(const acutance_ragged_call*, const acutance_stored_head*, acutance_parallel);
   int (*structure)(const acutance_call*, const acutance_places*, acutance_parallel);
   void (*exp)(int64_t dtype, const void* from, void* to, int64_t count);
 } acutance_kernel;

@@ -148,6 +148,22 @@ ACUTANCE_INLINE void score_vector(const T* q, const In* k, int64_t ks, int64_t l
   }
 }
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+// Call with(a number of rows as a constant, the first of them) for all rows, MOST = 4 or 2 a time.
+template <int MOST, class With>
+ACUTANCE_INLINE void by_rows(int64_t rows, const With& with) {
+  int64_t r = 0;
+  if constexpr (MOST > 2) {
+    for (; r + 4 <= rows; r += 4) with(Number<4>(), r);
+    if (rows - r == 3) return with(Number<3>(), r);
+  }
+  for (; r + 2 <= rows; r += 2) with(Number<2>(), r);
+  if (r < rows) with(Number<1>(), r);
+}
+
 // scores[r][j] for all rows and keys of a tile, whole vectors of keys at a time.
 template <class T, class In>
 inline void score_tile(const T* q, const In* k, int64_t ks, int64_t rows, int64_t count,
@@ -157,15 +173,10 @@ inline void score_tile(const T* q, const In* k, int64_t ks, int64_t rows, int64_
       for (int i = 0; i < VL<T>; ++i) ahead.fetch(j + i);
     const In* at = k + j * ks;
     const int64_t last = count - j - 1;
-    int64_t r = 0;
-    for (; r + SCORE_ROWS <= rows; r += SCORE_ROWS)
-      score_vector<T, In, SCORE_ROWS>(q + r * width, at, ks, last, width, scores + r * TILE<T> + j);
-    if (SCORE_ROWS > 2 && r + 2 <= rows) {
-      score_vector<T, In, 2>(q + r * width, at, ks, last, width, scores + r * TILE<T> + j);
-      r += 2;
-    }
-    for (; r < rows; ++r)
-      score_vector<T, In, 1>(q + r * width, at, ks, last, width, scores + r * TILE<T> + j);
+    by_rows<SCORE_ROWS>(rows, [&](auto some, int64_t r) {
+      score_vector<T, In, decltype(some)::value>(q + r * width, at, ks, last, width,
+                                                 scores + r * TILE<T> + j);
+    });
   }
 }
 
@@ -235,11 +246,6 @@ inline void weigh_along(T* scores, const typename Traits<T>::Int* seen, int64_t 
   part->M2 = within < 0 ? T(0) : within;
 }
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
 // total[r] = total[r] * factor[r] + sum over j of weights[r][j] v[j], for R rows, C vectors wide.
 template <class T, class In, int R, int C>
 ACUTANCE_INLINE void sum_block(T* total, int64_t across, const T* factor, const In* v, int64_t vs,
@@ -269,7 +275,8 @@ ACUTANCE_INLINE void sum_block(T* total, int64_t across, const T* factor, const 
 template <class T, class In, int R>
 inline void sum_strip(T* total, int64_t across, const T* factor, const In* v, int64_t vs,
                       const T* weights, int64_t count, int64_t width, Ahead ahead) {
-  constexpr int C = SUM_VECTORS / R < 8 ? SUM_VECTORS / R : 8, HALF = C > 2 ? C / 2 : C;
+  constexpr int ROOM = R == 3 ? 4 : R, C = SUM_VECTORS / ROOM < 8 ? SUM_VECTORS / ROOM : 8;
+  constexpr int HALF = C > 2 ? C / 2 : C;
   int64_t e = 0;
   for (; e + C * VL<T> <= width; e += C * VL<T>, ahead = Ahead())
     sum_block<T, In, R, C>(total + e, across, factor, v + e, vs, weights, count, ahead);
@@ -281,15 +288,11 @@ inline void sum_strip(T* total, int64_t across, const T* factor, const In* v, in
 template <class T, class In>
 inline void sum_values(T* total, int64_t across, const T* factor, const In* v, int64_t vs,
                        const T* weights, int64_t rows, int64_t count, int64_t width, Ahead ahead) {
-  const auto strip = [&](auto taken, int64_t r) {
-    sum_strip<T, In, decltype(taken)::value>(total + r * across, across, factor + r, v, vs,
-                                             weights + r * TILE<T>, count, width, ahead);
+  by_rows<4>(rows, [&](auto some, int64_t r) {
+    sum_strip<T, In, decltype(some)::value>(total + r * across, across, factor + r, v, vs,
+                                            weights + r * TILE<T>, count, width, ahead);
     ahead = Ahead();
-  };
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) strip(Number<4>(), r);
-  for (; r + 2 <= rows; r += 2) strip(Number<2>(), r);
-  if (r < rows) strip(Number<1>(), r);
+  });
 }
 
 }  // namespace

@@ -163,6 +163,12 @@ int acutance_backward(const acutance_call* call, const acutance_gradients* gradi
   return kernel ? kernel->backward(call, gradients, parallel) : 2;
 }
 
+int acutance_ragged(const acutance_ragged_call* call, const acutance_stored_head* stored) {
+  if (call->abi != ACUTANCE_ABI) return 1;
+  const acutance_kernel* kernel = kernel_of(ACUTANCE_DECODE, call->dtype);
+  return kernel ? kernel->ragged(call, stored, parallel) : 2;
+}
+
 int acutance_choose(int64_t pass, int64_t dtype, int64_t place) {
   if (pass < 0 || pass >= ACUTANCE_PASSES || !is_dtype(dtype)) return 2;
   if (place < -1 || place >= sets().count) return 2;

@@ -4,6 +4,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "ragged.h"
 #include "structure.h"
 
 namespace {
@@ -61,6 +62,16 @@ int run_backward(const acutance_call* call, const acutance_gradients* gradients,
   return 2;
 }
 
+int run_ragged(const acutance_ragged_call* call, const acutance_stored_head* stored,
+               acutance_parallel parallel) {
+  switch (call->dtype) {
+    case ACUTANCE_F32: return ragged<float>(*call, stored, parallel);
+    case ACUTANCE_BF16: return ragged<bf16>(*call, stored, parallel);
+    case ACUTANCE_F16: return ragged<f16>(*call, stored, parallel);
+  }
+  return 2;
+}
+
 int run_structure(const acutance_call* call, const acutance_places* places,
                   acutance_parallel parallel) {
   switch (call->dtype) {
@@ -100,4 +111,4 @@ void run_exp(int64_t dtype, const void* from, void* to, int64_t count) {
 extern "C" const acutance_kernel ACUTANCE_JOIN(acutance_kernel_, ACUTANCE_ISA);
 extern "C" const acutance_kernel ACUTANCE_JOIN(acutance_kernel_, ACUTANCE_ISA) = {
     ACUTANCE_TEXT(ACUTANCE_ISA), run_few_queries, run_forward, run_decode, run_backward,
-    run_structure, run_exp};
+    run_ragged, run_structure, run_exp};
