@@ -5,14 +5,15 @@
     python benchmarks/decoding.py generate                     # SmolLM2-135M itself
 
 `attention` times what one token costs in all layers: storing its key and value, and reading the
-cache. "transformers" is its DynamicCache with SDPA, "full, with statistics" the kernel that decodes
-in `acutance.attention` on a cache that grows in place; the rest are caches of plans. Before
-anything is timed, each plan's output is checked against SDPA in float64 on what its heads hold.
-`generate` times greedy `generate` of SmolLM2-135M from caches that are filled by a pass over a text.
+cache. "transformers" is its DynamicCache with SDPA; "full, with statistics" is the kernel behind
+`acutance.attention` on a cache that grows in place; the rest are caches of plans. Before anything
+is timed, each plan's output is checked against float64 on what its heads hold. `generate`
+times greedy `generate` of SmolLM2-135M from caches filled with random keys, after checking that a
+cache that keeps everything generates what transformers' own does.
 
-Rounds interleave the contenders, in turn forwards and backwards; what is printed are medians of
-process CPU time, and of each round's ratio to the plan that keeps everything. Bytes are those of the
-tensors that hold keys and values.
+Rounds interleave the contenders, in turn forwards and backwards. Printed are the bytes of each
+cache's tensors as a share of transformers', the median milliseconds of process CPU time for one
+token, and the median of each round's ratio to the plan that keeps everything.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import acutance
 from acutance import CachePlan, HeadPlan
 from acutance.caching.growing import restore
-from acutance.caching.planned_cache import PlannedLayer
+from acutance.caching.planned_cache import PlannedCache, PlannedLayer
 from acutance.caching.stores import Attend
 from acutance.comparison.measured import cpu_seconds
+from acutance.corpus.load_model import load_model
 
 HEADS, GROUP, WIDTH, LAYERS = 3, 3, 64, 30  # of SmolLM2-135M
 FULL, STREAMING = HeadPlan(), HeadPlan("streaming", first=4, recent=124)
@@ -85,7 +89,7 @@ class Planned:
         ]
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raise SystemExit unless each layer's output is that of SDPA on what its heads hold."""
+        """Raise SystemExit unless each layer's output is attention to what its heads hold."""
         most = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[query.dtype]
         for layer, output in zip(self._layers, self.step(query, key, value), strict=True):
             expected = torch.zeros_like(output, dtype=torch.float64).unflatten(1, (HEADS, GROUP))
@@ -93,9 +97,8 @@ class Planned:
             for group in layer.held()[0]:
                 k, v = (restore(part._replace(buffer=part.buffer.double())) for part in group[1:])
                 for place, head in enumerate(group.heads):
-                    expected[:, head] = F.scaled_dot_product_attention(
-                        queries[:, head], k[:, place : place + 1], v[:, place : place + 1]
-                    )
+                    scores = queries[:, head] @ k[:, place].mT * WIDTH**-0.5
+                    expected[:, head] = scores.softmax(-1) @ v[:, place]
             error = (output.double() - expected.flatten(1, 2)).abs().max().item()
             if not error < most:
                 raise SystemExit(f"the output is off by {error:.2g}")
@@ -151,15 +154,24 @@ class Transformers:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers)
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median CPU seconds of each contender, and the median of its ratio to the full cache."""
+def interleaved(
+    runs: dict[str, Callable[[], Any]],
+    rounds: int,
+    around: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, tuple[float, float]]:
+    """Median CPU seconds of each contender, and the median of its ratio to the full cache.
+
+    ``around`` opens what a contender runs in, before the clock starts.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            start = cpu_seconds()
-            runs[name]()
+            with around(name):
+                start = cpu_seconds()
+                runs[name]()
+                took = cpu_seconds() - start
             if turn:  # the first warms up
-                seconds[name].append(cpu_seconds() - start)
+                seconds[name].append(took)
     return {
         name: (
             statistics.median(each),
@@ -206,8 +218,52 @@ def attention(given: argparse.Namespace, n: int) -> list[dict[str, Any]]:
 
 
 def generate(given: argparse.Namespace, n: int) -> list[dict[str, Any]]:
-    """Tokens per second of greedy ``generate``."""
-    raise NotImplementedError
+    """Greedy ``generate`` of a few tokens after n."""
+    from transformers import DynamicCache
+
+    model: Any = load_model("smollm2", dtype=getattr(torch, given.dtype), head=True).model
+    names = [name for name, _ in model.named_modules() if name.endswith("self_attn")]
+    chance = torch.Generator().manual_seed(0)
+    shape = (given.batch, HEADS, n, WIDTH)
+    key, value = (torch.randn(shape, generator=chance).to(model.dtype) for _ in range(2))
+    full = CachePlan.of(model)
+    caches: dict[str, Any] = {"transformers": DynamicCache()}
+    for layer in range(LAYERS):
+        caches["transformers"].update(key, value, layer)
+    applied: dict[str, CachePlan] = {}
+    for name, plan in plans(LAYERS).items():
+        applied[name] = replace(full, layers=dict(zip(names, plan, strict=True)))
+        caches[name] = PlannedCache(applied[name])
+        for layer, heads in zip(caches[name].layers, plan, strict=True):
+            layer.add(heads, key, value)
+    sizes = {name: cache.bytes() for name, cache in caches.items() if name != "transformers"}
+    sizes["transformers"] = 2 * LAYERS * key.nbytes
+    tokens = {name: torch.ones(given.batch, n + 1, dtype=torch.int64) for name in caches}
+    count = 4
+
+    def run(name: str) -> None:
+        tokens[name] = model.generate(
+            tokens[name], past_key_values=caches[name], max_new_tokens=count, min_new_tokens=count,
+            do_sample=False, attention_mask=torch.ones_like(tokens[name]), pad_token_id=0,
+        )  # fmt: skip
+
+    def around(name: str) -> AbstractContextManager[Any]:
+        return acutance.apply(model, applied[name]) if name in applied else nullcontext()
+
+    runs = {name: partial(run, name) for name in caches}
+    found = interleaved(runs, given.rounds, around)
+    if not torch.equal(tokens["transformers"], tokens[BASE]):
+        raise SystemExit("a plan that keeps everything generates other tokens than transformers")
+    return [
+        {
+            "plan": name,
+            "n": n,
+            "bytes": sizes[name] / sizes["transformers"],
+            "milliseconds": 1e3 * median / count,
+            "ratio": ratio,
+        }
+        for name, (median, ratio) in found.items()
+    ]
 
 
 CASES = {"attention": attention, "generate": generate}
