@@ -330,7 +330,7 @@ def test_an_instruction_set_that_is_not_there_is_refused(use_cpu: Callable[[str]
 
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bindings, "ABI", 99)
-    with pytest.raises(OSError, match=r"has interface 5, expected 99: reinstall acutance"):
+    with pytest.raises(OSError, match=r"has interface 6, expected 99: reinstall acutance"):
         bindings.Library(the_library().path)
 
 
