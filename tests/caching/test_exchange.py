@@ -47,8 +47,8 @@ def test_duo_attention_says_which_heads_lose_what(tmp_path: Path) -> None:
     assert plan.export("duo_attention", tmp_path) == (
         "Key heads 1.0 keep 16 bits, as the table has no precisions.",
         "Key heads 1.1 keep 4 first and 20 recent keys instead of nothing.",
-        "Key heads 0 keep 4 first and 20 recent keys, more than planned, as the table has one size "
-        "for all streaming heads.",
+        "All key heads of layer 0 keep 4 first and 20 recent keys, more than planned, as the table "
+        "has one size for all streaming heads.",
     )
 
 
@@ -170,15 +170,16 @@ def test_layer_types_says_which_heads_lose_what(tmp_path: Path) -> None:
         "Key heads 1.1 keep 16 bits, as layer_types has no precisions.",
         "Key heads 2.0 keep all keys, as layer_types drops no heads.",
         "Key heads 1.0 keep all keys, as layer_types lets only whole layers stream.",
-        "Key heads 0 lose their first keys, as a sliding window keeps only recent ones.",
+        "All key heads of layer 0 lose their first keys, as a sliding window keeps only recent "
+        "ones.",
     )
     other = CachePlan.of(
         qwen(), {0: HeadPlan("streaming", recent=9), (1, 0): LONGER, (1, 1): LONGER}
     )
     lost = other.export("layer_types", tmp_path / "types.json")
-    assert (
-        lost[1]
-        == "Key heads 0 keep 20 recent keys, more than planned, as there is one sliding_window."
+    assert lost[1] == (
+        "All key heads of layer 0 keep 20 recent keys, more than planned, as there is one "
+        "sliding_window."
     )
 
 
@@ -261,7 +262,7 @@ def test_kvpress_reads_what_the_plan_says(tmp_path: Path) -> None:
 def test_kvpress_says_which_heads_lose_what(tmp_path: Path) -> None:
     lost = plan_of({0: FOUR, (1, 1): DROPPED}).export("kvpress", tmp_path / "press.py")
     assert lost[:2] == (
-        "Key heads 0 keep 16 bits, as kvpress does not round single heads.",
+        "All key heads of layer 0 keep 16 bits, as kvpress does not round single heads.",
         "Key heads 1.1 read the row's own key and value instead of nothing.",
     )
     assert "full attention" in lost[2]

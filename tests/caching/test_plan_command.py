@@ -98,6 +98,23 @@ def test_another_tools_plan_becomes_one_for_the_model(
     assert "which one is it for?" in words(refused.output)
 
 
+def test_judge_measures_plans_by_name(run: Callable[..., Any], saved: Path, tmp_path: Path) -> None:
+    CachePlan.load(saved).export("duo_attention", tmp_path / "pattern")
+    text = tmp_path / "text.py"
+    text.write_text("def zero(n):\n    return [n] * n\n" * 12)
+    laws = [str(saved), f"duo_attention:{tmp_path / 'pattern'}"]
+    result = run(
+        "judge", directory(), "--text", text, "--lengths", 96, "--windows", 3, "--json", "-",
+        *(part for law in laws for part in ("--law", law)),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    judged = json.loads(result.stdout)["laws"]
+    assert [one["name"] for one in judged] == laws
+    dropping, streaming = (one["delta"] for one in judged)
+    assert dropping != streaming  # the table keeps keys of the dropped head
+    assert 0.0 not in (dropping, streaming)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

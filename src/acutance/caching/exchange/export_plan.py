@@ -43,7 +43,7 @@ def export_plan(plan: _Whole, name: str, path: str | os.PathLike[str]) -> tuple[
 
     Returns:
         What the format cannot express, one sentence for each kind of loss, with the heads as
-        LAYER.HEAD, or LAYER for all heads of a layer; empty if it expresses the whole plan.
+        LAYER.HEAD; empty if it expresses the whole plan.
 
     Raises:
         OSError: if the file cannot be written.
@@ -71,27 +71,33 @@ def check_export(name: str) -> None:
 
 
 def places(plan: _Whole, pick: _Pick) -> str:
-    """The key heads for which ``pick`` is true, as LAYER.HEAD; LAYER stands for all its heads.
+    """The key heads for which ``pick`` is true, in words, as LAYER.HEAD; "" if it is for none.
 
     Example:
         >>> from acutance import CachePlan
         >>> from acutance.experiments.models.trained import decoder
         >>> plan = CachePlan.of(decoder(), {0: HeadPlan("dropped"), (1, 1): HeadPlan("dropped")})
         >>> places(plan, lambda layer, head: head.kind == "dropped")
-        '0, 1.1'
+        'Key heads 1.1 and all of layer 0'
     """
-    found = []
+    whole, single = [], []
     for layer, (name, heads) in enumerate(plan.layers.items()):
         picked = [index for index, head in enumerate(heads) if pick(name, head)]
-        whole = len(picked) == len(heads)
-        found += [str(layer)] if whole else [f"{layer}.{index}" for index in picked]
-    return ", ".join(found)
+        if len(picked) == len(heads):
+            whole.append(str(layer))
+        else:
+            single += [f"{layer}.{index}" for index in picked]
+    layers = f"of layer{'s' * (len(whole) > 1)} {', '.join(whole)}"
+    heads_of = f"Key heads {', '.join(single)}"
+    if not whole or not single:
+        return heads_of if single else f"All key heads {layers}" if whole else ""
+    return f"{heads_of} and all {layers}"
 
 
 def _lost(plan: _Whole, rest: str, pick: _Pick) -> list[str]:
     """The sentence that the heads which ``pick`` returns true for ``rest``; [] without heads."""
     heads = places(plan, pick)
-    return [f"Key heads {heads} {rest}."] if heads else []
+    return [f"{heads} {rest}."] if heads else []
 
 
 def _quantised(_: str, head: HeadPlan) -> bool:
