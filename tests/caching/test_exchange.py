@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,16 @@ def test_duo_attention_loads_the_table_and_it_returns_the_plan(tmp_path: Path) -
     settings = json.loads((tmp_path / "pattern" / "config.json").read_text())
     assert settings == {"sink_size": 4, "recent_size": 12}
     assert import_plan(f"duo_attention:{tmp_path / 'pattern'}", build()) == plan
+
+
+def test_the_share_of_zeros_as_sparsity_returns_the_table(tmp_path: Path) -> None:
+    """DuoAttention adds noise of 1e-6 to break ties, and cuts at the quantile of the sparsity."""
+    plan = plan_of({(0, 1): STREAMING})
+    plan.export("duo_attention", tmp_path)
+    values = np.loadtxt(tmp_path / "full_attention_heads.tsv", dtype=float, delimiter="\t")
+    share = float((values == 0).mean())
+    noisy = values + np.random.default_rng(0).uniform(0, 1e-6, values.shape)
+    assert ((noisy >= np.quantile(noisy, share)) == (values == 1)).all()
 
 
 def test_duo_attention_says_which_heads_lose_what(tmp_path: Path) -> None:
