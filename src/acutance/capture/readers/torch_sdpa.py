@@ -105,7 +105,7 @@ def sdpa_call(
 def _nested_call(arguments: Mapping[str, Any], name: str, *, cross: bool) -> AttentionCall:
     """Read a call with nested tensors: sequences are padded, and the padding is hidden."""
     if arguments.get("attn_mask") is not None:
-        raise ValueError("nested tensors with an attn_mask are not read")
+        raise ValueError("nested tensors with an attn_mask cannot be read")
     (query, asks), (key, answers), (value, _) = (
         _padded(arguments[part]) for part in ("query", "key", "value")
     )
