@@ -331,7 +331,7 @@ DOMAINS = [
         {},
         r'^family: must be one of "two_level", .* got family="normal"$',
     ),
-    (scaling_exponent, (stats.norm(),), {}, r"^family: .* distribution scipy.stats.norm; .* hazard_scale"),
+    (scaling_exponent, (stats.norm(),), {}, r"^family: .* scipy.stats.norm; .* hazard_scale"),
     (hazard_scale, (stats.norm(), 16), {"d": 8}, r"^d: .* has no such parameter, got d=8$"),
     (scaling_exponent, ("stretched",), {"rho": 0.5}, r"^rho: .* at least 1, got rho=0.5$"),
     (scaling_exponent, ("pareto",), {"a": -1}, r"^a: .* greater than 0, got a=-1$"),
