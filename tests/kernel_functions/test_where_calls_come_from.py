@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
@@ -98,19 +101,25 @@ def test_operators_of_flash_attn(operators: Any) -> None:
     assert_listed(lambda: third(*given, k_new=given[1]), name, "k_new")
 
 
+def register(monkeypatch: pytest.MonkeyPatch, function: Any) -> str:
+    """Register a kernel with transformers, and return the name."""
+
+    def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
+        parts = (part.transpose(1, 2) for part in (query, key, value))
+        return function(*parts, softmax_scale=given["scaling"], causal=True), None
+
+    name = "my_kernel"
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, flash_attention_mask)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
+    return name
+
+
 def test_a_kernel_under_transformers_interface_is_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
-        parts = (part.transpose(1, 2) for part in (query, key, value))
-        return flash_attn_3.flash_attn_func(*parts, given["scaling"], causal=True), None
-
-    name = "kernels-community/flash-attn3"
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, flash_attention_mask)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
+    name = register(monkeypatch, flash_attn_3.flash_attn_func)
     assert name in AttentionInterface().valid_keys()
-    model, ids = build(attn_implementation="eager"), torch.arange(6)[None]
-    model.config._attn_implementation = name  # type: ignore[union-attr]
+    model, ids = build(attn_implementation=name), TOKENS
     with acutance.probe(model, verify=True) as probe:
         model(ids)
         model(ids)
@@ -122,6 +131,51 @@ def test_a_kernel_under_transformers_interface_is_read_once(
     with acutance.apply(model, acutance.scaling.LogN(train_length=2)) as applied:
         model(ids)
     assert set(applied.calls.values()) == {1}
+
+
+def flash_attn_func(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False) -> Any:
+    """One that a compiler can trace."""
+    parts = [part.transpose(1, 2) for part in (q, k, v)]
+    sizes: dict[str, Any] = {"scale": softmax_scale, "enable_gqa": True}
+    return F.scaled_dot_product_attention(*parts, is_causal=causal, **sizes).transpose(1, 2)
+
+
+@pytest.mark.parametrize("through", ["interface", "function"])
+def test_compiled_models_take_laws_and_probes(
+    monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    if through == "interface":
+        model, given = build(attn_implementation=register(monkeypatch, flash_attn_func)), TOKENS
+    else:
+        model, given = Direct(), tensor(1, 5, 2, WIDTH)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    law = acutance.scaling.LogN(train_length=2)
+    with torch.no_grad():
+        plain = logits(compiled(given))
+        with acutance.apply(model, law):
+            expected = logits(model(given))
+        with acutance.apply(model, law):
+            torch.testing.assert_close(logits(compiled(given)), expected)
+        assert (expected - plain).abs().max() > 0.1
+        with acutance.probe(model, verify=True) as probe:
+            assert torch.equal(logits(compiled(given)), plain)
+        assert {layer.status for layer in probe.summary().layers} == {"verified"}
+        assert torch.equal(logits(compiled(given)), plain)
+
+
+TOKENS = torch.arange(6)[None]
+
+
+class Direct(torch.nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+def logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
 
 
 def test_a_monitor_reads_kernels_while_training() -> None:

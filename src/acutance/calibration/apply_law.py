@@ -137,12 +137,19 @@ class Applied(PlainCalls):
             context.callback(forget_compiled)
             context.enter_context(self._uncompiled)
             if not self._traces:
-                self._uncompiled.enter_context(EAGER)
+                self._run_uncompiled()
             context.enter_context(self._follower.follow())
             context.enter_context(huggingface.change(self))
-            context.enter_context(calls.change(self))
             forget_compiled()
             self._context = context.pop_all()
+
+    def _run_uncompiled(self) -> None:
+        """Run compiled modules uncompiled, and change kernels that are called as functions.
+
+        These are not replaced while a compiler traces: it remembers a function's parameters.
+        """
+        self._uncompiled.enter_context(EAGER)
+        self._uncompiled.enter_context(calls.change(self))
 
     def restore(self) -> None:
         """Remove the law from the model with all its hooks. Later calls have no effect.
@@ -276,7 +283,7 @@ class Applied(PlainCalls):
         self._by_functions |= attention
         if attention and self._traces:
             self._traces = False
-            self._uncompiled.enter_context(EAGER)
+            self._run_uncompiled()
 
     def unreachable(self, name: str, reason: str) -> ApplyError:
         """The error to raise when the law cannot change the attention of the module ``name``."""
