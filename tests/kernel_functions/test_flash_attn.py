@@ -83,6 +83,10 @@ def test_sequences_that_use_part_of_their_space() -> None:
         **used,
     }
     assert_read(lambda: fourth(query, key, value, **options))
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    pages = [tensor(4, 4, 2, 8, seed=place) for place in (5, 6)]
+    options = {"cu_seqlens_q": asks, "page_table": table, "causal": True, **used}
+    assert_read(lambda: fourth(query, *pages, **options))
     batch = tensors(3, 2, 6)
     lengths = torch.tensor([6, 4, 2])
     assert_read(lambda: fourth(*batch, seqused_k=lengths, causal=True))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernel_functions.checks import (
@@ -183,6 +184,17 @@ def test_sage(layout: str, causal: bool) -> None:
     assert_read(lambda: sage.sageattn(*given, layout, causal), "sageattn")
     exact = sage.sageattn_qk_int8_pv_fp16_cuda
     assert_read(lambda: exact(*given, layout, causal, sm_scale=0.2, smooth_v=True))
+
+
+def test_sage_in_place_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sage.sageattn)
+    given = [part.transpose(1, 2) for part in tensors(2, 5, 5)]
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}
+    assert_read(lambda: F.scaled_dot_product_attention(*given, **options), "sageattn")
+    options["dropout_p"] = 0.1
+    assert_listed(lambda: F.scaled_dot_product_attention(*given, **options), "dropout_p")
+    scaled = {"is_causal": True, "scale": 0.3}  # which the kernel ignores
+    assert_listed(lambda: F.scaled_dot_product_attention(*given, **scaled), "scale=0.3")
 
 
 def test_packed_sequences_of_sage() -> None:

@@ -81,6 +81,12 @@ def flash_attn_varlen_func(
             row = _sequence(q[index], k[index, :length], v[index, :length], *options)
             output[index] = row
         return output, None
+    if page_table is not None:
+        for index, ask in enumerate(sequences(cu_seqlens_q, seqused_q)):
+            key, value = (torch.cat([*part[page_table[index].long()]]) for part in (k, v))
+            length = int(seqused_k[index])
+            output[ask] = _sequence(q[ask], key[:length], value[:length], *options)
+        return output, None
     asks, answers = sequences(cu_seqlens_q, seqused_q), sequences(cu_seqlens_k, seqused_k)
     for ask, answer in zip(asks, answers, strict=True):
         output[ask] = _sequence(q[ask], k[answer], v[answer], *options)

@@ -19,7 +19,9 @@ _ALIKE = "sageattn with is_causal needs as many keys as queries"
 
 def _read(arguments: Arguments) -> Reading:
     tensors = tuple(arguments.tensor(name) for name in ("q", "k", "v"))
-    arguments.ignore(*_ROUNDING)
+    arguments.ignore(*_ROUNDING, "enable_gqa")
+    if arguments["dropout_p"]:  # of a call of SDPA that was redirected here
+        raise ValueError("sageattn has no dropout_p")
     layout = _LAYOUTS[arguments["tensor_layout"]]
     causal, scale = bool(arguments["is_causal"]), arguments["sm_scale"]
     if causal and layout.read(tensors[0]).shape[2] != layout.read(tensors[1]).shape[2]:
