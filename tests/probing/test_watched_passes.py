@@ -114,6 +114,26 @@ def test_a_layer_in_a_later_pass_takes_few_calls(ids: Tensor) -> None:
     assert len(files) <= 16
 
 
+def test_a_function_that_someone_replaced_stays_replaced(
+    ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = F.scaled_dot_product_attention, []
+
+    def mine(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(len(args))
+        return original(*args, **kwargs)
+
+    model = gpt2()
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", mine)
+        with acutance.probe(model, verify=True) as probe:
+            for _ in range(3):
+                model(ids)
+        assert F.scaled_dot_product_attention is mine
+    assert len(seen) == 6
+    assert [layer.status for layer in probe.summary().layers] == ["verified"] * 2
+
+
 @pytest.mark.parametrize("how", ["module", "hook", "forward"])
 def test_what_changes_is_followed(how: str, ids: Tensor) -> None:
     class Attends(nn.Module):

@@ -155,7 +155,13 @@ def is_library_code(model: torch.nn.Module) -> bool:
 
 
 def _has_unwatched_alias() -> bool:
-    """Whether a transformers module holds a watched function under a name that is not replaced."""
+    """Whether other code runs for a watched function, or holds it under another name.
+
+    That is someone's replacement of the function, or a name in a transformers module.
+    """
+    for point in _ENTRY_POINTS:
+        if getattr(point.owner, point.name) not in (point.function, point.watched):
+            return True
     watched = {id(point.function) for point in _ENTRY_POINTS}
     for name, module in list(sys.modules.items()):
         is_transformers = name.startswith("transformers.")
