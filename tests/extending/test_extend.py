@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ import acutance
 from acutance.experiments.models.trained import decoder
 from acutance.extending import proposals
 from acutance.extending.page import page
+from acutance.extending.record import Extension, Final, Tried
+from acutance.extending.render import show
+from acutance.judging import LawRemedy, Part
+from acutance.report.screen import Screen
 
 TRAINED = 128
 LAWS = ["clip_log_n:train_length=128", "log_n:base=4.0", "rope:linear,factor=4"]
@@ -228,3 +234,44 @@ def test_learned_positions_are_refused() -> None:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None))
     with pytest.raises(ValueError, match="the model has 64 learned positions"):
         acutance.extend(model, 128, torch.zeros(4, 128).long())
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_names_and_numbers_stay_whole_at_any_width(width: int) -> None:
+    names = (
+        "by head: size=2048,far=group,group=3,beyond=8192 in 154 heads, size=4096 in 116 heads",
+        "rope:yarn,factor=2,original_max_position_embeddings=8192",
+    )
+    parts = [Part(1, 8192, d, 0.0437, d - 0.1, d + 0.1, 4.3871) for d in (0.0313, -2.2139)]
+    finals = tuple(Final(name, *parts, (), ()) for name in ("as it is", *names))
+    tried = (
+        Tried(names[0], 2, 0.0, -2.1642, 0.074, True, 1.0),
+        Tried(names[1], 1, 0.0313, -2.0579, None, False, 1.0),
+    )
+    result = Extension(
+        16384,
+        8192,
+        LawRemedy(names[0], "ssmax"),
+        finals,
+        parts[1],
+        tried,
+        (),
+        3,
+        2,
+        0.005,
+        True,
+        1.0,
+    )
+    stream = io.StringIO()
+    Screen(file=stream, width=width).print(show(result))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    text = " ".join(lines)
+    pieces = [re.findall(r"[^,: ]+[,:]?", name) for name in names]
+    whole = [piece for one in pieces for piece in one if len(piece) < 24]
+    assert [piece for piece in whole if piece not in text] == []
+    numbers = ["-2.1642 ± 0.074", "-2.0579", "*+0.0313", "-2.2139 ± 0.0437", "+0.0313 ± 0.0437"]
+    assert [number for number in numbers if number not in text] == []
+    assert "* not chosen: it raises the loss up to 8,192 tokens" in " ".join(text.split())
+    (unchanged, *_) = [line for line in lines if line.startswith("as it is")]
+    assert "±" not in unchanged

@@ -295,5 +295,5 @@ def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
             f'config=AutoConfig.from_pretrained("{folder}"))'
         )
     elif name == "law.json":
-        use = f'apply it with: acutance.apply(model, acutance.Law.load("{folder / name}"))'
+        use = f'apply it with: acutance.apply(model, "{folder / name}")'
     console().print(note(("written to", "dim"), f" {folder}: {use}"), soft_wrap=True)

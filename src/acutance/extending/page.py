@@ -74,7 +74,7 @@ def page(found: Extension) -> str:
     parts += [
         "<h2>What was tried</h2>",
         f"<p>Differences of loss to the model as it is, on the windows of the search; up to "
-        f"{found.train_length:,} tokens at most {found.max_cost:+g} was allowed.</p>",
+        f"{found.train_length:,} tokens at most {found.max_cost:+g} was allowed (* is more).</p>",
         _table(found),
     ]
     style = _STYLE + "".join(

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from acutance.extending.record import Extension, Final
+from acutance.extending.search import AS_IS
 from acutance.judging.paired import Part
 from acutance.report.screen import NumberTable, Wrapped
 
@@ -34,9 +35,9 @@ def sentences(result: Extension) -> Iterator[str]:
         )
     else:
         one = result[result.chosen.name]
-        beyond = "lowers" if result.helps else "is not shown to lower"
+        beyond = "It lowers the loss" if result.helps else "It is not shown to lower the loss"
         yield (
-            f"{one.name} {beyond} the loss beyond {result.train_length:,} tokens: "
+            f"Best: {one.name}. {beyond} beyond {result.train_length:,} tokens: "
             f"{_change(one.beyond)}, from {one.beyond.loss:.3f} nats a token."
         )
         cost = f"changes by {_change(one.within)}" if one.within.most > 2e-5 else "stays as it is"
@@ -92,9 +93,13 @@ def show(result: Extension) -> RenderableType:
     for one, row in zip(result.tried, rows, strict=True):
         table.add_row(Wrapped(row[0]), *row[1:], style="" if one.allowed else "dim")
     lines = [Wrapped(line, bullet=" • ") for line in sentences(result)]
-    title = Text(f"Reading {result.to:,} tokens, loss in nats a token", style="bold")
-    note = Text("Tried: loss less that of the model as it is, in nats a token", style="bold")
-    costly = [] if all(one.allowed for one in result.tried) else [_costly(result)]
+    title = Text(
+        f"Reading {result.to:,} tokens: loss in nats a token, and its difference Δ from the model "
+        "as it is",
+        style="bold",
+    )
+    note = Text("Tried in the search: Δ in nats a token", style="bold")
+    costly = [] if all(one.allowed for one in result.tried) else ["", _costly(result)]
     return Group(title, "", final, "", note, "", table, *costly, "", *lines)
 
 
@@ -107,12 +112,18 @@ def _costly(result: Extension) -> Wrapped:
 
 
 def _cells(final: Final) -> list[str]:
-    """Cells of the first table: loss up to and beyond the trained length, then both differences."""
+    """Cells of the first table: loss up to and beyond the trained length, then both differences.
+
+    The model as it is has no differences.
+    """
+    differences = [
+        f"{part.delta:+.4f} ± {part.error:.4f}" if final.name != AS_IS else ""
+        for part in (final.within, final.beyond)
+    ]
     return [
         f"{final.within.loss + final.within.delta:.4f}",
         f"{final.beyond.loss + final.beyond.delta:.4f}",
-        f"{final.within.delta:+.4f} ± {final.within.error:.4f}",
-        f"{final.beyond.delta:+.4f} ± {final.beyond.error:.4f}",
+        *differences,
     ]
 
 
