@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration import LossCalibration, gate_slopes
+from acutance.calibration.by_loss.render import sentences
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 from acutance.scaling import Window
@@ -175,6 +176,11 @@ def test_windows_and_factors_are_one_law(tmp_path: Path) -> None:
     _, laws = law.layers[0]
     assert laws.whole is not None
     assert laws.all_windows()
+    ones = replace(law, factors=((1.0,) * len(law.factors[0]),) * 12)
+    said = " ".join(sentences(ones))
+    assert "Every head has the factor 1" in said
+    assert "keeps its last factor" not in said
+    assert ("for the others no gain" in said) == (None in law.reads)
     ran: list[int] = []
     model = decoder()
     handle = model.model.layers[0].self_attn.register_forward_hook(lambda *_: ran.append(1))

@@ -40,7 +40,7 @@ def test_a_law_that_helps_is_written_with_its_effect(
     done, law = calibrate(run, tmp_path, 24000, "--lengths", "128,1024")
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stderr.split())
-    assert "on 5 held-out windows, next token: the law helps: loss changes by -" in said
+    assert "judged on 5 held-out windows (next token): the law helps: loss changes by -" in said
     judged = json.loads(law.read_text())["judged"]
     assert (judged["verdict"], judged["windows"], judged["lengths"]) == ("helps", 5, [1024])
     assert judged["delta"] < -judged["error"]
@@ -55,7 +55,7 @@ def test_a_law_that_hurts_is_refused(run: Callable[..., Any], tmp_path: Path) ->
     assert done.exit_code == 1
     assert not law.exists()
     said = " ".join(done.stderr.split())
-    assert "held-out windows, next token: the law hurts: loss changes by +" in said
+    assert "held-out windows (next token): the law hurts: loss changes by +" in said
     assert "it raises the loss of held-out text; --even-if-worse writes it" in said
     assert "top weight" in done.stdout  # the table is shown all the same
     assert json.loads((tmp_path / "all.json").read_text())["law"]["judged"]["verdict"] == "hurts"
@@ -72,7 +72,7 @@ def test_a_law_fitted_to_the_loss_is_judged_on_further_text(
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stderr.split())
     assert "reads windows spread over the text: 12 of 384 tokens" in said
-    assert "on 7 held-out windows, next token: the law helps: loss changes by -" in said
+    assert "judged on 7 held-out windows (next token): the law helps: loss changes by -" in said
     assert "With the law the loss of 4 windows that were not fitted to" in " ".join(
         done.stdout.split()
     )

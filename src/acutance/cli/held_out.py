@@ -247,7 +247,7 @@ def judge_law(
             advance=advance,
         )
     (law,) = comparison.laws
-    where = f"on {comparison.windows} held-out windows, {comparison.loss}"
+    where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"
     console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
     return replace(calibration, judged=_record(law, comparison))
 

@@ -105,10 +105,13 @@ def sentences(found: LossCalibration) -> Iterator[str]:
             "stays as it is."
         )
     if found.gates and streaming:
+        rest = "; for the others no gain was found beyond noise"
         yield (
-            f"{streaming} of {len(found.gates)} heads read through a window; for the others no "
-            "gain was found beyond noise."
+            f"{streaming} of {len(found.gates)} heads read through a window"
+            f"{rest if streaming < len(found.gates) else ''}."
         )
+    if found.slopes and not found.changed and not found.empty:
+        yield "Every head has the factor 1: no other factor lowers the loss beyond noise."
     if found.changed:
         yield (
             f"{found.changed} of {len(found.slopes)} heads have a factor other than 1; on the "
@@ -123,7 +126,7 @@ def sentences(found: LossCalibration) -> Iterator[str]:
         yield f"Not fitted: {name}: {why}."
     if len(found.skipped) > 4:
         yield f"Not fitted: {len(found.skipped) - 4} more layers."
-    if found.family == "table":
+    if found.family == "table" and found.changed:
         first, last = found.slopes[0].lengths[0], found.slopes[0].lengths[-1]
         yield (
             f"Beyond n = {last} each head keeps its last factor, without measurement; rows with "
