@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.held_out import held_out_ends, hurts, judge_law, nothing_found
+from acutance.cli.held_out import (
+    held_out_ends,
+    hurts,
+    judge_law,
+    load_with_head,
+    nothing_found,
+)
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -26,7 +32,6 @@ from acutance.cli.options import (
     check_choice,
     check_resume,
     command,
-    load_model,
     read_lengths,
     read_window,
 )
@@ -41,7 +46,6 @@ from acutance.cli.shared import (
 
 if TYPE_CHECKING:
     from acutance.calibration.fit.result import Calibration
-    from acutance.corpus.text_model import TextModel
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -315,7 +319,7 @@ def _fit(
     texts = corpus.read(options.text) if options.text else [corpus.bundled()]
     by_loss = target == "loss"
     with console().status("loading the model"):
-        headed, loaded = _load(options, by_loss)
+        headed, loaded = load_with_head(options, by_loss)
     lengths = default_lengths(loaded) if lengths is None else lengths
     most = options.windows if options.windows is not None else (24 if by_loss else 64)
     arguments: dict[str, Any] = {
@@ -391,22 +395,6 @@ def _shown(calibration: "Calibration") -> Any:
     if isinstance(calibration, LossCalibration):
         return by_loss.show(calibration)
     return show(calibration)
-
-
-def _load(options: CalibrateOptions, by_loss: bool) -> "tuple[TextModel | None, TextModel]":
-    """Load the model with its language-model head, and without.
-
-    The first is None if the model has no such head and ``by_loss`` does not need one.
-    """
-    from acutance.corpus.load_model import HeadError
-
-    try:
-        headed = load_model(options, options.device, head=True)
-    except HeadError:
-        if by_loss:
-            raise
-        return None, load_model(options, options.device)
-    return headed, headed.base
 
 
 def _target(text: str) -> tuple[str, float | None]:

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.options import load_model
 from acutance.cli.shared import INTERRUPTED, console, fail, progress
 
 if TYPE_CHECKING:
@@ -21,6 +22,28 @@ if TYPE_CHECKING:
     from acutance.judging.text_windows import HeldOut
     from acutance.summary.head_summary import HeadSummary
     from acutance.summary.state import State
+
+JudgeChanges = Annotated[
+    bool,
+    typer.Option(
+        "--judge",
+        help=(
+            "Also measure how each change that the statistics suggest affects the loss, on the "
+            "ends of the texts (a quarter of the windows, 4 to 16), which are then not probed."
+        ),
+    ),
+]
+WriteLaw = Annotated[
+    Path | None,
+    typer.Option(
+        "--write-law",
+        metavar="FILE",
+        help=(
+            "With --judge: write the law that lowers the loss most to this file, for 'judge "
+            "--law', 'probe --law' and acutance.apply. Nothing is written if none lowers it."
+        ),
+    ),
+]
 
 #: Held-out windows of ``probe --judge``, at least.
 _HELD_OUT = 4
@@ -250,6 +273,22 @@ def judge_law(
     where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"
     console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
     return replace(calibration, judged=_record(law, comparison))
+
+
+def load_with_head(options: Any, by_loss: bool) -> "tuple[TextModel | None, TextModel]":
+    """Load the model with its language-model head, and without.
+
+    The first is None if the model has no such head and ``by_loss`` does not need one.
+    """
+    from acutance.corpus.load_model import HeadError
+
+    try:
+        headed = load_model(options, options.device, head=True)
+    except HeadError:
+        if by_loss:
+            raise
+        return None, load_model(options, options.device)
+    return headed, headed.base
 
 
 def held_out_ends(

@@ -171,27 +171,6 @@ ProbeLaw = Annotated[
         ),
     ),
 ]
-JudgeChanges = Annotated[
-    bool,
-    typer.Option(
-        "--judge",
-        help=(
-            "Also measure how each change that the statistics suggest affects the loss, on the "
-            "ends of the texts (a quarter of the windows, 4 to 16), which are then not probed."
-        ),
-    ),
-]
-WriteLaw = Annotated[
-    Path | None,
-    typer.Option(
-        "--write-law",
-        metavar="FILE",
-        help=(
-            "With --judge: write the law that lowers the loss most to this file, for 'judge "
-            "--law', 'probe --law' and acutance.apply. Nothing is written if none lowers it."
-        ),
-    ),
-]
 TrainLength = Annotated[
     int | None,
     typer.Option(

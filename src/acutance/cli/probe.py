@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.held_out import check_judge, hold_out_windows, judge_proposals
+from acutance.cli.held_out import (
+    JudgeChanges,
+    WriteLaw,
+    check_judge,
+    hold_out_windows,
+)
 from acutance.cli.options import (
     LESS,
     MANY,
@@ -24,7 +29,6 @@ from acutance.cli.options import (
     Device,
     FigureTo,
     JsonTo,
-    JudgeChanges,
     Maps,
     Model,
     ParquetTo,
@@ -36,7 +40,6 @@ from acutance.cli.options import (
     Tokenizer,
     TrainLength,
     TrustRemoteCode,
-    WriteLaw,
     check_chart,
     check_resume,
     command,
@@ -45,7 +48,7 @@ from acutance.cli.options import (
     parse_spans,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
-from acutance.cli.report import show_outcome
+from acutance.cli.report import judge_and_show
 from acutance.cli.shared import (
     INTERRUPTED,
     check_figure,
@@ -56,10 +59,7 @@ from acutance.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from acutance.corpus.probe_corpus import Outcome
     from acutance.corpus.ranks import SingleProcess
-    from acutance.corpus.text_model import TextModel
-    from acutance.judging.text_windows import HeldOut
     from acutance.probing.settings import ProbeSettings
 
     #: A law in words, and what applies it to a model.
@@ -387,32 +387,5 @@ def _run(
         outcome = run_windows(loaded, pieces, how, about, world, advance)
     with world.together():
         if first:
-            _finish(outcome, options, headed, held)
+            judge_and_show(outcome, options, headed, held)
     return outcome.finished
-
-
-def _finish(
-    outcome: "Outcome", options: ProbeOptions, headed: "TextModel", held: "HeldOut | None"
-) -> None:
-    """Judge what the statistics suggest, if asked; show and write the results of a run."""
-    judged = None
-    try:
-        if held is not None and outcome.finished and outcome.state is not None:
-            judged = judge_proposals(
-                headed,
-                held,
-                outcome.state.summary,
-                length=headed.window(options.length),
-                train_length=options.train_length,
-                save=options.save,
-                save_every=options.save_every,
-                resume=options.resume,
-            )
-            outcome = replace(outcome, state=judged.noted(outcome.state, options.save))
-    finally:  # what was measured is shown whatever becomes of the judging
-        show_outcome(
-            outcome, options.targets, options.save, options.keep_qk, judged,
-            chart=options.chart, dark=options.dark,
-        )  # fmt: skip
-    if judged is not None:
-        judged.write_law(headed.model, options.write_law)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.held_out import judge_proposals
 from acutance.cli.options import (
     READ,
     WRITE,
@@ -28,6 +29,8 @@ from acutance.cli.shared import check_figure, console, plain_errors
 if TYPE_CHECKING:
     from acutance.cli.held_out import Judged
     from acutance.corpus.probe_corpus import Outcome
+    from acutance.corpus.text_model import TextModel
+    from acutance.judging.text_windows import HeldOut
     from acutance.summary.head_summary import HeadSummary
 
 
@@ -220,3 +223,30 @@ def show_outcome(
         key_norms=key_norms,
         judged=judged,
     )
+
+
+def judge_and_show(
+    outcome: "Outcome", options: Any, headed: "TextModel", held: "HeldOut | None"
+) -> None:
+    """Judge what the statistics suggest, if asked; show and write the results of a run."""
+    judged = None
+    try:
+        if held is not None and outcome.finished and outcome.state is not None:
+            judged = judge_proposals(
+                headed,
+                held,
+                outcome.state.summary,
+                length=headed.window(options.length),
+                train_length=options.train_length,
+                save=options.save,
+                save_every=options.save_every,
+                resume=options.resume,
+            )
+            outcome = replace(outcome, state=judged.noted(outcome.state, options.save))
+    finally:  # what was measured is shown whatever becomes of the judging
+        show_outcome(
+            outcome, options.targets, options.save, options.keep_qk, judged,
+            chart=options.chart, dark=options.dark,
+        )  # fmt: skip
+    if judged is not None:
+        judged.write_law(headed.model, options.write_law)

@@ -99,7 +99,9 @@ def show(result: Extension) -> RenderableType:
         style="bold",
     )
     note = Text("Tried in the search: Δ in nats a token", style="bold")
-    costly = [] if all(one.allowed for one in result.tried) else ["", _costly(result)]
+    costly: list[RenderableType] = []
+    if not all(one.allowed for one in result.tried):
+        costly = ["", _costly(result)]
     return Group(title, "", final, "", note, "", table, *costly, "", *lines)
 
 
