@@ -82,7 +82,7 @@ def test_changes_last_until_restored() -> None:
         ({9: "ssmax"}, ValueError, "it has 3 blocks, 0 to 2"),
         ("off:0.9", ValueError, "no head 9: model.layers.0.self_attn has heads 0 to 3"),
         ("off:9.0", ValueError, "it has 3 blocks, 0 to 2"),
-        ("rope:nothing,factor=2", ValueError, "there is no type 'nothing' in transformers"),
+        ("rope:nothing,factor=2", ValueError, "transformers has no RoPE type 'nothing'"),
         ("rope+window:size=4", ValueError, "rope cannot be joined to another law by +"),
         ("nothing", ValueError, "'nothing' is neither a file nor a law. A law is a file"),
         ({0: "nothing"}, ValueError, "'nothing' is neither a file nor a law. A law is a file"),

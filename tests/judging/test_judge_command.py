@@ -93,6 +93,7 @@ def test_several_texts_are_the_samples(run: Callable[..., Any], tmp_path: Path) 
         (("--law", "ssmax", "--law", "ssmax"), 2, "ssmax is given twice"),
         (("--law", "nothing"), 2, "--law: 'nothing' is neither a file nor a law. A law is a file"),
         (("--law", "none.json"), 2, "--law: there is no file none.json"),
+        (("--law", "rope:yarm,factor=2"), 2, "has no RoPE type 'yarm'; did you mean 'yarn'?"),
         (("--law", "rope+window:size=9"), 2, "rope cannot be joined to another law by +"),
         (("--law", "off:7.0"), 1, "it has 3 blocks, 0 to 2"),
         (("--law", "off:0.7"), 1, "model.layers.0.self_attn has heads 0 to 3"),

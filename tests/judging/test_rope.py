@@ -87,7 +87,7 @@ def test_settings_are_judged_like_laws() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "match"),
     [
-        ("yran,factor=2", ValueError, "no type 'yran' in transformers; did you mean 'yarn'"),
+        ("yran,factor=2", ValueError, "transformers has no RoPE type 'yran'; did you mean 'yarn'"),
         ("yarn", ValueError, "rope:yarn lacks factor"),
         ("longrope,factor=2", ValueError, "lacks long_factor"),
         ("yarn,factor=0.5", ValueError, "factor must be a finite number at least 1"),

@@ -226,11 +226,14 @@ def read_window(text: str) -> Window:
 def read_laws(texts: Iterable[str]) -> list[Remedy]:
     """Parse each ``--law``; what is no law is misuse, a damaged file is not."""
     from acutance.judging.remedies import as_remedies, named_remedy
+    from acutance.judging.rope import RopeRemedy
 
     remedies: list[Remedy] = []
     for text in texts:
         with nullcontext() if os.path.exists(text) else misuse():
-            remedies.append(named_remedy(text))
+            remedies.append(found := named_remedy(text))
+            if isinstance(found, RopeRemedy):
+                found.check_kind()
     with misuse():
         return as_remedies(remedies)
 

@@ -18,8 +18,10 @@ _STYLE = {HELPS: "green", HURTS: "red", MIXED: "yellow"}
 
 def show(comparison: LossComparison) -> RenderableType:
     """The comparison for a rich console: a table of the laws by range of n, then sentences."""
+    by_n = "; n: tokens that a prediction could read" * (len(comparison.laws[0].by_position) > 1)
     title = Text(
-        f"Loss with each law minus loss without, {comparison.loss}, nats a token", style="bold"
+        f"Loss with each law minus loss without ({comparison.loss}), nats a token{by_n}",
+        style="bold",
     )
     lines = [Wrapped(line, bullet=" • ") for line in sentences(comparison)]
     return Group(title, "", _table(comparison), "", *lines)

@@ -119,14 +119,18 @@ class RopeRemedy:
         text = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
         return entries if text is whole else {"text_config": entries}
 
-    def _changed(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A rotary module of the same class with these settings."""
+    def check_kind(self) -> None:
+        """Raise ValueError if transformers has no such type."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         known = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"))
         if self.kind not in known:
             hint = did_you_mean(self.kind, known)
-            raise ValueError(f"rope: there is no type {self.kind!r} in transformers{hint}")
+            raise ValueError(f"law: transformers has no RoPE type {self.kind!r}{hint}")
+
+    def _changed(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A rotary module of the same class with these settings."""
+        self.check_kind()
         config: Any = copy.deepcopy(module.config)
         before = dict(config.rope_parameters)
         by_layer = isinstance(before.get(_GLOBAL), Mapping)
