@@ -91,7 +91,7 @@ def test_files_of_something_else_stay(run: Callable[..., Any], text: Path, tmp_p
         (("--to", 512, "-o", "nowhere/out"), 2, "cannot be a directory"),
         (("--to", 512, "-o", directory()), 2, "is the model's directory"),
         (("--to", 512, "--resume"), 2, "needs --save, the file to continue from"),
-        (("--to", 512, "--law", "rope:yran,factor=2"), 1, "above the trained length"),
+        (("--to", 512, "--law", "rope:yran,factor=2"), 2, "RoPE type 'yran'; did you mean 'yarn'"),
     ],
 )
 def test_bad_input_is_one_sentence(
