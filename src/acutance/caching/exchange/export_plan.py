@@ -11,6 +11,7 @@ from typing import Protocol
 from acutance.caching.head_plan import HeadPlan, Plan
 from acutance.caching.layer_shapes import PlanError
 from acutance.calibration.identity import Identity
+from acutance.diagnose.sentences import ranges
 from acutance.files import as_json, write_text
 
 __all__ = ["EXPORTS", "SETTINGS", "TABLE", "check_export", "export_plan", "places"]
@@ -80,14 +81,15 @@ def places(plan: _Whole, pick: _Pick) -> str:
         >>> places(plan, lambda layer, head: head.kind == "dropped")
         'Key heads 1.1 and all of layer 0'
     """
-    whole, single = [], []
+    whole: list[int] = []
+    single: list[str] = []
     for layer, (name, heads) in enumerate(plan.layers.items()):
         picked = [index for index, head in enumerate(heads) if pick(name, head)]
         if len(picked) == len(heads):
-            whole.append(str(layer))
+            whole.append(layer)
         else:
             single += [f"{layer}.{index}" for index in picked]
-    layers = f"of layer{'s' * (len(whole) > 1)} {', '.join(whole)}"
+    layers = f"of {ranges(whole, 'layer')}" if whole else ""
     heads_of = f"Key heads {', '.join(single)}"
     if not whole or not single:
         return heads_of if single else f"All key heads {layers}" if whole else ""
