@@ -156,6 +156,7 @@ def test_long_heads_are_shared_out(threads: int) -> None:
     heads = (FULL, STREAMING, QUANTISED[0], QUANTISED[1])
     tokens, layer = Tokens(heads, 3, (64, 64), torch.float32), PlannedLayer(32, 32)
     layer.add(heads, *tokens.next(2, 5000)[1:])
+    assert layer.get_seq_length() == 5000
     decode(layer, tokens, heads, 2, 3, 32)
 
 

@@ -212,6 +212,9 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             key: (B, H, L, E).
             value: (B, H, L, Ev).
         """
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._length += key.shape[2]
         self._prepare(heads, key, None)
         for place, stores in enumerate(self._stores):
             one = slice(None) if len(self._stores) == 1 else slice(place, place + 1)
