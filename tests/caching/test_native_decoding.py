@@ -151,6 +151,22 @@ def test_padded_sequences_read_their_own(cpu: str) -> None:
     assert layer.real_counts(3) == [74, 47, 14]
 
 
+def test_padding_may_begin_after_the_first_pass() -> None:
+    heads = (FULL, STREAMING, QUANTISED[1])
+    tokens, layer = Tokens(heads, 3, (16, 16), torch.float32), PlannedLayer(32, RESIDUAL)
+    real = torch.tensor([[True], [False]])
+    with torch.inference_mode():
+        layer.attend(heads, *tokens.next(2, 70), None, Attend())
+        output = layer.attend(heads, *tokens.next(2, 1), real, Attend())
+        assert output[0].abs().min() > 0
+        assert output[1].abs().max() == 0
+    query, key, value = tokens.next(2, 1)
+    output = layer.attend(heads, query, key, value, None, Attend())
+    right, limit = expected(layer, heads, query, 16)
+    assert (output.double() - right).abs().max() <= limit
+    assert layer.real_counts(2) == [72, 71]
+
+
 @native
 def test_long_heads_are_shared_out(threads: int) -> None:
     heads = (FULL, STREAMING, QUANTISED[0], QUANTISED[1])

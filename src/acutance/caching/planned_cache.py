@@ -246,8 +246,9 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             }
             self._stores = [self._empty() for _ in range(1 if real is None else len(key))]
         elif real is not None and len(self._stores) == 1 and len(key) > 1:
-            indices = torch.arange(len(key), device=key.device)
-            self._stores = [self._selected(0, index[None]) for index in indices]
+            with torch.inference_mode(False), torch.no_grad():  # they are written to later
+                indices = torch.arange(len(key), device=key.device)
+                self._stores = [self._selected(0, index[None]) for index in indices]
 
     def _decoded(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor | None:
         """:meth:`attend` for one token of each sequence, in one call of the native kernel.
