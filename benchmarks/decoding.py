@@ -97,8 +97,8 @@ class Planned:
             for group in layer.held()[0]:
                 k, v = (restore(part._replace(buffer=part.buffer.double())) for part in group[1:])
                 for place, head in enumerate(group.heads):
-                    scores = queries[:, head] @ k[:, place].mT * WIDTH**-0.5
-                    expected[:, head] = scores.softmax(-1) @ v[:, place]
+                    scores = queries[:, head] @ k[:, place, None].mT * WIDTH**-0.5
+                    expected[:, head] = scores.softmax(-1) @ v[:, place, None]
             error = (output.double() - expected.flatten(1, 2)).abs().max().item()
             if not error < most:
                 raise SystemExit(f"the output is off by {error:.2g}")
