@@ -235,3 +235,26 @@ def test_a_gradient_through_a_ring_that_was_written_since_is_refused() -> None:
     layer.attend(heads, *tokens.next(1, 1), None, Attend())
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_another_batch_is_refused() -> None:
+    heads = (FULL, STREAMING)
+    tokens, layer = Tokens(heads, 1, (16, 16), torch.float32), PlannedLayer(32, 32)
+    layer.add(heads, *tokens.next(2, 20)[1:])
+    with pytest.raises(ValueError, match=r"holds 2 sequences, but new keys are \(3, 2, 1, 16\)"):
+        layer.attend(heads, *tokens.next(3, 1), None, Attend())
+
+
+def test_tensors_as_they_come() -> None:
+    heads = (FULL, STREAMING)
+    tokens, layer = Tokens(heads, 1, (16, 16), torch.float32), PlannedLayer(32, 32)
+    layer.add(heads, *tokens.next(2, 20)[1:])
+    for _ in range(2):  # the first makes room
+        strided = [torch.cat([part, part], -1)[..., ::2] for part in tokens.next(2, 1)]
+        negated = [torch._neg_view(part) for part in strided]
+        output = layer.attend(heads, *negated, None, Attend())
+        right, limit = expected(layer, heads, negated[0], 16)
+        assert (output.double() - right).abs().max() <= limit
+        key, value = (restore(part)[:, :, -1:] for part in layer.held()[0][0][1:])
+        assert torch.equal(key, negated[1][:, :1])
+        assert torch.equal(value, negated[2][:, :1])

@@ -80,6 +80,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._group, self._residual = group, residual
         self._length = 0  # tokens with padding
         self._batch = 0
+        self._kind: torch.dtype | None = None  # of what is stored
         self._places: dict[HeadPlan, list[int]] = {}  # key heads of each group
         self._stores: list[dict[HeadPlan, Store]] = []  # one, or one for each sequence
         self.new_key: Tensor | None = None
@@ -238,8 +239,12 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _prepare(self, heads: Sequence[HeadPlan], key: Tensor, real: Tensor | None) -> None:
         """Make the stores: one for all sequences, or one for each where there is padding."""
-        self._batch = len(key)
+        if self._stores and len(key) != self._batch:
+            raise ValueError(
+                f"the cache holds {self._batch} sequences, but new keys are {tuple(key.shape)}"
+            )
         if not self._stores:
+            self._batch, self._kind = len(key), key.dtype
             self._places = {
                 one: [head for head, other in enumerate(heads) if other == one]
                 for one in dict.fromkeys(heads)
@@ -258,6 +263,8 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         width = value.shape[3]
         channels = width // value_groups(width, self._group)
         if not attend.plain or not ragged.supports(query, width, self._group, channels):
+            return None
+        if not self._kind == query.dtype == key.dtype == value.dtype:
             return None
         held: list[list[HeldHeads]] = []
         for place, stores in enumerate(self._stores):

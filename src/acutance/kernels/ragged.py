@@ -103,7 +103,6 @@ def supports(query: Tensor, value_width: int, tokens: int, channels: int) -> boo
         and (channels % _CHANNELS == 0 or channels == value_width)
         and not (query.requires_grad and torch.is_grad_enabled())
         and not torch.is_autocast_enabled("cpu")
-        and not query.is_neg()
         and unobserved()
     )
 
@@ -155,7 +154,8 @@ def attend(
                 for i, head in enumerate(group.heads):
                     units[at + head] = count + _words(keys, place, i) + _words(values, place, i)
     query, key, value = (
-        part if part.stride(3) == 1 else part.contiguous() for part in (query, key, value)
+        (part if part.stride(3) == 1 else part.contiguous()).resolve_neg()
+        for part in (query, key, value)
     )
     out = query.new_empty((batch, query_heads, 1, value_width))
     q0, q1, *_ = query.stride()
