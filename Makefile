@@ -13,7 +13,8 @@ SPHINXOPTS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 SANITIZED := build/sanitize
 # Less one: at -O1 products are not fused, and exp is less exact than its test asks for.
-SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward.py _metrics.py) tests/structure/test_compiled.py
+SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward.py _metrics.py) tests/structure/test_compiled.py \
+	tests/caching/test_native_decoding.py
 # Python is not built with the sanitizers, so their runtime and the C++ one it hooks into are loaded before it.
 SANITIZE = env ACUTANCE_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
