@@ -557,7 +557,7 @@ def test_what_windows_cannot_do(built: Built, llama: nn.Module, tokens: Tensor) 
         acutance.apply(llama, {(0, 7): Window(4)})
     model = nn.MultiheadAttention(16, 4, batch_first=True).eval()
     with (
-        pytest.raises(ApplyError, match="needs transformers' attention interface"),
+        pytest.raises(ApplyError, match="uses transformers' attention interface"),
         acutance.apply(model, Window(4, far="clamp")),
     ):
         model(*[torch.zeros(1, 9, 16)] * 3)
