@@ -8,7 +8,7 @@ are added to a JSON file after each window, and what is in it is not measured ag
 kvpress needs an older transformers than the project's constraints, so it has an environment:
 
     python -m venv /tmp/kvpress
-    /tmp/kvpress/bin/pip install "kvpress==0.5.5" "transformers==5.2.0" optimum-quanto ninja
+    /tmp/kvpress/bin/pip install "kvpress==0.5.5" "transformers==5.2.0" optimum-quanto ninja scipy
     PYTHONPATH=src /tmp/kvpress/bin/python benchmarks/cache_presses.py --model DIRECTORY \
         --tokens windows.pt --plan plan.json --ratio 0.5 --json presses.json
 
