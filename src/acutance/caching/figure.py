@@ -51,7 +51,7 @@ def draw(found: Budget, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -
         )  # fmt: skip
     if (chosen := found.chosen) is not None:
         axes.annotate(
-            "chosen", (100 * chosen.share, chosen.delta), xytext=(0, -22), ha="center",
+            "chosen", (100 * chosen.share, chosen.delta), xytext=(-10, 0), ha="right", va="center",
             textcoords="offset points", color=theme.ink, fontsize=9,
         )  # fmt: skip
     reference(axes, theme, y=0.0)
