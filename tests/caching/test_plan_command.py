@@ -95,7 +95,7 @@ def test_another_tools_plan_becomes_one_for_the_model(
     assert CachePlan.load(written) == plan
     refused = run("plan", source)
     assert refused.exit_code == 2
-    assert "which one is it for?" in words(refused.output)
+    assert "does not name its model" in words(refused.output.replace("│", " "))
 
 
 def test_judge_measures_plans_by_name(run: Callable[..., Any], saved: Path, tmp_path: Path) -> None:

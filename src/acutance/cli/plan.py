@@ -122,7 +122,8 @@ def _read(options: PlanOptions) -> "CachePlan":
     if options.model is None:
         if options.plan.partition(":")[0] in IMPORTS and not Path(options.plan).exists():
             raise typer.BadParameter(
-                f"{options.plan} names no model: which one is it for?", param_hint="--model"
+                f"{options.plan} does not name its model, so it is needed here",
+                param_hint="--model",
             )
         return CachePlan.load(options.plan)
     with console().status("loading the model"):
