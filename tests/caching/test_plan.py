@@ -181,7 +181,7 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
         (("residual",), -1, "residual must be at least 0"),
         (("residual",), "1", "residual must be"),
         (("layers",), [], "layers must be an object"),
-        (("layers",), {}, "needs the same layers"),
+        (("layers",), {}, "must name the same layers"),
         (("layers", "model.layers.0.self_attn"), 1, "must have a list under 'plan'"),
         (("layers", "model.layers.0.self_attn", "heads"), 3, "query_heads must be a multiple"),
         (("layers", "model.layers.0.self_attn", "heads"), 1, "has 1 key heads, but the plan has 2"),

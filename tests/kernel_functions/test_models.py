@@ -267,7 +267,7 @@ def test_a_law_that_a_kernel_cannot_have_is_refused_with_its_name() -> None:
     known = Calls(lambda: flash_attn_3.flash_attn_func(*given, causal=True))
     law, sliding = acutance.scaling.LogN(train_length=2), acutance.scaling.Window(3)
     for model, change, reason in (
-        (unknown, law, "flash_attn_func with attention_chunk is not read"),
+        (unknown, law, "flash_attn_func with attention_chunk cannot be read"),
         (narrow, law, "it calls flash_attn_func: its queries are torch.float8_e4m3fn"),
         (known, sliding, "it calls flash_attn_func: a law's windows cannot be passed to it"),
     ):

@@ -71,8 +71,8 @@ class CachePlan:
         check_count("residual", self.residual, 0)
         if not self.layers or set(self.layers) != set(self.shapes):
             raise PlanError(
-                f"a plan needs the same layers in layers and shapes, got {len(self.layers)} and "
-                f"{len(self.shapes)}"
+                f"layers and shapes must name the same layers, got {len(self.layers)} and "
+                f"{len(self.shapes)} of them"
             )
         for name, heads in self.layers.items():
             if len(heads) != self.shapes[name].heads:
@@ -235,7 +235,9 @@ class CachePlan:
             )
         places = names_in(model, self.layers)
         if missing := [name for name, place in places.items() if place is None]:
-            raise PlanError(f"this plan does not fit: the model has no module {missing[0]!r:.60}")
+            raise PlanError(
+                f"this plan does not match the model, which has no module {missing[0]!r:.60}"
+            )
         return type(self)(
             self.model,
             {str(places[name]): shape for name, shape in self.shapes.items()},

@@ -54,7 +54,9 @@ def take_pending(key: Tensor) -> PlannedLayer | None:
     """
     layer, _PENDING.layer = _PENDING.layer, None
     if layer is not None and layer.new_key is not key:
-        raise ValueError("its keys change between the cache and the attention call")
+        raise ValueError(
+            "its keys are changed after they enter the cache, which a cache plan cannot follow"
+        )
     if layer is not None:
         layer.new_key = None
     return layer

@@ -293,7 +293,9 @@ def _real_tokens(mask: Tensor, query: Tensor, counts: list[int]) -> Tensor | Non
         return None if bool(real.all()) else real
     hidden = torch.logical_not(mask) if mask.dtype == torch.bool else hides(mask)
     if mask.dtype != torch.bool and bool((mask.masked_fill(hidden, 0.0) != 0).any()):
-        raise ValueError("its mask adds numbers to scores")
+        raise ValueError(
+            "its mask adds values other than 0 and -inf to the scores, which a cache plan cannot do"
+        )
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ValueError(f"its mask has shape {tuple(mask.shape)}, not (B, 1, L, S)")
     seen = torch.logical_not(hidden[:, 0]).expand(batch, new, -1)

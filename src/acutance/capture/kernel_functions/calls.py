@@ -175,7 +175,7 @@ def _record(
 
 def never_called() -> Any:
     """Stands for the functions passed to ``provide`` with a refusal, which are not called."""
-    raise AssertionError("a call that is refused is not read")
+    raise AssertionError("a call that is refused cannot be read")
 
 
 # -- operators, which a torch-function mode sees --------------------------------------------------

@@ -102,7 +102,7 @@ def _read_kvcache(arguments: Arguments) -> Reading:
     query, key, value = (arguments.tensor(name) for name in ("q", "k_cache", "v_cache"))
     new, new_value = arguments.optional("k"), arguments.optional("v")
     if arguments["cu_seqlens_q"] is not None or arguments["cu_seqlens_k_new"] is not None:
-        raise ValueError("flash_attn_with_kvcache with packed sequences is not read")
+        raise ValueError("flash_attn_with_kvcache with packed sequences cannot be read")
     blank = arguments.optional("cache_leftpad")
     batch, rows = query.shape[:2]
     table = _table(arguments)
@@ -120,7 +120,7 @@ def _read_kvcache(arguments: Arguments) -> Reading:
     options = _options(arguments)
     if arguments["rotary_cos"] is not None:
         if new is None or blank is not None:
-            raise ValueError("flash_attn_with_kvcache with these rotary factors is not read")
+            raise ValueError("flash_attn_with_kvcache with these rotary factors cannot be read")
         by_row = options["causal"] or options["window"] != (None, None)
         query = _rotated(arguments, query, lengths, by_row)
         new = _rotated(arguments, new, lengths, True)
@@ -229,7 +229,7 @@ def _table(arguments: Arguments) -> Tensor | None:
 def _options(arguments: Arguments) -> dict[str, Any]:
     """What all versions and variants share: masks, scale, softcap, sinks, dropout."""
     if arguments["attention_chunk"] not in (None, 0):
-        raise ValueError(f"{arguments.function} with attention_chunk is not read")
+        raise ValueError(f"{arguments.function} with attention_chunk cannot be read")
     scale, softcap = arguments["softmax_scale"], arguments["softcap"]
     sinks = arguments.optional("s_aux")
     return {
@@ -273,7 +273,7 @@ def _per_head(arguments: Arguments, descale: Tensor, part: Tensor) -> Tensor:
         return factor[:, None, :, None]
     if len(factor) > 1 and not bool((factor == factor[:1]).all()):
         raise ValueError(
-            f"{arguments.function} with a descale for each packed sequence is not read"
+            f"{arguments.function} with a descale for each packed sequence cannot be read"
         )
     return factor[0, :, None]
 
@@ -301,7 +301,7 @@ def _read_operator(arguments: Arguments) -> Reading:
     """The operators under the functions; that of flash-attn 3 has all variants."""
     for name in ("k_new", "rotary_cos", "kv_batch_idx", "leftpad_k"):
         if arguments[name] is not None:
-            raise ValueError(f"{arguments.function} with {name} is not read")
+            raise ValueError(f"{arguments.function} with {name} cannot be read")
     arguments.ignore("rotary_interleaved")
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table")
     if any(arguments[name] is not None for name in (*lengths, "block_table")):

@@ -44,7 +44,7 @@ def _read_single_prefill(arguments: Arguments) -> Reading:
     arguments.ignore(*_IGNORED)
     mask = arguments.optional("custom_mask")
     if arguments["packed_custom_mask"] is not None:
-        raise ValueError(f"{arguments.function} with packed_custom_mask is not read")
+        raise ValueError(f"{arguments.function} with packed_custom_mask cannot be read")
     left = _bound(arguments["window_left"])
     tensors = tuple(arguments.tensor(name) for name in ("q", "k", "v"))
     options = _options(arguments, arguments, tensors[0])
@@ -103,7 +103,7 @@ def _read_paged(arguments: Arguments) -> Reading:
     answers = paged(pages[table], page, lengths, key.shape[0])
     if decodes:
         if len(query) != len(counts):
-            raise ValueError(f"{arguments.function} with several rows of a request is not read")
+            raise ValueError(f"{arguments.function} with several rows of a request cannot be read")
         arguments.ignore("q_len_per_req")
         one = torch.ones_like(counts)
         asks = packed(torch.arange(len(counts), device=query.device), one, len(query))
@@ -141,7 +141,7 @@ def _planned(
     plan.ignore("self", *_PLAN_IGNORED)
     for name in ("custom_mask", "packed_custom_mask"):
         if plan[name] is not None:
-            raise ValueError(f"{arguments.function} with {name} is not read")
+            raise ValueError(f"{arguments.function} with {name} cannot be read")
     given = arguments["window_left"]
     left = _bound(plan["window_left"] if given is None else given)
     query, key, value = tensors
@@ -186,7 +186,7 @@ def _options(call: Arguments, plan: Arguments, query: Tensor) -> dict[str, Any]:
     """Scale, with the factors of queries and keys, and softcap."""
     if plan["pos_encoding_mode"] not in (None, "NONE"):
         mode = plan["pos_encoding_mode"]
-        raise ValueError(f"{call.function} with pos_encoding_mode={mode!r} is not read")
+        raise ValueError(f"{call.function} with pos_encoding_mode={mode!r} cannot be read")
     scale, softcap = plan["sm_scale"], plan["logits_soft_cap"]
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     for name in ("q_scale", "k_scale"):

@@ -120,7 +120,7 @@ class Kernel:
             reason = str(error)
             if self.name in reason:
                 raise
-            raise ValueError(f"{self.name} is not read: {reason}") from error
+            raise ValueError(f"{self.name} cannot be read: {reason}") from error
         except Exception as error:  # a version of the library with other arguments
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(

@@ -44,13 +44,13 @@ def _read(arguments: Arguments) -> Reading:
     arguments.ignore(*_IGNORED, "score_mod_bprop", "score_mod_bprop_tensors", "pad_between_seqs")
     for name in _REFUSED:
         if arguments[name] is not None:
-            raise ValueError(f"{_NAME} with {name} is not read")
+            raise ValueError(f"{_NAME} with {name} cannot be read")
     group = module.cp_group
     if group is not None and (isinstance(group, list) or group.size() > 1):
         raise ValueError(f"{_NAME} with context parallelism has keys on other ranks; not read")
     query, key, value = (arguments.tensor(f"{name}_layer") for name in ("query", "key", "value"))
     if type(query) is not Tensor:
-        raise ValueError(f"{_NAME} of {type(query).__name__} is not read")
+        raise ValueError(f"{_NAME} of {type(query).__name__} cannot be read")
     kind = _mask_type(arguments["attn_mask_type"] or module.attn_mask_type)
     causal, at_end = "causal" in kind, _at_end(arguments, module, kind)
     size = arguments["window_size"]
@@ -119,7 +119,7 @@ def _padded(
     fields = reading.fields
     if moved:  # rows of each sequence are aligned at its own last key
         if fields.get("bias") is not None:
-            raise ValueError(f"{_NAME} with a bias and padding_causal_bottom_right is not read")
+            raise ValueError(f"{_NAME} with a bias and padding_causal_bottom_right cannot be read")
         fields = dict(fields)
         for name in ("is_causal", "window", "query_offset", "attn_mask"):
             fields.pop(name, None)
@@ -149,7 +149,7 @@ def _lengths(
     lengths = real.sum(-1)
     at_end = torch.arange(width, device=device) < lengths.unsqueeze(1)
     if real.shape[1] != width or not torch.equal(real, at_end):
-        raise ValueError(f"{_NAME} with padding that is not at the ends is not read")
+        raise ValueError(f"{_NAME} with padding that is not at the ends cannot be read")
     return lengths
 
 
@@ -167,12 +167,12 @@ def _added(arguments: Arguments, scale: float, *, packed_form: bool) -> dict[str
     slopes = arguments.optional("alibi_slopes")
     if kind == "alibi":
         if slopes is None:
-            raise ValueError(f"{_NAME} with alibi and without alibi_slopes is not read")
+            raise ValueError(f"{_NAME} with alibi and without alibi_slopes cannot be read")
         return {"slopes": slopes}
     if kind == "no_bias" or bias is None:
         return {}
     if packed_form:
-        raise ValueError(f"{_NAME} with a bias of packed sequences is not read")
+        raise ValueError(f"{_NAME} with a bias of packed sequences cannot be read")
     return {"bias": bias * scale if kind == "pre_scale_bias" else bias}
 
 
@@ -181,7 +181,7 @@ def _mask_type(kind: str) -> str:
     kind = kind.replace(",", "_")
     kind = "padding_causal" if kind == "causal_padding" else kind
     if kind not in _TYPES:
-        raise ValueError(f"{_NAME} with attn_mask_type={kind!r} is not read")
+        raise ValueError(f"{_NAME} with attn_mask_type={kind!r} cannot be read")
     return kind
 
 

@@ -81,7 +81,7 @@ def _of_class(
     known = _ALIGNED.get(kind.__name__)
     if known is None or not kind.__module__.startswith(_LIBRARIES):
         raise ValueError(
-            f"{arguments.function} with attn_bias of class {kind.__name__} is not read"
+            f"{arguments.function} with attn_bias of class {kind.__name__} cannot be read"
         )
     causal, at_end = known
     left, right = getattr(bias, "window_left", None), getattr(bias, "window_right", None)
