@@ -1,0 +1,51 @@
+"""A laboratory of failing trainings: which signal comes before a divergence, and how often wrongly.
+
+python -m benchmarks.instability run               # every training; goes on where it stopped
+python -m benchmarks.instability run --share 0.1   # a tenth of them, evenly spread
+python -m benchmarks.instability list
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.instability.runs import catalogue
+from benchmarks.instability.training import record_of
+
+FOLDER = Path(__file__).parent / "records"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.instability", description=__doc__)
+    parser.add_argument("action", choices=["run", "list"])
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records are")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the trainings")
+    parser.add_argument("--kind", help="only trainings of this kind")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th training from I on")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = [run for run in catalogue() if options.kind in (None, run.kind)]
+    runs = runs[:: max(1, round(1 / options.share))]
+    first, parts = map(int, options.part.split("/"))
+    runs = runs[first::parts]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(runs, 1):
+        what = f"{number}/{len(runs)} {run.kind} {run.level:g} from step {run.start}"
+        if options.action == "list":
+            print(what, run.key)
+            continue
+        start = time.process_time()
+        record = record_of(run, options.folder)
+        print(
+            f"{what}: {len(record['loss'])} steps, loss {record['loss'][-1]:.2f}, held out "
+            f"{record['held_out']:.2f}, {time.process_time() - start:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
