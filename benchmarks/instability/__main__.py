@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent / "records"
 
 
 def main() -> None:
+    """Run the trainings, or list them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instability", description=__doc__)
     parser.add_argument("action", choices=["run", "list"])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records are")

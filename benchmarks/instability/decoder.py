@@ -47,7 +47,7 @@ class Shape:
 
 
 def _rounded(x: Tensor, fault: Fault) -> Tensor:
-    """x rounded to bfloat16 or to 8 bits (E4M3), with the gradient of no rounding."""
+    """X rounded to bfloat16 or to 8 bits (E4M3), with the gradient of no rounding."""
     kind = torch.float8_e4m3fn if fault == "fp8_scores" else torch.bfloat16
     limited = x.clamp(-448, 448) if fault == "fp8_scores" else x
     return x + (limited.to(kind).to(x.dtype) - x).detach()
@@ -84,6 +84,7 @@ class Attention(nn.Module):
         return seen
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Output (B, L, width) for inputs (B, L, width)."""
         batch, length, width = x.shape
         folded = (batch, length, self.shape.heads, self.head_width)
         query = rotated(self.query_norm(self.query(x).view(folded)).transpose(1, 2), rotation)
@@ -163,6 +164,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
     def set_fault(self, fault: Fault) -> None:
+        """Give every layer this fault."""
         for attention in self.attention:
             attention.fault = fault
 

@@ -56,7 +56,7 @@ class QueryKeyUpdates:
     """Spectral entropy of each head's query-key form and of its first-order change.
 
     For a head with query weights A and key weights B, (width of a head, width), scores are
-    x A' B y. Between two records A and B change by a and b; the change of the form to first order is
+    x A' B y. Between two records A and B change by a and b, and the form, to first order, by
     a' B + A' b, of rank at most twice the head's width.
     """
 
@@ -72,7 +72,7 @@ class QueryKeyUpdates:
         ]
 
     def __call__(self) -> Tensor:
-        """(layers, heads, 3): entropy of the form, of its change, and the change's relative norm."""
+        """(layers, heads, 3): entropy of the form and of its change, the change's relative norm."""
         now, found = self._weights(), []
         for (old_a, old_b), (a, b) in zip(self.before, now, strict=True):
             form = _product_spectrum(a, b)
