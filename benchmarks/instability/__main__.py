@@ -8,13 +8,15 @@ python -m benchmarks.instability list
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.instability.runs import catalogue
-from benchmarks.instability.training import record_of
+from benchmarks.instability.analysis import judged, leads
+from benchmarks.instability.runs import Run, catalogue
+from benchmarks.instability.training import path_of, record_of
 
 FOLDER = Path(__file__).parent / "records"
 
@@ -22,7 +24,7 @@ FOLDER = Path(__file__).parent / "records"
 def main() -> None:
     """Run the trainings, or list them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instability", description=__doc__)
-    parser.add_argument("action", choices=["run", "list"])
+    parser.add_argument("action", choices=["run", "list", "leads"])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records are")
     parser.add_argument("--share", type=float, default=1.0, help="share of the trainings")
     parser.add_argument("--kind", help="only trainings of this kind")
@@ -33,6 +35,9 @@ def main() -> None:
     runs = runs[:: max(1, round(1 / options.share))]
     first, parts = map(int, options.part.split("/"))
     runs = runs[first::parts]
+    if options.action == "leads":
+        show_leads([run for run in runs if path_of(run, options.folder).exists()], options.folder)
+        return
     options.folder.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, 1):
         what = f"{number}/{len(runs)} {run.kind} {run.level:g} from step {run.start}"
@@ -46,6 +51,19 @@ def main() -> None:
             f"{record['held_out']:.2f}, {time.process_time() - start:.0f} s",
             flush=True,
         )
+
+
+def show_leads(runs: list[Run], folder: Path) -> None:
+    """Print what comes before a divergence at one false alarm in 10,000 healthy steps."""
+    trainings = [judged(run, record_of(run, folder)) for run in runs]
+    healthy = sum(one.steps for one in trainings if one.run.healthy)
+    diverged = sum(one.event is not None and one.event > one.run.start for one in trainings)
+    print(f"{len(trainings)} trainings, {diverged} diverged; {healthy:,} healthy steps")
+    print(f"{'signal':20} {'detector':8} {'heads':5}  median lead  before {diverged} divergences")
+    for (name, detector, rule), steps in leads(trainings, 1e-4):
+        seen = sum(step > 0 for step in steps)
+        middle = statistics.median(steps) if steps else 0
+        print(f"{name:20} {detector:8} {rule:5}  {middle:11g}  seen {seen}")
 
 
 if __name__ == "__main__":

@@ -100,17 +100,21 @@ def jump(x: Array, memory: float = 0.9) -> Array:
 
 
 def drift(x: Array, memory: float = 0.97, slack: float = 0.5) -> Array:
-    """Cumulative sums of increments beyond their usual size, both ways (CUSUM)."""
-    square = np.zeros_like(x[0])
+    """Cumulative sums, both ways, of distances from the past's running mean beyond ``slack``.
+
+    Distances are in running deviations and at most 4 (CUSUM).
+    """
+    mean, square = x[0].copy(), np.zeros_like(x[0])
     up, down, score = np.zeros_like(x[0]), np.zeros_like(x[0]), np.zeros_like(x)
     for t in range(1, len(x)):
-        change = x[t] - x[t - 1]
+        step = x[t] - mean
         if t >= PAST:
-            unit = change / np.sqrt(square + 1e-12)
-            up = np.maximum(0, up + np.clip(unit, -4, 4) - slack)
-            down = np.maximum(0, down - np.clip(unit, -4, 4) - slack)
+            unit = np.clip(step / np.sqrt(square + 1e-12), -4, 4)
+            up = np.maximum(0, up + unit - slack)
+            down = np.maximum(0, down - unit - slack)
             score[t] = np.maximum(up, down)
-        square = memory * square + (1 - memory) * change**2 if t > 1 else change**2
+        square = memory * (square + (1 - memory) * step**2)
+        mean = mean + (1 - memory) * step
     return score
 
 
@@ -179,3 +183,27 @@ def lead(one: Judged, which: tuple[str, str, str], threshold: float) -> int:
     usable = (at >= one.run.start) & (at <= one.event)
     first = alarms(at[usable], score[usable], threshold)
     return one.event - first[0] if first else 0
+
+
+def judged(run: Run, record: Mapping[str, Any]) -> Judged:
+    """A training with its outcome and scores."""
+    return Judged(
+        run, len(record["loss"]), event(record), float(record["held_out"]), scores(record)
+    )
+
+
+def leads(trainings: Iterable[Judged], rate: float) -> list[tuple[tuple[str, str, str], list[int]]]:
+    """Leads before every divergence, by signal, detector and rule, longest median first.
+
+    Args:
+        trainings: faulty ones and controls.
+        rate: false alarms a healthy step, from which thresholds follow.
+    """
+    trainings = list(trainings)
+    healthy = [one for one in trainings if one.run.healthy]
+    diverged = [one for one in trainings if one.event is not None and one.event > one.run.start]
+    found = []
+    for which in healthy[0].scores if healthy else ():
+        threshold = threshold_for(healthy, which, rate)
+        found.append((which, [lead(one, which, threshold) for one in diverged]))
+    return sorted(found, key=lambda pair: -float(np.median(pair[1] or [0])))

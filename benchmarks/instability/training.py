@@ -197,9 +197,14 @@ def held_out_loss(model: Decoder, run: Run) -> float:
     return _loss(model, tokens).item()
 
 
+def path_of(run: Run, folder: Path) -> Path:
+    """The file of a run's record."""
+    return folder / f"{run.key}.npz"
+
+
 def record_of(run: Run, folder: Path) -> dict[str, np.ndarray]:
     """The run's record, from the folder if it is there; else trained and written."""
-    path = folder / f"{run.key}.npz"
+    path = path_of(run, folder)
     if path.exists():
         with np.load(path) as stored:
             return {name: stored[name] for name in stored.files}

@@ -1,0 +1,95 @@
+"""The laboratory of failing trainings: outcomes, detectors and records on small examples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.instability import analysis
+from benchmarks.instability.decoder import MEANS, Decoder, Shape
+from benchmarks.instability.runs import Run, catalogue, faulty, healthy
+from benchmarks.instability.training import path_of, record_of, train
+
+TINY = Run("rate", 64.0, 12, shape=Shape(width=16, layers=1, heads=2, length=16, norm=False),
+           factor=64.0, batch=2, steps=40, clip=None)  # fmt: skip
+
+
+def test_every_training_has_a_name_of_its_own() -> None:
+    runs = catalogue()
+    assert len(faulty()) >= 200
+    assert len(healthy()) >= 80
+    assert len({run.key for run in runs}) == len(runs)
+
+
+def test_a_record_is_written_once_and_has_every_signal(tmp_path: Path) -> None:
+    record = record_of(TINY, tmp_path)
+    assert record["means"].shape[1:] == (1, 2, len(MEANS))
+    assert len(record["loss"]) == len(record["grad_norm"])
+    path_of(TINY, tmp_path).touch()
+    again = record_of(TINY, tmp_path)
+    assert all(np.array_equal(record[name], again[name], equal_nan=True) for name in record)
+    assert set(analysis.signals(record)) >= {"entropy", "max_logit", "grad_norm", "qk_entropy"}
+
+
+def test_the_same_training_gives_the_same_record() -> None:
+    first, second = train(TINY), train(TINY)
+    assert np.array_equal(first["loss"], second["loss"])
+
+
+def test_a_fault_changes_nothing_before_its_first_step() -> None:
+    with_fault = train(TINY)["loss"]
+    without = train(replace(TINY, factor=1.0))["loss"]
+    assert np.array_equal(with_fault[: TINY.start + 1], without[: TINY.start + 1])
+    assert not np.array_equal(with_fault, without)
+
+
+@pytest.mark.parametrize("fault", ["mask_future", "mask_first", "window"])
+def test_faults_of_masks(fault: str) -> None:
+    model = Decoder(Shape(width=16, layers=1, heads=2, window=4))
+    before = model.attention[0].visible(8)
+    model.set_fault(fault)  # type: ignore[arg-type]
+    after = model.attention[0].visible(8)
+    changed = {"mask_future": (0, 1), "mask_first": (2, 0), "window": (5, 2)}[fault]
+    assert not torch.equal(before, after)
+    assert bool(before[changed]) != bool(after[changed])
+
+
+def test_an_event_is_a_loss_that_stays_high() -> None:
+    loss = np.full(100, 2.0)
+    norm = np.ones(100)
+    assert analysis.event({"loss": loss, "grad_norm": norm}) is None
+    spike, gone = loss.copy(), loss.copy()
+    spike[50:53] = 4.0  # comes back
+    gone[50:] = 4.0
+    assert analysis.event({"loss": spike, "grad_norm": norm}) is None
+    assert analysis.event({"loss": gone, "grad_norm": norm}) == 51  # the running mean is 0.4, 0.72
+    gone[60] = np.nan
+    assert analysis.event({"loss": gone, "grad_norm": norm}) == 51
+
+
+def test_detectors_of_changes() -> None:
+    noise = np.random.default_rng(0).normal(size=(200, 1))
+    stepped = noise + 8.0 * (np.arange(200)[:, None] >= 120)
+    sloped = noise + 0.5 * np.maximum(np.arange(200) - 120, 0)[:, None]
+    for detector in (analysis.jump, analysis.drift):
+        quiet = detector(noise)
+        assert quiet[: analysis.PAST].max() == 0.0
+    assert analysis.jump(stepped)[120, 0] > 2 * analysis.jump(noise).max()
+    assert analysis.drift(sloped)[160:, 0].max() > analysis.drift(noise).max()
+
+
+def test_thresholds_allow_the_false_alarms_asked_for() -> None:
+    generator = np.random.default_rng(1)
+    which = ("loss", "high", "any")
+    runs = [
+        analysis.Judged(Run("plain", healthy=True), 1000, None, 2.0,
+                        {which: (np.arange(1000), generator.normal(size=1000))})
+        for _ in range(20)
+    ]  # fmt: skip
+    threshold = analysis.threshold_for(runs, which, 5e-4)  # 10 of 20,000 steps
+    false = sum(len(analysis.alarms(*one.scores[which], threshold)) for one in runs)
+    assert 8 <= false <= 10
