@@ -282,7 +282,7 @@ def test_a_compiled_model_is_measured_and_runs_compiled_again() -> None:
 def test_histograms_hold_every_row() -> None:
     writer = Writer()
     model = encoder()
-    monitor = AttentionMonitor(histograms="head", writer=writer, **QUIET)
+    monitor = AttentionMonitor(histograms="head", log=writer, **QUIET)
     with monitor.watch(model):
         model(batch())
     record = monitor.step()

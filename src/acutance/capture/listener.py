@@ -170,6 +170,8 @@ class Listener:
             return f"the probe could not read any attention of {model}: {'; '.join(self.unread)}"
         if not self._started:
             return f"the probe captured no attention call: {model} did not run while it was open"
+        if self.passes.left_out and self.passes.gradients:
+            return f"the probe captured no attention call: {model} ran only without gradients"
         return f"the probe captured no attention call in {model}: {_LOOKED_FOR}"
 
     def captures_module(self, name: str) -> bool:
@@ -234,6 +236,8 @@ class Listener:
         """
         if not self.provides or not self.captures_module(module):
             return None
+        if not is_rerun() and not self.passes.wants(self.modules.thread):
+            return None
         try:
             if refusal is not None:
                 raise ValueError(refusal)
@@ -296,6 +300,7 @@ class Listener:
         if (
             is_rerun()
             or not self.modules.thread.is_read
+            or not self.passes.wants(self.modules.thread)
             or module.partition("#")[0] in self.skipped
         ):
             return
@@ -369,13 +374,7 @@ class Listener:
         return threading.get_ident() == self._home
 
     def _on_pass_begin(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """Handle the start of a pass in which only attention functions are watched.
-
-        Args:
-            module: the module that is called.
-            unchanged: whether the model is as it was when watching began; if not, every module and
-                function is followed again.
-        """
+        """Follow every module and function of a pass again, if the model has changed."""
         if not unchanged and self._in_home_thread():
             self._follow_again(None)
 

@@ -58,6 +58,7 @@ class Running(threading.local):
         call_counts: number of attention calls named so far in this pass, by module.
         rows: module of the last self-attention, and which of its rows are real.
         is_read: whether this forward pass is to be read.
+        has_gradients: whether gradients were recorded when this forward pass began.
         pass_number: number of the forward pass.
         calls_in_pass: number of attention calls read in this pass, by module.
         joined_late: whether following began inside a pass; then the Python stack is searched.
@@ -77,6 +78,7 @@ class Running(threading.local):
         self.call_counts: dict[str, int] = {}
         self.rows: tuple[str, RealRows] | None = None
         self.is_read, self.pass_number = True, 0
+        self.has_gradients = True
         self.calls_in_pass: dict[str, int] = {}
         self.masks.clear()
 
@@ -203,11 +205,16 @@ class Passes:
     Attributes:
         every: the first of every ``every`` passes is read.
         pass_number: number of the next pass; None to count passes.
+        gradients: True to read only passes that record gradients, False to read only the others
+            (generated text, frozen models), None to read all.
+        left_out: whether a call was left out because of ``gradients``.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.pass_number: int | None = None
+        self.gradients: bool | None = None
+        self.left_out = False
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -219,6 +226,7 @@ class Passes:
         """
         if is_rerun():
             return
+        thread.has_gradients = torch.is_grad_enabled()
         with self._lock:
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
@@ -227,6 +235,17 @@ class Passes:
         if self.pass_number is None or pass_number != thread.pass_number:
             thread.calls_in_pass.clear()
         thread.pass_number = pass_number
+
+    def wants(self, thread: Running) -> bool:
+        """Whether this pass, or method outside any, is of those that :attr:`gradients` selects.
+
+        What counts is the beginning of a pass: reentrant checkpoints run layers without gradients.
+        """
+        if not thread.stack:
+            thread.has_gradients = torch.is_grad_enabled()
+        wanted = self.gradients is None or thread.has_gradients is self.gradients
+        self.left_out = self.left_out or not wanted
+        return wanted
 
 
 def module_of_method(names: Mapping[int, str]) -> str | None:

@@ -35,7 +35,7 @@ __all__ = ["Probe", "ProbeError"]
 
 
 #: Methods for runs over a corpus; ``dir`` leaves them out.
-_OF_A_CORPUS = ("number_passes", "expect_tokens")
+_OF_A_CORPUS = ("number_passes", "expect_tokens", "read_passes")
 
 
 class _Recorder:
@@ -205,6 +205,10 @@ class Probe:
         """Set the number of the next forward pass, which seeds row sampling; None counts passes."""
         self._listener.passes.pass_number = pass_number
 
+    def read_passes(self, gradients: bool | None) -> None:
+        """Read only passes that record gradients (True), only the others (False), or all (None)."""
+        self._listener.passes.gradients = gradients
+
     def expect_tokens(self, longest: int) -> None:
         """Check that all spans end within sequences of ``longest`` tokens.
 
@@ -312,7 +316,7 @@ class Probe:
         return f"Probe of {type(self._model).__name__}: {state}; summary(), findings(), report()"
 
     def __dir__(self) -> list[str]:
-        """Attribute names without those that only runs over a corpus use."""
+        """Attribute names without those that only runs over a corpus and monitors use."""
         return [name for name in super().__dir__() if name not in _OF_A_CORPUS]
 
     def findings(self) -> Any:

@@ -1,22 +1,26 @@
-"""Callbacks that connect a monitor to transformers' Trainer and to Lightning.
+"""Connect a monitor to transformers' Trainer, to Lightning, and to the optimiser of any loop.
 
-Both find callbacks by method names and need no base class, so neither library is imported, and both
-Lightning packages work.
+Both trainers find callbacks by method names and need no base class, so neither library is imported,
+and both Lightning packages work.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from acutance.capture.torch_modes import unwatched
+
 if TYPE_CHECKING:
-    import torch
+    from typing_extensions import Self
 
     from acutance.training.reports import MonitorRecord
 
-__all__ = ["LightningEvents", "TrainerEvents"]
+__all__ = ["LightningEvents", "OptimizerEvents", "TrainerEvents"]
 
 #: Under which name the Trainer's own state keeps ours, and so its checkpoints.
 STATE_KEY = "acutance.AttentionMonitor"
@@ -205,3 +209,89 @@ class LightningEvents(_Events):
     def teardown(self, *_: Any, **__: Any) -> None:
         """Stop watching the model."""
         self.close()
+
+
+class OptimizerEvents(_Events):
+    """Connects a monitor to a training loop by hooks of its optimiser."""
+
+    _hooks: tuple[Any, ...] = ()
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    ) -> Self:
+        """Measure a training loop from now on, in place of :meth:`watch` and :meth:`step`.
+
+        Every forward pass of the model up to the optimiser's step belongs to that step, also with
+        gradient accumulation, in any wrapper, and by methods other than ``forward``. Passes
+        without gradients (evaluation, generated text) do not. :meth:`close` ends it, and should
+        be called after an exception in the loop, or use ``with``.
+
+        Args:
+            model: the model being trained; wrapping or compiling it later is no problem.
+            optimizer: its optimiser, also as Accelerate, Fabric and torchtitan wrap it. Of
+                several, the last one ends the step.
+
+        Returns:
+            The monitor.
+
+        Raises:
+            TypeError: if the model is not a module, or something is not an optimiser.
+
+        Example:
+            >>> from acutance.training import AttentionMonitor
+            >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            >>> optimizer = torch.optim.AdamW(layer.parameters())
+            >>> with AttentionMonitor(every=2).attach(layer, optimizer) as monitor:
+            ...     for _ in range(4):
+            ...         layer(torch.randn(4, 8, 16)).square().mean().backward()
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            >>> monitor.steps, monitor.last.step
+            (4, 4)
+        """
+        several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = [_innermost(each) for each in several]
+        if not optimizers:
+            raise TypeError("optimizer must be an optimiser or several, got none")
+        self.close()
+        before = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        after = optimizers[-1].register_step_post_hook(lambda *_: self._after_step(model))
+        self._hooks = (*before, after)
+        self._watch_next(model)
+        return self
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Stop watching before the optimiser runs, unless it computes the loss itself."""
+        if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+            self._release()
+
+    def _after_step(self, model: torch.nn.Module) -> None:
+        """End the step, and watch the next one if it is due."""
+        self._release()
+        self.step()
+        self._watch_next(model)
+
+    def _watch_next(self, model: torch.nn.Module) -> None:
+        """Watch the model until the next step ends, if that is due."""
+        if self.due:
+            # below the modes that are open now, which end at a time of their own
+            with unwatched():
+                self._open.enter_context(self.watch(model))
+
+    def _remove_hooks(self) -> None:
+        """Remove the hooks from the optimisers."""
+        hooks, self._hooks = self._hooks, ()
+        for hook in hooks:
+            hook.remove()
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimiser inside wrappers, which have no hooks of their own."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or several, got {type(optimizer).__name__}"
+        )
+    inner = getattr(optimizer, "optimizer", None)
+    return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer

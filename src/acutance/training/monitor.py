@@ -20,9 +20,11 @@ from acutance.rowstats import METRICS, metric
 from acutance.shapes import check_count, check_flag
 from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
-from acutance.training.callbacks import LightningEvents, TrainerEvents
+from acutance.training.callbacks import LightningEvents, OptimizerEvents, TrainerEvents
+from acutance.training.logs import Log, destinations, send
 from acutance.training.reports import (
     NEEDED,
+    ROLLOUT,
     Alarm,
     AttentionWarning,
     MonitorRecord,
@@ -37,14 +39,25 @@ __all__ = ["AttentionMonitor", "Histograms", "MonitorRecord"]
 Histograms = Literal["layer", "head", "none"]
 
 
-class AttentionMonitor(TrainerEvents, LightningEvents):
+@contextmanager
+def _possibly_empty(opened: Probe) -> Iterator[None]:
+    """Context of a probe that may see no attention."""
+    opened.__enter__()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProbeError):
+            opened.__exit__(*sys.exc_info())
+
+
+class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
     r"""Measures a model's attention every ``every`` optimiser steps, and warns.
 
-    The object is a callback of ``transformers.Trainer`` and of Lightning's ``Trainer``; with
-    :meth:`watch` and :meth:`step` it works in any training loop. It measures all forward passes of
-    a step, also with gradient accumulation. The first step is measured too. Training is unchanged
-    bit for bit, unless ``provide`` is requested or the model is compiled: compiled models run
-    uncompiled in measured steps.
+    The object is a callback of ``transformers.Trainer``, of TRL's trainers and of Lightning's
+    ``Trainer``; :meth:`attach` connects it to any other training loop. It measures all forward
+    passes of a step that record gradients, also with gradient accumulation. The first step is
+    measured too. Training is unchanged bit for bit, unless ``provide`` is requested or the model
+    is compiled: compiled models run uncompiled in measured steps.
 
     A head raises an alarm if the mean of H / log n over its rows falls below ``collapse``, one of
     its logits exceeds ``growth``, or its scores are not finite. There is one warning for each head
@@ -65,7 +78,11 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
             ends the training.
         histograms: one for each "layer", each "head", or "none".
         profile: also record each metric by octave of n in the record's summary, as a probe does.
-        writer: a ``SummaryWriter`` for custom training loops. Trainers have their own.
+        rollouts: also measure passes without gradients, such as text that the model generates, and
+            log them as ``rollout/attention/...``.
+        log: where scalars go, besides the trackers of a trainer: a function of a dict of scalars
+            and the step, such as ``wandb.log``; a ``SummaryWriter``, which also gets histograms; a
+            path, to which JSON lines are appended; or a list of these.
         group: the ranks that train this model; None for all.
 
     Attributes:
@@ -79,17 +96,17 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
-        >>> monitor = AttentionMonitor(every=10)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> def log(scalars, step):
+        ...     print(step, f"{scalars['attention/MultiheadAttention/entropy']:.3f}")
+        >>> monitor = AttentionMonitor(every=10, log=log).attach(layer, optimizer)
         >>> x = torch.randn(4, 8, 16)
         >>> for _ in range(12):
-        ...     with monitor.watch(layer):
-        ...         out, _ = layer(x, x, x)
-        ...     record = monitor.step()
-        ...     if record is not None:
-        ...         value = record.scalars["attention/MultiheadAttention/entropy"]
-        ...         print(record.step, f"{value:.3f}")
+        ...     loss = layer(x, x, x)[0].square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
         1 1.926
-        10 1.926
+        10 1.944
 
     Source:
         Zhai et al. (2023), arXiv:2303.06296, for the collapse of entropy in training that
@@ -111,7 +128,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         on_alarm: Callable[[Alarm], object] | None = None,
         histograms: Histograms = "layer",
         profile: bool = False,
-        writer: Any = None,
+        rollouts: bool = False,
+        log: Log | Sequence[Log] | None = None,
         group: Any = None,
     ) -> None:
         if isinstance(metrics, str):
@@ -129,13 +147,15 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         self.profile = check_flag("profile", profile)
         self.thresholds = Thresholds(collapse, growth)
         self.on_alarm, self.histograms = on_alarm, histograms
-        self.writer, self.group = writer, group
+        self.rollouts = check_flag("rollouts", rollouts)
+        self._log, self.group = destinations(log), group  # Lightning sets an attribute log
         self.steps = 0
         self.last: MonitorRecord | None = None
         self._measured = 0  # the last step that was
         self._warned: set[tuple[str, str, int]] = set()
         self._model: torch.nn.Module | None = None
         self._probe: Probe | None = None
+        self._rollout_probe: Probe | None = None
         self._problem = ""
         super().__init__()
 
@@ -168,35 +188,44 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
     def _watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Keep the probe of this step open during one forward pass."""
         if self._probe is None:
-            self._model = model
-            self._probe = probe(
-                model,
-                metrics=[name for name in METRICS if name in (*self.metrics, *NEEDED)],
-                layers=self.layers,
-                heads=self.heads,
-                max_rows=self.max_rows,
-                seed=self.steps,
-                provide=self.provide,
-                verify=False,
-                profile=self.profile,
-            )
+            self._model, self._probe = model, self._new_probe(model)
+            if self.rollouts:
+                self._rollout_probe = self._new_probe(model)
+                self._rollout_probe.read_passes(gradients=False)
         elif self._model is not model:
             raise ValueError(
                 f"a monitor can watch only one model, but {type(self._model).__name__} was "
                 f"watched in this step before {type(model).__name__}: use a monitor for each"
             )
-        opened = self._probe
-        opened.__enter__()
-        try:
-            yield
-        except BaseException:
-            self._forget()  # a forward pass that ended early would count in some layers only
-            opened.__exit__(*sys.exc_info())
-            raise
-        try:
-            opened.__exit__(None, None, None)
-        except ProbeError as problem:
-            self._problem = str(problem)
+        opened, rollout = self._probe, self._rollout_probe
+        # who watches a pass without gradients wants it measured
+        opened.read_passes(gradients=True if torch.is_grad_enabled() else None)
+        with nullcontext() if rollout is None else _possibly_empty(rollout):
+            opened.__enter__()
+            try:
+                yield
+            except BaseException:
+                self._forget()  # a forward pass that ended early would count in some layers only
+                opened.__exit__(*sys.exc_info())
+                raise
+            try:
+                opened.__exit__(None, None, None)
+            except ProbeError as problem:
+                self._problem = str(problem)
+
+    def _new_probe(self, model: torch.nn.Module) -> Probe:
+        """A probe for this step."""
+        return probe(
+            model,
+            metrics=[name for name in METRICS if name in (*self.metrics, *NEEDED)],
+            layers=self.layers,
+            heads=self.heads,
+            max_rows=self.max_rows,
+            seed=self.steps,
+            provide=self.provide,
+            verify=False,
+            profile=self.profile,
+        )
 
     def step(self) -> MonitorRecord | None:
         """End an optimiser step: call it after ``optimizer.step()``, on every rank.
@@ -210,17 +239,19 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         due, self.steps = self.due, self.steps + 1
         if not due:
             return None
-        summary = self._summary()
+        summary, rollout = self._summaries()
         self._measured = self.steps
         if summary is None:
             return None
         alarms = self.thresholds.alarms(summary, self.steps)
         values = scalars(summary, self.metrics, alarms)
-        self.last = MonitorRecord(self.steps, summary, values, alarms)
-        if self.writer is not None and ranks(self.group)[0] == 0:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, self.steps)
-            self.write_histograms(self.writer, self.last)
+        if rollout is not None:
+            values |= scalars(rollout, self.metrics, prefix=ROLLOUT)
+        self.last = MonitorRecord(self.steps, summary, values, alarms, rollout)
+        if ranks(self.group)[0] == 0:
+            send(values, self.steps, self._log)
+            for writer in self._log:
+                self.write_histograms(writer, self.last)
         self._raise_alarms(alarms)
         return self.last
 
@@ -228,10 +259,26 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         """Write a record's histograms to a ``SummaryWriter``."""
         write(writer, record.summary, self.metrics, self.histograms, record.step)
 
-    def _summary(self) -> HeadSummary | None:
-        """The summary of this step over all ranks; None, with a warning, if it has no rows."""
-        opened, problem = self._probe, self._problem
+    def _summaries(self) -> tuple[HeadSummary | None, HeadSummary | None]:
+        """Summaries of this step and its rollouts over all ranks; a warning if it has no rows."""
+        opened, rollout, problem = self._probe, self._rollout_probe, self._problem
         self._forget()
+        summary, why = self._over_ranks(opened)
+        rolled = self._over_ranks(rollout)[0] if self.rollouts else None
+        if summary is not None:
+            return summary, rolled
+        problem = problem or why or "no forward pass was watched in this step"
+        if self.last is None:
+            raise ProbeError(f"the monitor measured nothing: {problem}")
+        warnings.warn(
+            f"attention at step {self.steps} was not measured: {problem}",
+            AttentionWarning,
+            stacklevel=3,
+        )
+        return None, None
+
+    def _over_ranks(self, opened: Probe | None) -> tuple[HeadSummary | None, str]:
+        """The summary of a probe over all ranks, or None with the reason."""
         summary = None
         if opened is not None:
             with contextlib.suppress(ProbeError):
@@ -240,18 +287,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
             try:
                 summary = all_reduce_summary(summary, self.group)
             except ValueError as error:
-                problem = problem or str(error)
-        if summary is not None:
-            return summary
-        problem = problem or "no forward pass was watched in this step"
-        if self.last is None:
-            raise ProbeError(f"the monitor measured nothing: {problem}")
-        warnings.warn(
-            f"attention at step {self.steps} was not measured: {problem}",
-            AttentionWarning,
-            stacklevel=3,
-        )
-        return None
+                return None, str(error)
+        return summary, ""
 
     def _raise_alarms(self, alarms: Sequence[Alarm]) -> None:
         """Warn about heads that cross a threshold for the first time."""
@@ -269,7 +306,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
 
     def _forget(self) -> None:
         """Discard the measurements of the current step."""
-        self._model, self._probe, self._problem = None, None, ""
+        self._model, self._probe, self._rollout_probe, self._problem = None, None, None, ""
 
     def _begin_anew(self) -> None:
         """Reset the state, for a new run with another model."""
@@ -279,7 +316,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         self._warned.clear()
 
     def close(self) -> None:
-        """Release the model and the trainer; needed only if a step was left unfinished."""
+        """Release the model, the trainer and the optimiser."""
+        self._remove_hooks()
         self._release()
         self._forget()
 

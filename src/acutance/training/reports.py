@@ -153,6 +153,8 @@ def _ordered(value: float) -> float:
 
 
 PREFIX = "attention"
+#: Of scalars of passes without gradients: generated text and its scoring.
+ROLLOUT = f"rollout/{PREFIX}"
 #: Metrics that are extremes themselves: their worst head is that of the most extreme row.
 _EXTREMES = ("max_logit",)
 
@@ -166,27 +168,35 @@ class MonitorRecord:
         summary: every head's statistics over the rows of the step, over all ranks.
         scalars: numbers by name, ``attention/<layer>/<metric>``, for loggers.
         alarms: every head beyond a threshold, also if it was before.
+        rollout: statistics of the passes without gradients; None if there were none, or they were
+            not requested.
     """
 
     step: int
     summary: HeadSummary
     scalars: dict[str, float]
     alarms: tuple[Alarm, ...]
+    rollout: HeadSummary | None = None
 
 
 def scalars(
-    summary: HeadSummary, metrics: Sequence[str], alarms: Sequence[Alarm]
+    summary: HeadSummary,
+    metrics: Sequence[str],
+    alarms: Sequence[Alarm] | None = None,
+    prefix: str = PREFIX,
 ) -> dict[str, float]:
     """Scalars of each layer by name, without metrics that have no rows.
 
     ``attention/<layer>/<metric>`` is the mean over rows and heads; ``<metric>_min`` and
     ``<metric>_max`` are the lowest and highest mean of a head. ``max_logit`` has only ``_max``, the
     largest logit of any row. ``attention/alarms/<kind>`` is the number of heads beyond a threshold.
+    In the name of a second call, ``layer#1``, the ``#`` becomes ``_``: MLflow refuses it.
 
     Args:
         summary: a summary that recorded the metrics.
         metrics: names of the metrics.
-        alarms: the alarms of this step.
+        alarms: the alarms of this step; None leaves their numbers out.
+        prefix: beginning of all names.
 
     Example:
         >>> import torch, acutance
@@ -211,15 +221,15 @@ def scalars(
             if not bool(counted.any()):
                 continue
             means, weight = heads.mean[counted, column], heads.weight[counted, column]
-            tag = f"{PREFIX}/{layer.module}/{name}"
+            tag = f"{prefix}/{layer.module.replace('#', '_')}/{name}"
             values[tag] = float((means * (weight / weight.sum())).sum())
             if name in _EXTREMES:
                 values[f"{tag}_max"] = float(heads.high[:, column].max())
             else:
                 values[f"{tag}_min"] = float(means.min())
                 values[f"{tag}_max"] = float(means.max())
-    for kind in KINDS:
-        values[f"{PREFIX}/alarms/{kind}"] = float(sum(alarm.kind == kind for alarm in alarms))
+    for kind in () if alarms is None else KINDS:
+        values[f"{prefix}/alarms/{kind}"] = float(sum(alarm.kind == kind for alarm in alarms or ()))
     return values
 
 
@@ -236,7 +246,7 @@ def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, 
     if each == "none" or not hasattr(writer, "add_histogram_raw"):
         return
     for index, (layer, start) in enumerate(_layers(summary)):
-        tag = f"{PREFIX}/{layer.module}"
+        tag = f"{PREFIX}/{layer.module.replace('#', '_')}"
         parts = {tag: summary.layer(index)} if each == "layer" else {}
         if each == "head":
             parts = {
@@ -247,7 +257,7 @@ def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, 
             for name in metrics:
                 raw = _histogram(moments, summary.metrics.index(name), name)
                 if raw is not None:
-                    label = f"{PREFIX}/{layer.module}/{name}{place.removeprefix(tag)}"
+                    label = f"{tag}/{name}{place.removeprefix(tag)}"
                     writer.add_histogram_raw(label, **raw, global_step=step)
 
 
