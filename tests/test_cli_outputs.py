@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import acutance
@@ -126,3 +127,6 @@ def test_a_state_is_replaced_on_demand_only(
 def test_a_device_may_be_named_twice(tmp_path: Path) -> None:
     null: Any = Path(os.devnull)
     outputs.check_outputs({"--json": null, "--csv": null, "--save": null}, state="--save")
+    file = tmp_path / "out"
+    with pytest.raises(typer.BadParameter, match="is the same file as that of --json"):
+        outputs.check_outputs({"--json": file, "--csv": file, "--save": null}, state="--save")

@@ -98,7 +98,7 @@ def expected(
     return output, limit
 
 
-def decode(
+def check_decoding(
     layer: PlannedLayer,
     tokens: Tokens,
     heads: tuple[HeadPlan, ...],
@@ -136,9 +136,11 @@ def test_heads_read_what_they_hold(
     cpu: str, dtype: torch.dtype, share: int, widths: tuple[int, int], group: int
 ) -> None:
     tokens, layer = Tokens(HEADS, share, widths, dtype), PlannedLayer(group, RESIDUAL)
-    decode(layer, tokens, HEADS, 2, 20, group)  # from the first token on: rings fill and wrap
+    check_decoding(
+        layer, tokens, HEADS, 2, 20, group
+    )  # from the first token on: rings fill and wrap
     layer.attend(HEADS, *tokens.next(2, 290), None, Attend())  # tiles have 256 keys
-    decode(layer, tokens, HEADS, 2, 3, group)
+    check_decoding(layer, tokens, HEADS, 2, 3, group)
 
 
 @native
@@ -147,7 +149,7 @@ def test_padded_sequences_read_their_own(cpu: str) -> None:
     real = torch.ones(3, 60, dtype=torch.bool)
     real[1, :27], real[2] = False, False  # the last one has only padding so far
     layer.attend(HEADS, *tokens.next(3, 60), real, Attend())
-    decode(layer, tokens, HEADS, 3, 14, 32)
+    check_decoding(layer, tokens, HEADS, 3, 14, 32)
     assert layer.real_counts(3) == [74, 47, 14]
 
 
@@ -173,7 +175,7 @@ def test_long_heads_are_shared_out(threads: int) -> None:
     tokens, layer = Tokens(heads, 3, (64, 64), torch.float32), PlannedLayer(32, 32)
     layer.add(heads, *tokens.next(2, 5000)[1:])
     assert layer.get_seq_length() == 5000
-    decode(layer, tokens, heads, 2, 3, 32)
+    check_decoding(layer, tokens, heads, 2, 3, 32)
 
 
 @native

@@ -154,8 +154,13 @@ def test_chunks_and_decoding_read_what_one_pass_reads(name: str, sizes: list[int
 def test_a_cache_of_inference_mode_can_be_continued_outside(model: torch.nn.Module) -> None:
     ids = tokens(1, 40)
     with acutance.apply(model, plan_of(model, "everything")):
-        _, cache = in_chunks(model, ids, [30, 10])
-        model(ids[:, :1], past_key_values=cache).logits.sum().backward()
+        _, cache = in_chunks(model, ids[:, :39], [30, 9])
+        last = model(ids[:, 39:], past_key_values=cache).logits[:, -1]
+        with torch.no_grad():
+            whole = model(ids, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(last, whole, atol=1e-4, rtol=1e-4)
+    last.sum().backward()
+    assert all(part.grad is not None for part in model.model.layers[-1].mlp.parameters())
 
 
 @pytest.mark.parametrize("name", ["streaming", "everything"])

@@ -28,10 +28,10 @@ def normal(*shape: int) -> Tensor:
 def test_softcaps_beyond_the_dtype(backend: str, softcap: float) -> None:
     """A very low one leaves scores of 0, a very high one leaves them as they are."""
     for queries in (3, 40) if backend == "native" else (3,):
-        bounded(backend, softcap, queries)
+        check_softcap(backend, softcap, queries)
 
 
-def bounded(backend: str, softcap: float, queries: int) -> None:
+def check_softcap(backend: str, softcap: float, queries: int) -> None:
     query, key = normal(1, 1, queries, 8).requires_grad_(), normal(1, 1, 9, 8)
     kinds = (torch.float32,) if backend == "triton" else (torch.float32, torch.float64)
     for dtype in kinds:
@@ -81,10 +81,10 @@ def test_keys_beyond_what_float32_counts(backend: str, masked: bool) -> None:
 def test_a_product_that_overflows_counts_as_a_visible_key(backend: str, hide: str) -> None:
     """Masks alone say what is visible. Its weight is 0, weight times score is NaN."""
     for queries in (1, 40) if backend == "native" else (1,):
-        overflows(backend, hide, queries)
+        check_overflow(backend, hide, queries)
 
 
-def overflows(backend: str, hide: str, queries: int) -> None:
+def check_overflow(backend: str, hide: str, queries: int) -> None:
     query = torch.full((1, 1, queries, 2), 1e20)
     key = torch.zeros(1, 1, 5, 2)
     key[:, :, 1], key[:, :, 2] = -1e-21, -1e20

@@ -36,10 +36,10 @@ def test_a_mask_hides_with_every_dtypes_lowest_numbers(
 ) -> None:
     # few queries and many are different kernels natively, a mask that rows share a third way
     for queries, rows in ((3, 1), (40, 1), (40, 40)) if backend == "native" else ((3, 3),):
-        one_way_to_hide(backend, dtype, number, queries, rows)
+        check_hiding(backend, dtype, number, queries, rows)
 
 
-def one_way_to_hide(backend: str, dtype: torch.dtype, number: str, queries: int, rows: int) -> None:
+def check_hiding(backend: str, dtype: torch.dtype, number: str, queries: int, rows: int) -> None:
     query, key = normal(1, 2, queries, 8), normal(1, 2, 5, 8)
     mask = torch.zeros(1, 1, rows, 5, dtype=dtype)
     mask[..., 1:3] = LOWEST[number](dtype)
@@ -111,10 +111,10 @@ def test_padding_that_is_no_number_reaches_nothing(
     backend: str, hide: str, number: float, holds: str
 ) -> None:
     for queries in (3, 40) if backend == "native" else (3,):
-        padding(backend, hide, number, holds, queries)
+        check_padding(backend, hide, number, holds, queries)
 
 
-def padding(backend: str, hide: str, number: float, holds: str, queries: int) -> None:
+def check_padding(backend: str, hide: str, number: float, holds: str, queries: int) -> None:
     options = dict(HIDE[hide])
     if hide == "documents":
         ids = torch.zeros(queries, dtype=torch.int64), (torch.arange(12) >= 8).long()

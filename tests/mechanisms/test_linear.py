@@ -94,7 +94,7 @@ def the_map(name: str) -> Any:
     return CosFormer(length=M) if name == "cosformer" else name
 
 
-def close(found: Tensor, want: Tensor, tolerance: float) -> None:
+def assert_close_to_largest(found: Tensor, want: Tensor, tolerance: float) -> None:
     """Equal within ``tolerance`` of the largest wanted number: sums of signed terms cancel."""
     size = float(want.detach().abs().max()) if want.numel() else 0.0
     torch.testing.assert_close(found.double(), want, rtol=0, atol=tolerance * max(1.0, size))
@@ -125,12 +125,12 @@ def test_each_map_is_its_definition_forward_and_gradient(
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want, _, _ = dense(*exact, name=name, is_causal=is_causal, key_mask=PADDING)
     assert out.dtype == dtype
-    close(out, want, tolerance)
+    assert_close_to_largest(out, want, tolerance)
     upstream = torch.randn(want.shape, dtype=torch.float64)
     found = torch.autograd.grad(out, inputs, upstream.to(dtype))
     wanted = torch.autograd.grad(want, exact, upstream.to(dtype).double())
     for one, two in zip(found, wanted, strict=True):
-        close(one, two, tolerance)
+        assert_close_to_largest(one, two, tolerance)
 
 
 OFFSETS = [(13, 13, 0), (5, 17, 12), (5, 17, 3), (5, 17, 40), (9, 6, 0), (9, 6, -4), (4, 6, -9)]
@@ -173,7 +173,7 @@ def test_any_offset_and_decay_with_its_statistics(
     want, a, seen = dense(
         query, key, value, is_causal=is_causal, offset=offset, decay=lam, key_mask=mask, scale=0.7
     )
-    close(out, want, 1e-12)
+    assert_close_to_largest(out, want, 1e-12)
     exact = WeightStatistics(observe_weights(a, seen, first_key=0))
     assert stats.available == (
         "n_keys",
@@ -306,7 +306,7 @@ def test_a_prompt_then_pieces_then_tokens_is_one_causal_call(name: str, decay: A
         want, whole = linear_attention(query, key, value, is_causal=True, **shared, **options)
     else:
         want, whole = decay_attention(query, key, value, decay=lam, **shared, **options)
-    close(torch.cat(outs, 2), want[:, :, prompt:], 1e-12)
+    assert_close_to_largest(torch.cat(outs, 2), want[:, :, prompt:], 1e-12)
     for metric in whole.available:
         joint = torch.cat([stats[metric] for stats in found], 2)
         torch.testing.assert_close(
@@ -324,7 +324,9 @@ def test_an_empty_state_starts_at_the_first_token() -> None:
         token = slice(i, i + 1)
         out, state = linear_step(state, query[:, :, token], key[:, :, token], value[:, :, token])
         outs.append(out)
-    close(torch.cat(outs, 2), linear_attention(query, key, value, is_causal=True), 1e-13)
+    assert_close_to_largest(
+        torch.cat(outs, 2), linear_attention(query, key, value, is_causal=True), 1e-13
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -373,7 +375,7 @@ def test_long_float32_rows_keep_their_digits_across_segments(name: str) -> None:
         torch.testing.assert_close(
             stats.effective_keys[..., rows].double(), exact.effective_keys, rtol=1e-5, atol=0
         )
-    close(out[:, :, rows], want, 1e-5)
+    assert_close_to_largest(out[:, :, rows], want, 1e-5)
 
 
 def test_retention_is_the_published_parallel_form() -> None:
@@ -385,7 +387,7 @@ def test_retention_is_the_published_parallel_form() -> None:
     found = decay_attention(
         query, key, value, decay=retnet_decays(4, dtype=torch.float64), scale=5**-0.5, chunk=7
     )
-    close(found, want, 1e-13)
+    assert_close_to_largest(found, want, 1e-13)
 
 
 def test_signed_weights_say_what_sums_alone_cannot() -> None:

@@ -54,7 +54,7 @@ def rewrite(
     save_file(arrays, path, metadata=header)
 
 
-def refused(path: Path, match: str) -> None:
+def assert_refused(path: Path, match: str) -> None:
     """Both readers refuse the file, in one line that names it."""
     for reader in (load_state, lambda where: merge_states([where])):
         with pytest.raises(ValueError, match=match) as caught:
@@ -75,9 +75,9 @@ def test_every_truncation_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     for length in sorted({*range(12), *range(12, len(whole), 997), len(whole) - 1}):
         path.write_bytes(whole[:length])
-        refused(path, "is not a complete safetensors file")
+        assert_refused(path, "is not a complete safetensors file")
     path.write_bytes(whole + b"more")
-    refused(path, "is not a complete safetensors file")
+    assert_refused(path, "is not a complete safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_every_truncation_is_refused(path: Path) -> None:
 )
 def test_what_is_no_safetensors_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    refused(path, r"is not a complete safetensors file|its schema is None")
+    assert_refused(path, r"is not a complete safetensors file|its schema is None")
 
 
 def test_arrays_larger_than_the_file(path: Path) -> None:
     header = {"mean": {"dtype": "F64", "shape": [1 << 40, 2], "data_offsets": [0, 1 << 44]}}
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    refused(path, "is not a complete safetensors file")
+    assert_refused(path, "is not a complete safetensors file")
 
 
 def test_every_bit_that_flips_is_noticed(path: Path) -> None:
@@ -116,7 +116,7 @@ def test_every_bit_that_flips_is_noticed(path: Path) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
-        refused(path, "is damaged|is not a complete safetensors file|its schema is|its run")
+        assert_refused(path, "is damaged|is not a complete safetensors file|its schema is|its run")
 
 
 def test_states_of_earlier_versions_have_no_seal(path: Path) -> None:
@@ -128,24 +128,24 @@ def test_states_of_earlier_versions_have_no_seal(path: Path) -> None:
 def test_files_of_no_size_that_a_state_has(path: Path) -> None:
     with open(path, "ab") as file:
         file.truncate((1 << 34) + 1)  # sparse: nothing is written
-    refused(path, "has 17179869185 bytes, which is too large for a state")
+    assert_refused(path, "has 17179869185 bytes, which is too large for a state")
 
 
 def test_heads_that_no_model_has(path: Path) -> None:
     rewrite(path, summary=lambda record: record["layers"][0].update(heads=1 << 17))
-    refused(path, "a state can hold at most 131072 heads, got 131074")
+    assert_refused(path, "a state can hold at most 131072 heads, got 131074")
 
 
 def test_other_schemas(path: Path) -> None:
     for schema in ("acutance.head_summary/0", "acutance.queries_keys/1", "x" * 10_000):
         save_file({"a": torch.zeros(1)}, path, metadata={"schema": schema})
-        refused(path, "is not a head summary that this version can read: its schema is")
+        assert_refused(path, "is not a head summary that this version can read: its schema is")
 
 
 def test_a_summary_saved_from_python_says_nothing_of_windows(path: Path) -> None:
     acutance.load(path).save(path)
     assert acutance.load(path).metrics == ("entropy", "top_weight")
-    refused(path, "does not record which windows it contains")
+    assert_refused(path, "does not record which windows it contains")
 
 
 def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -183,7 +183,7 @@ def test_arrays_that_no_rows_give(
     path: Path, change: Callable[[dict[str, Any]], None], match: str
 ) -> None:
     rewrite(path, tensors=change)
-    refused(path, match)
+    assert_refused(path, match)
 
 
 def layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
@@ -225,7 +225,7 @@ def test_records_that_no_probe_writes(
         return found if isinstance(found, list) and found and found[0] is record else None
 
     rewrite(path, summary=changed)
-    refused(path, match)
+    assert_refused(path, match)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_records_that_no_probe_writes(
 )
 def test_runs_that_no_probe_writes(path: Path, fields: dict[str, Any], match: str) -> None:
     rewrite(path, run=lambda record: record.update(fields))
-    refused(path, match)
+    assert_refused(path, match)
 
 
 def test_a_header_that_is_no_json(path: Path) -> None:
     for text in ("{", "[" * 100_000, '{"layers": ' + "9" * 5000 + "}"):
         save_file(load_file(path), path, metadata={"schema": SCHEMA, "summary": text, "run": "{}"})
-        refused(path, "'summary' is not JSON")
+        assert_refused(path, "'summary' is not JSON")
 
 
 def test_a_huge_about_is_only_text(path: Path) -> None:

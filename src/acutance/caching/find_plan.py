@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.caching.alternatives import Dropped, Rounded
@@ -28,6 +27,7 @@ from acutance.calibration.by_loss.runs import (
     Windows,
     check_state,
     difference,
+    margin,
     mean_loss,
     read_windows,
 )
@@ -54,8 +54,6 @@ SHARES = (0.75, 0.5, 0.35, 0.25)
 _FILES = (".costs", ".reach", "")
 #: Windows whose derivatives are read, and that decide, at least.
 _LEAST = (2, 2)
-#: Level of the one-sided interval within which the loss may rise.
-_LEVEL = 0.95
 
 
 def budget(
@@ -251,9 +249,7 @@ class _PlanScores:
         model = self._windows.model
         with evaluating(model), torch.no_grad(), _applied(model, self._plans[int(values)]):
             scored = self._windows.loss.score(model, batch)
-        known = ~scored.loss.isnan()
-        zero = torch.zeros(1, dtype=torch.float64)
-        return Reading(float(scored.loss[known].sum()), int(known.sum()), zero)
+        return Reading.of(scored, torch.zeros(1, dtype=torch.float64))
 
     read = score
 
@@ -326,6 +322,5 @@ def _choose(
                 f"{least:.3f} of the cache at {n} tokens; allow plans that keep less"
             )
         return min(fitting, key=lambda one: one.delta).plan
-    level = float(student.ppf(_LEVEL, windows - 1))
-    within = [one for one in points if one.delta + level * one.error <= max_loss]
+    within = [one for one in points if one.delta + margin(one.error, windows) <= max_loss]
     return min(within, key=lambda one: one.bytes).plan if within else whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.module_names import class_name, named_modules, unwrap
+from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.shapes import check_count
@@ -55,7 +55,7 @@ class LayerShape:
         return self.query_heads // self.heads
 
 
-class _Shapes:
+class _Shapes(Changer):
     """Notes the shapes of the calls of transformers' attention interface; changes nothing."""
 
     def __init__(self) -> None:
@@ -65,10 +65,6 @@ class _Shapes:
         """Note the shapes of a call."""
         module, query, key, value, _ = call.positional()
         self.calls[module] = LayerShape(key.shape[1], query.shape[1], key.shape[3], value.shape[3])
-
-    def mute(self) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
 
 
 def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:

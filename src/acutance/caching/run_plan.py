@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,11 +21,12 @@ from acutance.caching.planned_cache import (
     take_pending,
 )
 from acutance.caching.stores import Attend
-from acutance.calibration.apply_law import ApplyError
+from acutance.calibration.in_force import ApplyError, InForce
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.kernel_functions import calls
 from acutance.capture.module_names import class_name, named_modules, unwrap
 from acutance.capture.module_stack import Running, module_of_method
+from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, base_name
 from acutance.capture.torch_modes import EAGER, forget_compiled
@@ -36,13 +35,15 @@ from acutance.masks import hides
 __all__ = ["AppliedPlan"]
 
 
-class AppliedPlan:
+class AppliedPlan(InForce, Changer):
     """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.
 
     Attributes:
         plan: the plan, with the layer names of this model.
         calls: attention calls that ran under it, by module name.
     """
+
+    _noun = "plan"
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.plan = plan
@@ -62,41 +63,10 @@ class AppliedPlan:
             context.enter_context(calls.change(self))
             context.enter_context(reading())
             forget_compiled()
-            self._context: ExitStack | None = context.pop_all()
-
-    # -- in force or not --------------------------------------------------------------------------
-
-    def restore(self) -> None:
-        """Remove the plan from the model. Later calls have no effect.
-
-        Warns:
-            UserWarning: if no attention call ran under the plan.
-        """
-        if self._remove() and not self.calls:
-            warnings.warn(self._did_nothing(), stacklevel=2)
-
-    def __enter__(self) -> AppliedPlan:
-        if self._context is None:
-            raise ApplyError("this plan was removed from its model: apply it again")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._remove() and kind is None and not self.calls:
-            raise ApplyError(self._did_nothing())
-
-    def _remove(self) -> bool:
-        """Remove all hooks; returns whether they were still installed."""
-        context, self._context = self._context, None
-        if context is not None:
-            context.close()
-        return context is not None
+            self._context = context.pop_all()
 
     def _did_nothing(self) -> str:
+        """The sentence for a plan under which the model did not run."""
         return f"the plan changed no call of {class_name(self._model)}: it did not run"
 
     # -- the cache of a pass ----------------------------------------------------------------------
@@ -134,9 +104,6 @@ class AppliedPlan:
         return args, {**kwargs, "past_key_values": planned}
 
     # -- attention calls, as acutance.capture.protocols.Changer -----------------------------------
-
-    def changed_query(self, call: InterfaceCall) -> None:
-        """None: queries stay as they are."""
 
     def mute(self) -> AbstractContextManager[None]:
         """Context of a call that runs under the plan, whatever kernel it calls."""

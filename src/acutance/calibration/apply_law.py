@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -19,6 +17,7 @@ from acutance.calibration.factors import (
     query_factor,
     situation_of,
 )
+from acutance.calibration.in_force import ApplyError, InForce
 from acutance.calibration.law import AnyLaw, Change, Law
 from acutance.calibration.plain_calls import PlainCalls
 from acutance.calibration.windowed_calls import WindowedCall, rotary_of_layers
@@ -39,10 +38,6 @@ T = TypeVar("T")
 
 _WINDOWED = "its rows see only a window (windowed=True scales it)"
 _CROSS = "its rows have no distance from their keys: it is cross-attention"
-
-
-class ApplyError(RuntimeError):
-    """A law could not be applied where it should have been."""
 
 
 @overload
@@ -89,7 +84,7 @@ class _Thread(threading.local):
         self.factors = KnownFactors()
 
 
-class Applied(PlainCalls):
+class Applied(InForce, PlainCalls):
     """A law applied to a model: what :func:`apply` returns.
 
     Attributes:
@@ -151,36 +146,11 @@ class Applied(PlainCalls):
         self._uncompiled.enter_context(EAGER)
         self._uncompiled.enter_context(calls.change(self))
 
-    def restore(self) -> None:
-        """Remove the law from the model with all its hooks. Later calls have no effect.
-
-        Warns:
-            UserWarning: if no call was scaled.
-        """
-        if self._remove() and not self.calls:
-            warnings.warn(self._did_nothing(), stacklevel=2)
-
-    def __enter__(self) -> Applied:
-        if self._context is None:
-            raise ApplyError("this law was removed from its model: apply it again")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._remove() and kind is None and not self.calls:
-            raise ApplyError(self._did_nothing())
-
     def _remove(self) -> bool:
         """Remove all hooks; returns whether they were still installed."""
-        context, self._context = self._context, None
-        if context is not None:
-            context.close()
+        was_installed = super()._remove()
         self._leave_model()
-        return context is not None
+        return was_installed
 
     def _did_nothing(self) -> str:
         """The sentence for a law under which no call was scaled, with the first reason."""

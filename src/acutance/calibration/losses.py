@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -47,7 +48,7 @@ class Scored:
     n: Tensor
 
 
-class Loss:
+class Loss(ABC):
     """A loss that models are judged by.
 
     Attributes:
@@ -58,21 +59,21 @@ class Loss:
     words: str
     reads_all = False
 
+    @abstractmethod
     def check(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> None:
         """Refuse a model that does not have this loss, by a call with a few tokens.
 
         Raises:
             LossError: if it does not.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Run the model on one batch and return the loss of every prediction."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Like :meth:`score`, and backpropagate the sum of the losses."""
-        raise NotImplementedError
 
 
 class _Logits(Loss):
@@ -135,17 +136,17 @@ class _Logits(Loss):
         loss[places.cpu()] = found.detach()
         return Scored(self._placed(loss), n.cpu())
 
+    @abstractmethod
     def _targets(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Targets of the predictions at each position of the output.
 
         Returns:
             Token ids to predict, (B, L); and boolean (B, L), True at positions that count.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _shown(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor]:
         """The model's inputs for a batch, and how many tokens each prediction can see, (B, L)."""
-        raise NotImplementedError
 
     def _placed(self, loss: Tensor) -> Tensor:
         """Move losses (B, L) from the positions that predict to those of the predicted tokens."""

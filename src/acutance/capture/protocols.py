@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -71,10 +72,12 @@ class Changer(Protocol):
     """
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
-        """The changed query (B, Hq, L, E) of a call; None to keep it."""
+        """The changed query (B, Hq, L, E) of a call; None keeps it, which is the default."""
+        return None
 
     def mute(self) -> Any:
-        """Context in which functions that the call uses are not changed."""
+        """Context in which functions that the call uses are not changed; by default they are."""
+        return nullcontext()
 
 
 class Instead(Protocol):

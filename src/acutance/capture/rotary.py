@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from acutance.capture.head_axis import attribute
 from acutance.capture.module_names import class_name, unwrap
+from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 
@@ -207,7 +207,7 @@ _Pair = tuple[Tensor, Tensor]
 _Calls = dict[torch.nn.Module, _Pair]
 
 
-class _Recorder:
+class _Recorder(Changer):
     """Records the query and key of each module's first call of transformers' interface."""
 
     def __init__(self) -> None:
@@ -216,10 +216,6 @@ class _Recorder:
     def changed_query(self, call: InterfaceCall) -> None:
         """Record the call; None leaves its query as it is."""
         self.calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
-
-    def mute(self) -> AbstractContextManager[None]:
-        """A context that does nothing: calls within a call are recorded too."""
-        return nullcontext()
 
 
 def _read(model: torch.nn.Module, start: int) -> _Calls:

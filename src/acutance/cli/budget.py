@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.inputs import read_texts
 from acutance.cli.options import (
     LESS,
     LONG,
@@ -28,12 +29,11 @@ from acutance.cli.options import (
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import (
-    INTERRUPTED,
     check_figure,
     console,
-    fail,
     pass_progress,
     plain_errors,
+    resumable,
 )
 
 if TYPE_CHECKING:
@@ -170,12 +170,8 @@ def budget(options: BudgetOptions) -> None:
         from acutance.files import as_json, put_text
         from acutance.report.plot_style import DARK, LIGHT
 
-        try:
+        with resumable("before a plan was chosen", options.save):
             result = _search(options, lengths)
-        except KeyboardInterrupt:
-            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
-            fail(f"interrupted before a plan was chosen{rest}")
-            raise typer.Exit(INTERRUPTED) from None
         write_and_show(
             {
                 "plan": result.plan.save,
@@ -191,11 +187,10 @@ def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget"
     """Load the model, read the texts, and search; progress is shown on standard error."""
     from acutance.caching.find_plan import budget as search
     from acutance.caching.layer_shapes import check_model
-    from acutance.corpus import texts as corpus
     from acutance.judging.text_windows import loss_of, text_windows
 
     plans = [_plan(text) for text in options.streaming] if options.streaming else None
-    texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    texts = read_texts(options.text)
     with console().status("loading the model"):
         loaded = load_model(options, options.device, head=True)
     check_model(loaded.model)

@@ -13,6 +13,7 @@ from acutance.cli.held_out import (
     load_with_head,
     nothing_found,
 )
+from acutance.cli.inputs import lengths_noted, note_lengths, read_texts
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -37,11 +38,11 @@ from acutance.cli.options import (
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import (
-    INTERRUPTED,
     console,
     fail,
     pass_progress,
     plain_errors,
+    resumable,
 )
 
 if TYPE_CHECKING:
@@ -253,12 +254,8 @@ def calibrate(options: CalibrateOptions) -> None:
         elif options.window or options.law == "none":
             option = "--window" if options.window else "--law none"
             raise typer.BadParameter("it needs --target loss", param_hint=option)
-        try:
+        with resumable("before the law was fitted and judged", options.save):
             calibration = _fit(options, lengths, target, value)
-        except KeyboardInterrupt:
-            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
-            fail(f"interrupted before the law was fitted and judged{rest}")
-            raise typer.Exit(INTERRUPTED) from None
 
         nothing = nothing_found(calibration)
         refused = options.out is not None and not options.even_if_worse and hurts(calibration)
@@ -308,15 +305,12 @@ def _fit(
     options: CalibrateOptions, lengths: tuple[int, ...] | None, target: str, value: float | None
 ) -> "Calibration":
     """Load the model, read the texts, and fit."""
-    import warnings
-
     from acutance.calibration.fit.calibrate import calibrate
-    from acutance.calibration.fit.request import check_positions, check_request
+    from acutance.calibration.fit.request import check_request
     from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
-    from acutance.corpus import texts as corpus
     from acutance.report.screen import note
 
-    texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    texts = read_texts(options.text)
     by_loss = target == "loss"
     with console().status("loading the model"):
         headed, loaded = load_with_head(options, by_loss)
@@ -336,11 +330,7 @@ def _fit(
         check_request(**arguments)
     elif options.window:
         arguments["window"] = [read_window(text) for text in options.window]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_positions(loaded.model, lengths)
-    for warning in caught:
-        console().print(note(("note", "yellow"), f": {warning.message}"))
+    note_lengths(loaded.model, lengths)
     held_out = (
         None
         if headed is None
@@ -362,8 +352,7 @@ def _fit(
     tokens = sum(part["input_ids"].numel() for parts in windows.values() for part in parts)
     if len(read) < len(lengths):  # cut from the longest
         (windows,) = windows.values()
-    with pass_progress(tokens, console()) as advance, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
+    with pass_progress(tokens, console()) as advance, lengths_noted():
         calibration = calibrate(
             loaded.model, windows, **arguments, seed=options.seed,
             save=options.save, save_every=options.save_every, resume=options.resume,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_texts
 from acutance.cli.options import (
     LESS,
     LONG,
@@ -25,10 +26,9 @@ from acutance.cli.options import (
     check_resume,
     command,
     load_model,
-    read_laws,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
+from acutance.cli.shared import console, plain_errors, progress, resumable
 
 if TYPE_CHECKING:
     import torch
@@ -188,12 +188,8 @@ def extend(options: ExtendOptions) -> None:
         from acutance.extending.render import show
         from acutance.files import as_json, put_text
 
-        try:
+        with resumable("before the search ended", options.save):
             found, model = _search(options, options.to)
-        except KeyboardInterrupt:
-            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
-            fail(f"interrupted before the search ended{rest}")
-            raise typer.Exit(INTERRUPTED) from None
         if options.out is not None:
             _write(options.out, found, model)
         write_and_show(
@@ -220,12 +216,8 @@ def _check_folder(out: Path, model: str | None) -> None:
 
 def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Module]":
     """Load the model, read the texts, and search; progress is shown on standard error."""
-    import warnings
-    from importlib.metadata import version
-
     import torch
 
-    from acutance.corpus import texts as corpus
     from acutance.extending.candidates import proposals
     from acutance.extending.extend_model import extend, trained_length
     from acutance.extending.search import planned_runs
@@ -233,7 +225,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     from acutance.judging.text_windows import loss_of, text_windows
 
     laws = None if options.law is None else read_laws(options.law)
-    texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    texts = read_texts(options.text)
     with console().status("loading the model"):
         dtype = None if options.dtype is None else getattr(torch, options.dtype)
         loaded = load_model(options, options.device, head=True, dtype=dtype)
@@ -248,8 +240,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     final = max(2, len(windows) // 2) if options.final is None else options.final
     runs = planned_runs(len(laws), max(1, len(windows) - final), final)
     bar = progress("extending", runs, runs * to, console())
-    with bar as advance, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # that is what it is for
+    with bar as advance, lengths_noted():  # they are what the command is for
         result = extend(
             loaded.model,
             to,
@@ -267,13 +258,8 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
             overwrite=options.overwrite,
             advance=advance,
         )
-    about: dict[str, Any] = {
-        "model": loaded.name,
-        "text": [text.name for text in texts],
-        **loaded.about,
-    }
-    about["dtype"] = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
-    about |= {name: version(name) for name in ("acutance", "transformers")}
+    dtype_name = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+    about = about_run(loaded, texts) | {"dtype": dtype_name}
     return replace(result, about=about), loaded.model
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.inputs import lengths_noted
 from acutance.cli.options import load_model
-from acutance.cli.shared import INTERRUPTED, console, fail, progress
+from acutance.cli.shared import console, progress, resumable
 
 if TYPE_CHECKING:
     import torch
@@ -207,24 +208,22 @@ def judge_proposals(
         return Judged()
     windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, [length], 0, 0)
     tokens = windows.tokens * (1 + len(proposed.remedies))
-    with progress("judging", windows.count, tokens, console()) as advance:
-        try:
-            comparison = judge_windows(
-                headed.model,
-                windows,
-                proposed.remedies,
-                loss,
-                save=None if save is None else f"{save}.judging",
-                save_every=save_every,
-                resume=resume,
-                overwrite=not resume,
-                given={"train_length": train_length},
-                advance=advance,
-            )
-        except KeyboardInterrupt:
-            rest = "" if save is None else f"; continue from {save} with --resume"
-            fail(f"interrupted while judging by the loss{rest}")
-            raise typer.Exit(INTERRUPTED) from None
+    with (
+        resumable("while judging by the loss", save),
+        progress("judging", windows.count, tokens, console()) as advance,
+    ):
+        comparison = judge_windows(
+            headed.model,
+            windows,
+            proposed.remedies,
+            loss,
+            save=None if save is None else f"{save}.judging",
+            save_every=save_every,
+            resume=resume,
+            overwrite=not resume,
+            given={"train_length": train_length},
+            advance=advance,
+        )
     return Judged(comparison, proposed.reasons, proposed.remedies)
 
 
@@ -240,8 +239,6 @@ def judge_law(
     resume: bool,
 ) -> "Calibration":
     """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
-    import warnings
-
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.remedies import LawRemedy
     from acutance.judging.render import verdict_sentence
@@ -255,9 +252,8 @@ def judge_law(
     remedy = LawRemedy("the law", calibration, windowed)
     with (
         progress("judging", windows.count, 2 * windows.tokens, console()) as advance,
-        warnings.catch_warnings(),
+        lengths_noted(),
     ):
-        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said before
         comparison = judge_windows(
             headed.model,
             windows,

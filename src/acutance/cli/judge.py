@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from acutance.cli.inputs import about_run, lengths_noted, note_lengths, read_laws, read_texts
 from acutance.cli.options import (
     LESS,
     LONG,
@@ -24,11 +25,15 @@ from acutance.cli.options import (
     check_resume,
     command,
     load_model,
-    read_laws,
     read_lengths,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
+from acutance.cli.shared import (
+    console,
+    plain_errors,
+    progress,
+    resumable,
+)
 
 if TYPE_CHECKING:
     from acutance.judging.paired import LossComparison
@@ -152,12 +157,8 @@ def judge(options: JudgeOptions) -> None:
         from acutance.files import as_json, put_text
         from acutance.judging.render import show
 
-        try:
+        with resumable("before all windows were read", options.save):
             comparison = _compare(options, lengths)
-        except KeyboardInterrupt:
-            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
-            fail(f"interrupted before all windows were read{rest}")
-            raise typer.Exit(INTERRUPTED) from None
         write_and_show(
             {"--json": lambda path: put_text(as_json(comparison.to_dict()) + "\n", path)},
             {"--json": options.json},
@@ -167,32 +168,21 @@ def judge(options: JudgeOptions) -> None:
 
 def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossComparison":
     """Load the model, read the texts, and compare; progress is shown on standard error."""
-    import warnings
-    from importlib.metadata import version
-
-    from acutance.calibration.fit.request import check_positions
-    from acutance.corpus import texts as corpus
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.remedies import for_train_length
     from acutance.judging.text_windows import loss_of, text_windows
-    from acutance.report.screen import note
 
     remedies = read_laws(options.law or ())
-    texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    texts = read_texts(options.text)
     with console().status("loading the model"):
         loaded = load_model(options, options.device, head=True)
     remedies = for_train_length(loaded.model, remedies, options.train_length)
     lengths = (loaded.window(None),) if lengths is None else lengths
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_positions(loaded.model, lengths)
-    for warning in caught:
-        console().print(note(("note", "yellow"), f": {warning.message}"))
+    note_lengths(loaded.model, lengths)
     windows = text_windows(loaded, texts, lengths, options.windows, options.seed)
     tokens = windows.tokens * (1 + len(remedies))
     bar = progress("judging", windows.count, tokens, console())
-    with bar as advance, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
+    with bar as advance, lengths_noted():
         comparison = judge_windows(
             loaded.model,
             windows,
@@ -204,6 +194,4 @@ def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossCom
             overwrite=options.overwrite,
             advance=advance,
         )
-    about = {"model": loaded.name, "text": [text.name for text in texts], **loaded.about}
-    about |= {name: version(name) for name in ("acutance", "transformers")}
-    return replace(comparison, about=about)
+    return replace(comparison, about=about_run(loaded, texts))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import MISSING, fields
 from itertools import pairwise
@@ -15,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 from typer.core import TyperCommand
 
-from acutance.cli.shared import Commands, misuse
+from acutance.cli.shared import Commands
 
 if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
     from acutance.corpus.load_model import TextModel
-    from acutance.judging.remedies import Remedy
     from acutance.scaling import Window
 
 Given = TypeVar("Given", bound="DataclassInstance")
@@ -221,21 +218,6 @@ def read_window(text: str) -> Window:
         raise typer.BadParameter(
             f"it must be SIZE or SIZE,SINKS, as in 1024,4, got {text!r}", param_hint="--window"
         ) from error
-
-
-def read_laws(texts: Iterable[str]) -> list[Remedy]:
-    """Parse each ``--law``; what is no law is misuse, a damaged file is not."""
-    from acutance.judging.remedies import as_remedies, named_remedy
-    from acutance.judging.rope import RopeRemedy
-
-    remedies: list[Remedy] = []
-    for text in texts:
-        with nullcontext() if os.path.exists(text) else misuse():
-            remedies.append(found := named_remedy(text))
-            if isinstance(found, RopeRemedy):
-                found.check_kind()
-    with misuse():
-        return as_remedies(remedies)
 
 
 def check_resume(resume: bool, save: Path | None) -> None:

@@ -15,6 +15,7 @@ from acutance.cli.held_out import (
     check_judge,
     hold_out_windows,
 )
+from acutance.cli.inputs import read_texts
 from acutance.cli.options import (
     LESS,
     MANY,
@@ -345,7 +346,7 @@ def _run(
         part = WHOLE if options.shard is None else Shard.parse(options.shard)
         texts = []
         if first:
-            texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+            texts = read_texts(options.text)
     texts = world.first(texts)
     device = world.device(options.device)
     with world.together(), console().status("loading the model") if first else nullcontext():

@@ -116,6 +116,22 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(getattr(error, "exit_code", 1)) from error
 
 
+@contextmanager
+def resumable(when: str, save: Path | None) -> Iterator[None]:
+    """Context in which Ctrl-C ends with a sentence and exit code 130.
+
+    Args:
+        when: what had not happened yet, as in "before a plan was chosen".
+        save: the file that ``--resume`` continues from; None if there is none.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        rest = "" if save is None else f"; continue from {save} with --resume"
+        fail(f"interrupted {when}{rest}")
+        raise typer.Exit(INTERRUPTED) from None
+
+
 def _error_sentence(error: Exception) -> str:
     """The message of an error as one sentence; for file errors it begins with the file name."""
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from acutance.calibration.by_loss.gradients import frozen, one_block_at_a_time
+from acutance.calibration.by_loss.gradients import prepared
+from acutance.calibration.by_loss.output_gradients import OutputGradients
 from acutance.calibration.factors import query_factor
 from acutance.calibration.head_laws import HeadLaws, LawPart, scaling_and_window
 from acutance.calibration.law import Law
@@ -22,7 +22,6 @@ from acutance.calibration.visible_keys import VisibleKeys
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.judging.remedies import LawRemedy, Remedy
 from acutance.scaling import HeadTable, Window
@@ -85,104 +84,48 @@ def head_slopes(
     windows = [scaling_and_window(one)[1] for one in (best, *others)]
     moving = any(window is not None and window.moves for window in windows)
     rotary = find_rotary(model, layers.values()) if moving else [None] * len(layers)
-    switches = _Switches(dict(zip(layers.values(), rotary, strict=True)), others)
+    comparison = _Comparison(dict(zip(layers, rotary, strict=True)), others)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        frozen(model),
-        one_block_at_a_time(model),
+        prepared(model),
         LawRemedy("", best).applied(model),
-        huggingface.change(switches),
+        huggingface.change(OutputGradients(layers, comparison.add)),
         set_checkpoint_early_stop(False),
     ):
         scored = loss.backward(model, batch)
     count = int((~scored.loss.isnan()).sum())
-    return {name: switches.found[layer] / count for name, layer in layers.items()}
+    return {name: comparison.sums[name] / count for name in layers}
 
 
-class _Switches:
-    """In the backward pass, compares what heads return with what they would under other laws.
+class _Comparison:
+    """Compares what heads return with what they would under other laws.
 
     Args:
-        layers: attention layers and their rotary embedding, None where no window moves keys.
+        rotary: rotary embedding of each layer by name; None where no window moves keys.
         others: the other laws.
 
     Attributes:
-        found: for each layer the derivative of the summed loss, (others, heads, pieces).
+        sums: for each layer the derivative of the summed loss, (others, heads, pieces).
     """
 
-    def __init__(
-        self, layers: Mapping[torch.nn.Module, Rotary | None], others: Sequence[LawPart]
-    ) -> None:
-        self._layers, self._others = layers, others
-        self._leaf = torch.zeros((), requires_grad=True)
+    def __init__(self, rotary: Mapping[str, Rotary | None], others: Sequence[LawPart]) -> None:
+        self._rotary, self._others = rotary, others
         self._keys: tuple[Any, VisibleKeys] | None = None
-        self.found: dict[torch.nn.Module, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
 
-    def changed_query(self, call: InterfaceCall) -> None:
-        """None: the query is not changed."""
-
-    def changed_output(self, call: InterfaceCall, output: Tensor) -> Tensor:
-        """The output, whose gradient is compared in the backward pass."""
-        read = call.read("")
-        bare = replace(read, query=None, key=None, value=None)  # type: ignore[arg-type]
-        tensors = (part.detach() for part in (read.query, read.key, read.value))
-        compare = _Comparison(self, call["module"], bare)
-        changed: Tensor = _Switch.apply(  # type: ignore[no-untyped-call]
-            output, self._leaf, compare, *tensors
-        )
-        return changed
-
-    def mute(self) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
-
-    def compare(
-        self, module: torch.nn.Module, call: AttentionCall, gradient: Tensor, output: Tensor
-    ) -> None:
-        """Add the derivatives of one call, whose output and gradient are (B, L, H, E)."""
+    def add(self, call: AttentionCall, output: Tensor, gradient: Tensor) -> None:
+        """Add the derivatives of one call, whose output and gradient are (B, H, L, E)."""
         place = call.attn_mask, call.query.shape, call.key.shape
         if self._keys is None or self._keys[0][0] is not place[0] or self._keys[0][1:] != place[1:]:
             self._keys = place, VisibleKeys.of(call)
-        keys, rows = self._keys[1], []
+        keys, rotary, parts = self._keys[1], self._rotary[call.module], []
         for other in self._others:
-            away = _through(call, other, self._layers[module], keys).transpose(1, 2) - output
-            by_row = (gradient.float() * away.float()).sum((0, 3))  # (L, H)
-            pieces = by_row.double().tensor_split(_PIECES)
-            rows.append(torch.stack([piece.sum(0) for piece in pieces], 1))
-        self.found[module] = self.found.get(module, 0.0) + torch.stack(rows).cpu()
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """A call without its tensors, which autograd holds, and what reads it."""
-
-    switches: _Switches
-    module: torch.nn.Module
-    call: AttentionCall
-
-
-class _Switch(torch.autograd.Function):
-    """Returns a call's output, and has its gradient compared with other outputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, leaf: Tensor, compare: _Comparison, *tensors: Tensor
-    ) -> Tensor:
-        """The output; ``leaf`` needs a gradient, so that the output does."""
-        ctx.compare = compare
-        ctx.save_for_backward(output, *tensors)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient as it is, after the comparison."""
-        (gradient,), (output, query, key, value) = gradients, ctx.saved_tensors
-        one: _Comparison = ctx.compare
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            call = replace(one.call, query=query, key=key, value=value)
-            one.switches.compare(one.module, call, gradient, output)
-        return gradient, None, None, None, None, None
+            away = _through(call, other, rotary, keys) - output
+            by_row = (gradient.float() * away.float()).sum((0, 3))  # (H, L)
+            pieces = by_row.double().tensor_split(_PIECES, 1)
+            parts.append(torch.stack([piece.sum(1) for piece in pieces], 1))
+        self.sums[call.module] = self.sums.get(call.module, 0.0) + torch.stack(parts).cpu()
 
 
 def _through(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,13 +43,11 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Remedy
             f"and train_length={train_length}"
         )
     rope: list[Remedy] = []
-    try:
+    with suppress(ApplyError):  # positions are not rotary
         config: Any = rope_modules(model)[0][2].config
         own = config.max_position_embeddings == train_length  # then nothing has to say it
         trained = {} if own else {"original_max_position_embeddings": train_length}
         rope = _rope(trained, to / train_length, config.rope_parameters.get("rope_theta"))
-    except ApplyError:
-        pass
     names = [f"clip_log_n:train_length={train_length}", *_windows(train_length, to, bool(rope))]
     return [*rope, *(named_remedy(name) for name in names)]
 

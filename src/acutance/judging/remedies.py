@@ -20,6 +20,7 @@ from acutance.calibration.named_law import joined_parts, named_law
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
+from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.judging.rope import RopeRemedy, named_rope, with_train_length
@@ -165,14 +166,11 @@ class HeadsOff:
         self._modules(model)
 
 
-class _Silence:
+class _Silence(Changer):
     """Sets the output of some heads to zero in transformers' attention interface."""
 
     def __init__(self, switched: Mapping[int, Sequence[int] | None]) -> None:
         self._switched, self.calls = switched, 0
-
-    def changed_query(self, call: InterfaceCall) -> None:
-        """Return None: queries are not changed, only outputs."""
 
     def changed_output(self, call: InterfaceCall, output: torch.Tensor) -> torch.Tensor | None:
         """The output (B, L, Hq, Ev) with zeros for the heads; None for a layer left unchanged."""
@@ -190,16 +188,6 @@ class _Silence:
         output = output.clone()
         output[:, :, list(heads)] = 0.0
         return output
-
-    def mute(self) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return _nothing()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    """A context that does nothing."""
-    yield
 
 
 def named_remedy(text: str) -> LawRemedy | PlanRemedy | HeadsOff | RopeRemedy:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.calibration.by_loss.gates import (
@@ -20,7 +19,7 @@ from acutance.calibration.by_loss.gates import (
 )
 from acutance.calibration.by_loss.gradients import Reading
 from acutance.calibration.by_loss.readings import Readings
-from acutance.calibration.by_loss.result import GateSlope, significant
+from acutance.calibration.by_loss.result import GateSlope, beyond_noise
 from acutance.calibration.by_loss.runs import (
     Advance,
     Run,
@@ -28,6 +27,7 @@ from acutance.calibration.by_loss.runs import (
     Windows,
     check_state,
     difference,
+    margin,
     mean_gradient,
     mean_loss,
     read_windows,
@@ -38,11 +38,6 @@ from acutance.capture.find_layers import layer_numbers
 from acutance.scaling import Window
 
 __all__ = ["WindowChoice", "choose_windows", "gate_slopes"]
-
-#: Of the heads that are proposed to change, so many are expected to have no slope.
-_BY_CHANCE = 0.1
-#: Level of the one-sided test that a choice lowers the loss.
-_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -153,8 +148,7 @@ class _Choice:
                 tried.add(_key(values))
                 after = self._score(values, number)
                 delta, error_of_it = difference(self.after, after)
-                level = float(student.ppf(_LEVEL, len(after) - 1))
-                if delta < -level * error_of_it:
+                if delta < -margin(error_of_it, len(after)):
                     better.append((values, after))
                     if number > 1:
                         break
@@ -174,9 +168,7 @@ class _Choice:
             error: their standard errors.
             first: whether this is the first pass.
         """
-        quotient = (slope / error).nan_to_num(0.0)
-        p = torch.as_tensor(2 * student.sf(quotient.abs().numpy(), len(self._fitting) - 1))
-        beyond = significant(p.flatten(), _BY_CHANCE).view_as(slope) & (slope < 0)
+        beyond = beyond_noise(slope, error, len(self._fitting)) & (slope < 0)
         least, at = slope.masked_fill(~beyond, math.inf).min(1)
         change = least < 0
         while bool(change.any()):

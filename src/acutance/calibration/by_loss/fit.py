@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.calibration.by_loss.choose_windows import WindowChoice, choose_windows
@@ -20,7 +19,7 @@ from acutance.calibration.by_loss.gradients import (
     joined,
 )
 from acutance.calibration.by_loss.readings import Readings
-from acutance.calibration.by_loss.result import HeadSlope, LossCalibration, significant
+from acutance.calibration.by_loss.result import HeadSlope, LossCalibration, beyond_noise
 from acutance.calibration.by_loss.runs import (
     Advance,
     Run,
@@ -28,6 +27,7 @@ from acutance.calibration.by_loss.runs import (
     Windows,
     check_state,
     difference,
+    margin,
     mean_gradient,
     mean_loss,
     read_windows,
@@ -46,12 +46,8 @@ __all__ = ["FAMILIES", "calibrate_by_loss", "loss_slopes"]
 
 #: What ``law`` may be: factors at every length, one for all lengths, or windows alone.
 FAMILIES = ("table", "constant", "none")
-#: Of the factors that are changed, so many are expected to have no slope.
-_BY_CHANCE = 0.1
 #: The first rate of Adam's steps in log λ, steps of a pass, and its decays.
 _RATE, _STEPS, _MOMENTUM, _SQUARES = 0.05, 4, 0.9, 0.95
-#: Level of the one-sided test that the law lowers the loss.
-_LEVEL = 0.95
 
 
 def calibrate_by_loss(
@@ -275,9 +271,7 @@ class _Job:
         before = self._read(run, self._stopping, zero, 1)
         self._slopes = mean_gradient([*first, *before])
         slope, error = mean_gradient(first)
-        quotient = (slope / error).abs().nan_to_num(0.0)
-        p = torch.as_tensor(2 * student.sf(quotient.numpy(), len(first) - 1))
-        free = significant(p, _BY_CHANCE).double()
+        free = beyond_noise(slope, error, len(first)).double()
         self._before = self._before or before
         best, best_loss, found = zero, mean_loss(before), before
         self._after = before
@@ -298,10 +292,10 @@ class _Job:
             else:  # from the best again, in smaller steps
                 values, rate, adam = best, rate / 2, _Adam(len(zero))
         delta, error_of_it = difference(before, found)
-        enough = float(student.ppf(_LEVEL, len(before) - 1)) * error_of_it
-        if self._choice is None or delta < -enough:
+        lower = delta < -margin(error_of_it, len(before))
+        if self._choice is None or lower:
             self._after = found
-        return best if delta < -enough else zero
+        return best if lower else zero
 
     def _parts(self) -> list[Sequence[Unit]]:
         """The windows that are fitted to, one part for each step of a pass."""

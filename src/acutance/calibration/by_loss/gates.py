@@ -10,8 +10,8 @@ outputs have to be computed, without a gradient, one layer at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,12 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import apply
-from acutance.calibration.by_loss.gradients import (
-    Reading,
-    first_tokens,
-    frozen,
-    one_block_at_a_time,
-)
+from acutance.calibration.by_loss.gradients import PreparedModel, Reading, first_tokens
+from acutance.calibration.by_loss.output_gradients import OutputGradients
 from acutance.calibration.fit.passes import evaluating
 from acutance.calibration.fit.windows import Turn
 from acutance.calibration.losses import Loss
@@ -34,9 +30,7 @@ from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
-from acutance.capture.torch_modes import unwatched
 from acutance.scaling import Window
 
 __all__ = ["Alternative", "GateGradients", "GatedLayer", "gated_layers"]
@@ -126,7 +120,7 @@ def gated_layers(
     return sizes.layers, sizes.skipped
 
 
-class GateGradients:
+class GateGradients(PreparedModel):
     r"""Context that computes a model's loss and its derivative by a gate of every head.
 
     For each gate and alternative there are two numbers: the derivative, and the second-order cost
@@ -152,26 +146,18 @@ class GateGradients:
         *,
         key_heads: bool = False,
     ) -> None:
-        self._model, self._loss, self._layers = model, loss, layers
+        super().__init__(model)
+        self._loss = loss
         self._alternatives = tuple(alternatives)
         known = attention_layers(model)
-        self._names = {id(known[name]): name for name in layers}
+        self._modules = {name: known[name] for name in layers}
+        self._outputs = OutputGradients(self._modules, self._receive)
         self.gates = {
             name: layer.key_heads if key_heads else layer.heads for name, layer in layers.items()
         }
-        self._leaf = torch.zeros((), requires_grad=True)
         self._found: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._rotary: dict[str, Rotary] = {}
-        self._scores_alone = False
-        self._context, self._prepared = ExitStack(), False
-
-    def __enter__(self) -> GateGradients:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        self._prepared = False
 
     @property
     def alternatives(self) -> int:
@@ -196,28 +182,24 @@ class GateGradients:
             The reading; its gradient has the derivatives of all gates and alternatives, then the
             second-order costs in the same order.
         """
-        with self._running(values), set_checkpoint_early_stop(False):
+        with (
+            self._running(values),
+            huggingface.change(self._outputs),
+            set_checkpoint_early_stop(False),
+        ):
             scored = self._loss.backward(self._model, batch)
         none = torch.zeros(2, 0, self.alternatives, dtype=torch.float64)
         parts = [
             self._found.pop(name, none.new_zeros(2, gates, none.shape[2]))
             for name, gates in self.gates.items()
         ]
-        known = ~scored.loss.isnan()
-        gradient = torch.cat([part.flatten(1) for part in parts], 1).flatten()
-        return Reading(float(scored.loss[known].sum()), int(known.sum()), gradient)
+        return Reading.of(scored, torch.cat([part.flatten(1) for part in parts], 1).flatten())
 
     def score(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
         """As :meth:`read` without a backward pass: the derivatives are 0."""
-        self._scores_alone = True
-        try:
-            with self._running(values), torch.no_grad():
-                scored = self._loss.score(self._model, batch)
-        finally:
-            self._scores_alone = False
-        known = ~scored.loss.isnan()
-        zeros = torch.zeros(2 * self.size, dtype=torch.float64)
-        return Reading(float(scored.loss[known].sum()), int(known.sum()), zeros)
+        with self._running(values), torch.no_grad():
+            scored = self._loss.score(self._model, batch)
+        return Reading.of(scored, torch.zeros(2 * self.size, dtype=torch.float64))
 
     def law(self, values: Tensor) -> dict[Any, Any]:
         """The windows of these values as a law for :func:`acutance.apply`; empty if all are 0."""
@@ -236,57 +218,24 @@ class GateGradients:
 
     @contextmanager
     def _running(self, values: Tensor) -> Iterator[None]:
-        """Context in which these values are in force and the gates are watched."""
-        if not self._prepared:
-            self._prepare()
+        """Context in which heads compute what these values say."""
+        self.prepare()
         self._values = self._split(values)
         law = self.law(values)
-        with ExitStack() as context:
-            if law:
-                context.enter_context(apply(self._model, law))
-            context.enter_context(huggingface.change(self))
+        with apply(self._model, law) if law else nullcontext():
             yield
 
-    def _prepare(self) -> None:
-        """Prepare the model; done at the first reading, since a resumed run may need none."""
-        with ExitStack() as context:
-            context.enter_context(evaluating(self._model))
-            context.enter_context(frozen(self._model))
-            context.enter_context(one_block_at_a_time(self._model))
-            moving = [one for one in self._alternatives if isinstance(one, Window) and one.moves]
-            if moving:
-                known = attention_layers(self._model)
-                layers = [known[name] for name in self._layers]
-                rotary = find_rotary(self._model, layers)
-                self._rotary = dict(zip(self._layers, rotary, strict=True))
-            self._context = context.pop_all()
-        self._prepared = True
+    def _prepare(self, context: ExitStack) -> None:
+        """Find the rotary embeddings if a window moves keys."""
+        if any(isinstance(one, Window) and one.moves for one in self._alternatives):
+            rotary = find_rotary(self._model, self._modules.values())
+            self._rotary = dict(zip(self._modules, rotary, strict=True))
 
     def _split(self, values: Tensor) -> dict[str, Tensor]:
         """Values of all gates as one tensor for each layer, by module name."""
         return dict(zip(self.gates, values.split(list(self.gates.values())), strict=True))
 
-    def changed_query(self, call: InterfaceCall) -> None:
-        """None: the query is not changed."""
-
-    def changed_output(self, call: InterfaceCall, output: Tensor) -> Tensor | None:
-        """The same output (B, L, Hq, Ev), whose gradient is read in the backward pass."""
-        name = self._names.get(id(call["module"]))
-        if name is None or self._scores_alone:
-            return None
-        with torch.no_grad(), unwatched():
-            read = call.read(name)
-        receiver = _Receiver(self, _without_tensors(read))
-        changed: Tensor = _Gate.apply(  # type: ignore[no-untyped-call]
-            output, self._leaf, read.query, read.key, read.value, receiver
-        )
-        return changed
-
-    def mute(self) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
-
-    def receive(self, call: AttentionCall, output: Tensor, gradient: Tensor) -> None:
+    def _receive(self, call: AttentionCall, output: Tensor, gradient: Tensor) -> None:
         """Add what the gates of one call change, to first and second order.
 
         Args:
@@ -319,53 +268,3 @@ class GateGradients:
 def _whole(call: AttentionCall) -> Tensor:
     """The output of a call without windows, (B, Hq, L, Ev)."""
     return call.rebuild(False)[0]
-
-
-def _without_tensors(call: AttentionCall) -> AttentionCall:
-    """A call that holds its masks, but no query, key or value."""
-    none = call.query.new_empty(0)
-    return replace(call, query=none, key=none, value=none)
-
-
-@dataclass(frozen=True)
-class _Receiver:
-    """Passes a call with its tensors, and the gradient of its output, to the gates."""
-
-    gates: GateGradients
-    call: AttentionCall
-
-    def receive(
-        self, output: Tensor, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor
-    ) -> None:
-        """Pass on a call, its output (B, L, Hq, Ev) and the derivative of the loss by it."""
-        call = replace(self.call, query=query, key=key, value=value)
-        with torch.no_grad(), unwatched():
-            self.gates.receive(call, output.transpose(1, 2), gradient.transpose(1, 2))
-
-
-class _Gate(torch.autograd.Function):
-    """The identity of an attention output; its backward pass shows the gradient to a receiver.
-
-    Query, key and value are saved by autograd, so that a checkpointed block computes them again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        leaf: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        receiver: _Receiver,
-    ) -> Tensor:
-        """Return the output; ``leaf`` needs a gradient, so that the output has one."""
-        ctx.save_for_backward(output, query, key, value)
-        ctx.receiver = receiver
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Pass the gradient on unchanged."""
-        ctx.receiver.receive(*ctx.saved_tensors, gradients[0])
-        return gradients[0], None, None, None, None, None

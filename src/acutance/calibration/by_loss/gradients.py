@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,22 +17,25 @@ from acutance.calibration.apply_law import apply
 from acutance.calibration.fit.collect import TARGETS
 from acutance.calibration.fit.passes import PassSums, evaluating, run_pass
 from acutance.calibration.fit.windows import Turn
-from acutance.calibration.losses import Loss
+from acutance.calibration.losses import Loss, Scored
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.scaling import HeadTable, Window
 from acutance.scaling.base import Rows
 from acutance.scaling.learned import LearnedScaling
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "FactorTable",
     "Layers",
     "LossGradients",
+    "PreparedModel",
     "Reading",
     "attending_layers",
     "first_tokens",
-    "frozen",
     "joined",
-    "one_block_at_a_time",
+    "prepared",
 ]
 
 _FEW = 32  # tokens of the run that finds the layers
@@ -137,12 +140,51 @@ class Reading:
     count: int
     gradient: Tensor
 
+    @classmethod
+    def of(cls, scored: Scored, gradient: Tensor) -> Reading:
+        """The reading of a batch from the loss of its predictions."""
+        known = ~scored.loss.isnan()
+        return cls(float(scored.loss[known].sum()), int(known.sum()), gradient)
 
-class LossGradients:
+
+class PreparedModel:
+    """Context for runs of a model that :func:`prepared` changes.
+
+    It is changed at the first run, since a resumed fit may need none.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._context: ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(*error)
+
+    def prepare(self) -> None:
+        """Prepare the model, unless that is done."""
+        if self._context is not None:
+            return
+        with ExitStack() as context:
+            context.enter_context(prepared(self._model))
+            self._prepare(context)
+            self._context = context.pop_all()
+
+    def _prepare(self, context: ExitStack) -> None:
+        """What a subclass adds to the context."""
+
+
+class LossGradients(PreparedModel):
     """Context that computes a model's loss and its derivative by the factor of every head.
 
     The parameters are one vector of log-factors: layer by layer, head by head, at the knots.
-    Activations are stored for one block at a time; the others run again in the backward pass.
 
     Args:
         model: a model with a loss.
@@ -164,28 +206,15 @@ class LossGradients:
         windowed: bool = False,
         windows: Mapping[Any, Window] | None = None,
     ) -> None:
-        self._model, self._loss, self._windowed = model, loss, windowed
+        super().__init__(model)
+        self._loss, self._windowed = loss, windowed
         self._windows = {} if windows is None else dict(windows)
         self.tables = {name: FactorTable(heads, knots) for name, heads in layers.heads.items()}
-        self._context, self._prepared = ExitStack(), False
 
-    def __enter__(self) -> LossGradients:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        self._prepared = False
-
-    def _prepare(self) -> None:
-        """Prepare the model; done at the first reading, since a resumed fit may need none."""
-        with ExitStack() as context:
-            context.enter_context(evaluating(self._model))
-            context.enter_context(frozen(self._model))
-            context.enter_context(one_block_at_a_time(self._model))
-            law = joined(self.tables, self._windows)
-            context.enter_context(apply(self._model, law, windowed=self._windowed))
-            self._context = context.pop_all()
-        self._prepared = True
+    def _prepare(self, context: ExitStack) -> None:
+        """Apply the law with the factors to be fitted."""
+        law = joined(self.tables, self._windows)
+        context.enter_context(apply(self._model, law, windowed=self._windowed))
 
     @property
     def size(self) -> int:
@@ -194,8 +223,7 @@ class LossGradients:
 
     def read(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
         """Loss and gradient of a batch at these log-factors, (parameters,)."""
-        if not self._prepared:
-            self._prepare()
+        self.prepare()
         self.set(values)
         with set_checkpoint_early_stop(False):
             scored = self._loss.backward(self._model, batch)
@@ -204,20 +232,15 @@ class LossGradients:
             gradient = table.log_factor.grad
             parts.append(torch.zeros_like(table.log_factor) if gradient is None else gradient)
             table.log_factor.grad = None
-        known = ~scored.loss.isnan()
-        total = torch.cat([part.flatten().double().cpu() for part in parts])
-        return Reading(float(scored.loss[known].sum()), int(known.sum()), total)
+        return Reading.of(scored, torch.cat([part.flatten().double().cpu() for part in parts]))
 
     def score(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
         """The loss alone, with a gradient of 0."""
-        if not self._prepared:
-            self._prepare()
+        self.prepare()
         self.set(values)
         with torch.no_grad():
             scored = self._loss.score(self._model, batch)
-        known = ~scored.loss.isnan()
-        zeros = torch.zeros(self.size, dtype=torch.float64)
-        return Reading(float(scored.loss[known].sum()), int(known.sum()), zeros)
+        return Reading.of(scored, torch.zeros(self.size, dtype=torch.float64))
 
     def set(self, values: Tensor) -> None:
         """Apply these log-factors, (parameters,), from now on."""
@@ -246,7 +269,18 @@ def joined(scalings: Mapping[str, Any], windows: Mapping[Any, Window]) -> dict[A
 
 
 @contextmanager
-def frozen(model: torch.nn.Module) -> Iterator[None]:
+def prepared(model: torch.nn.Module) -> Iterator[None]:
+    """Context for backward passes that read derivatives by something else than parameters.
+
+    The model is in eval mode and its parameters need no gradient. Activations are stored for one
+    block at a time; the others run again in the backward pass.
+    """
+    with evaluating(model), _frozen(model), _one_block_at_a_time(model):
+        yield
+
+
+@contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
     """Context in which the model's parameters need no gradient."""
     needing = [part for part in model.parameters() if part.requires_grad]
     for part in needing:
@@ -259,7 +293,7 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
+def _one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
     """Context in which blocks are checkpointed, if all attention uses transformers' interface."""
     before = {}
     for block in _blocks(model):

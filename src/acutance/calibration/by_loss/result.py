@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.calibration.fit.result import Calibration, Numbers
@@ -14,7 +15,10 @@ from acutance.calibration.head_laws import HeadLaws
 from acutance.files import finite
 from acutance.scaling import Window
 
-__all__ = ["GateSlope", "HeadSlope", "LossCalibration", "significant"]
+__all__ = ["GateSlope", "HeadSlope", "LossCalibration", "beyond_noise", "significant"]
+
+#: Of the derivatives beyond noise, so many are expected to be 0.
+_BY_CHANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def significant(p: Sequence[float] | Tensor, share: float) -> Tensor:
         share: expected fraction of false ones among the significant tests, at most.
 
     Returns:
-        Boolean, one for each test.
+        Boolean, shaped as ``p``.
 
     Example:
         >>> significant([0.001, 0.02, 0.04, 0.9], 0.05).tolist()
@@ -160,11 +164,31 @@ def significant(p: Sequence[float] | Tensor, share: float) -> Tensor:
     Source:
         Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x.
     """
-    values = torch.as_tensor(p, dtype=torch.float64)
+    values = torch.as_tensor(p, dtype=torch.float64).flatten()
     order = values.argsort()
     bound = share * torch.arange(1, len(values) + 1) / len(values)
     below = (values[order] <= bound).nonzero()
     chosen = torch.zeros(len(values), dtype=torch.bool)
     if len(below):
         chosen[order[: int(below.max()) + 1]] = True
-    return chosen
+    return chosen.view(torch.as_tensor(p).shape)
+
+
+def beyond_noise(slope: Tensor, error: Tensor, windows: int) -> Tensor:
+    """Which derivatives differ from 0, one in ten of those by chance.
+
+    Args:
+        slope: derivatives.
+        error: their standard errors, the same shape.
+        windows: windows that gave them.
+
+    Returns:
+        Boolean, the same shape.
+
+    Example:
+        >>> beyond_noise(torch.tensor([0.5, 0.1]), torch.tensor([0.1, 0.1]), 8).tolist()
+        [True, False]
+    """
+    quotient = (slope / error).abs().nan_to_num(0.0)
+    p = 2 * student.sf(quotient.numpy(), windows - 1)
+    return significant(torch.as_tensor(p), _BY_CHANCE)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from acutance.calibration.by_loss.gradients import Reading
 from acutance.calibration.by_loss.readings import Readings
+from acutance.calibration.fit.estimates import student_t_quantile
 from acutance.calibration.fit.request import check_positions
 from acutance.calibration.fit.windows import (
     AnyBatches,
@@ -34,6 +35,7 @@ __all__ = [
     "Windows",
     "check_state",
     "difference",
+    "margin",
     "mean_gradient",
     "mean_loss",
     "ratio",
@@ -48,6 +50,8 @@ Advance = Callable[[int, int, int], None]
 _STOPS = 3
 #: Windows that are fitted to, and that decide, at least.
 _LEAST = (4, 2)
+#: Level of the one-sided interval of a difference.
+_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -292,3 +296,13 @@ def difference(before: Sequence[Reading], after: Sequence[Reading]) -> tuple[flo
     counts = torch.tensor([float(one.count) for one in before], dtype=torch.float64)
     mean, error = ratio(sums, counts)
     return float(mean), float(error)
+
+
+def margin(error: float, windows: int) -> float:
+    """What a mean difference over windows must be below 0 to be so at one-sided 95 % confidence.
+
+    Args:
+        error: standard error of the difference.
+        windows: number of windows.
+    """
+    return student_t_quantile(windows - 1, _LEVEL) * error
