@@ -173,8 +173,8 @@ def test_a_search_resumes_where_it_was_interrupted(found: Budget, tmp_path: Path
     handle.remove()
     assert resumed == found
     runs = 4 * (1 + len({one.plan.words for one in found.points}))
-    # one loss is in the file; shapes are read twice, layers once, the loss is checked twice
-    assert len(ran) == runs - 1 + 5
+    # one loss is in the file; shapes and layers are read once, the loss is checked twice
+    assert len(ran) == runs - 1 + 4
     with pytest.raises(FileExistsError, match="state"):
         budget(decoder(), windows(8), save=state, **given)
     for change, match in (
@@ -260,7 +260,8 @@ def test_rounding_errors_are_half_a_step_at_most(along: str, bits: int) -> None:
     ("given", "error", "message"),
     [
         ({"keep": 0.5, "max_loss": 0.1}, ValueError, "give keep or max_loss, got keep=0.5 and"),
-        ({"keep": 1.5}, ValueError, "keep and shares must be at most 1, got 1.5"),
+        ({"keep": 1.5}, ValueError, "keep must be at most 1, got 1.5"),
+        ({"shares": [2]}, ValueError, "shares must be at most 1, got 2"),
         ({"keep": 0.0}, ValueError, "keep"),
         ({"keep": 0.05}, ValueError, r"keep=0.05 is not reached: the smallest plan .* takes 0.125"),
         ({"plans": []}, TypeError, r"plans must be a sequence of HeadPlan, got \[\]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from acutance.caching.alternatives import Dropped, Rounded
 from acutance.caching.frontier import Budget, Point
-from acutance.caching.layer_shapes import cache_shapes
 from acutance.caching.plan import CachePlan, HeadPlan
 from acutance.caching.proposals import Place, options_of
 from acutance.caching.rules import propose, read_reach
@@ -127,7 +127,7 @@ def budget(
     files = {part: None if save is None else f"{os.fspath(save)}{part}" for part in _FILES}
     for file in files.values():
         check_state(file, resume=resume, overwrite=overwrite)
-    shapes = cache_shapes(model)
+    whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]
     plans = _fitting(plans, n)
@@ -150,18 +150,17 @@ def budget(
         advance=None if advance is None else lambda tokens, *_: advance(tokens, 1, 3),
     )
     reach = read_reach(
-        read, fitting, shapes, save=files[".reach"], resume=resume,
+        read, fitting, whole.shapes, save=files[".reach"], resume=resume,
         advance=None if advance is None else lambda tokens, *_: advance(tokens, 2, 3),
     )  # fmt: skip
     by_head = {
         (one.module, one.head): tuple(map(sum, zip(one.slope, one.curvature, strict=True)))
         for one in costs
     }
-    options = options_of(shapes, plans, by_head, n)
-    whole = CachePlan.of(model)
+    options = options_of(whole.shapes, plans, by_head, n)
     targets = [int(share * whole.full_bytes(n)) for share in shares]
     proposals = [
-        (rule, CachePlan(whole.model, shapes, _by_layer(heads)))
+        (rule, replace(whole, layers=_by_layer(heads)))
         for rule, heads in propose(options, reach, targets)
     ]
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
@@ -197,14 +196,15 @@ def _check(
         raise ValueError(f"give keep or max_loss, got keep={keep!r} and max_loss={max_loss!r}")
     if max_loss is not None:
         check_number("max_loss", max_loss, above=0.0)
-    some = [*shares] + ([] if keep is None else [keep])
-    for share in some:
-        check_number("keep" if share is keep else "shares", share, above=0.0)
-        if share > 1.0:
-            raise ValueError(f"keep and shares must be at most 1, got {share!r}")
+    if keep is None and max_loss is None:
+        keep = 0.5
+    named = [("shares", share) for share in shares] + ([] if keep is None else [("keep", keep)])
+    for name, share in named:
+        if check_number(name, share, above=0.0) > 1.0:
+            raise ValueError(f"{name} must be at most 1, got {share!r}")
     if plans is not None and not (plans and all(isinstance(one, HeadPlan) for one in plans)):
         raise TypeError(f"plans must be a sequence of HeadPlan, got {plans!r:.80}")
-    return sorted({*some, *([0.5] if keep is max_loss is None else [])}, reverse=True)
+    return sorted({share for _, share in named}, reverse=True)
 
 
 def _fitting(plans: Sequence[HeadPlan] | None, n: int) -> tuple[HeadPlan, ...]:

@@ -136,12 +136,19 @@ class CachePlan:
             itemsize: bytes of a number that is not quantised: 2 in 16-bit dtypes, 4 in float32.
         """
         return sum(
-            one.bytes(
-                n, self.shapes[name], group=self.group, residual=self.residual, itemsize=itemsize
-            )
+            self.head_bytes(name, one, n, itemsize)
             for name, heads in self.layers.items()
             for one in heads
         )
+
+    def head_bytes(self, module: str, head: HeadPlan, n: int, itemsize: int = 2) -> int:
+        """Bytes of a key head of a layer after n tokens, if it keeps what ``head`` says."""
+        shape = self.shapes[module]
+        return head.bytes(n, shape, group=self.group, residual=self.residual, itemsize=itemsize)
+
+    def head_share(self, module: str, head: HeadPlan, n: int) -> float:
+        """:meth:`head_bytes` as a share of the full 16-bit cache of such a head."""
+        return self.head_bytes(module, head, n) / self.head_bytes(module, HeadPlan(), n)
 
     def full_bytes(self, n: int, itemsize: int = 2) -> int:
         """Bytes of the full cache, not quantised, of n tokens."""

@@ -120,7 +120,7 @@ def plant(
     if not 1 <= check_count("shown", shown, 1) < length:
         raise ValueError(f"shown must be below length, got shown={shown} and length={length}")
     for depth in depths:
-        check_number("depths", depth, above=-1e-12)
+        check_number("depths", depth, above=0.0, including=True)
         if depth > 1:
             raise ValueError(f"depths must be at most 1, got {depth!r}")
     context = windows.shape[1] - length * len(depths)

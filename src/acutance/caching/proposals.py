@@ -41,18 +41,18 @@ def hull(options: Sequence[Option]) -> list[Option]:
         >>> [one.bytes for one in hull(some)]
         [8, 4, 2]
     """
-    kept: list[Option] = []
+    lower: list[Option] = []
     best: dict[int, Option] = {}
     for one in options:
         if one.bytes not in best or one.cost < best[one.bytes].cost:
             best[one.bytes] = one
     for one in sorted(best.values(), key=lambda option: -option.bytes):
-        while kept and kept[-1].cost >= one.cost:
-            kept.pop()
-        while len(kept) > 1 and _rate(kept[-2], kept[-1]) >= _rate(kept[-1], one):
-            kept.pop()
-        kept.append(one)
-    return kept
+        while lower and lower[-1].cost >= one.cost:
+            lower.pop()
+        while len(lower) > 1 and _rate(lower[-2], lower[-1]) >= _rate(lower[-1], one):
+            lower.pop()
+        lower.append(one)
+    return lower
 
 
 def _rate(more: Option, fewer: Option) -> float:
@@ -102,9 +102,6 @@ def options_of(
     plans: Sequence[HeadPlan],
     costs: Mapping[Place, Sequence[float]],
     n: int,
-    *,
-    group: int = 32,
-    residual: int = 32,
 ) -> dict[Place, list[Option]]:
     """The options of every key head: all of its cache for nothing, and each of ``plans``.
 
@@ -113,14 +110,11 @@ def options_of(
         plans: what heads may keep instead of everything.
         costs: of these plans, for each key head.
         n: tokens in the cache.
-        group: tokens, or channels, that share a scale.
-        residual: newest tokens that are never quantised.
     """
-    found = {}
-    for place, some in costs.items():
-        shape = shapes[place[0]]
-        found[place] = [
-            Option(plan, plan.bytes(n, shape, group=group, residual=residual), cost)
+    return {
+        place: [
+            Option(plan, plan.bytes(n, shapes[place[0]]), cost)
             for plan, cost in zip([HeadPlan(), *plans], [0.0, *some], strict=True)
         ]
-    return found
+        for place, some in costs.items()
+    }

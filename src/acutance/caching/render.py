@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from acutance.caching.exchange.plan_record import Costs
 from acutance.caching.frontier import Budget
-from acutance.caching.plan import CachePlan, HeadPlan
-from acutance.report.screen import NumberTable
+from acutance.caching.plan import CachePlan
+from acutance.report.screen import NumberTable, Wrapped
 
 __all__ = ["sentences", "show", "show_plan"]
 
@@ -40,7 +39,7 @@ def show(found: Budget) -> RenderableType:
             one.plan.name.removeprefix("cache plan (").removesuffix(")"),
             Text(mark, style="cyan"),
         )
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
+    lines = [Wrapped(line, bullet=" • ") for line in sentences(found)]
     return Group(title, "", table, "", *lines)
 
 
@@ -79,20 +78,14 @@ def show_plan(
         table.add_column("cost, nat", justify="right", no_wrap=True)
     table.add_column("key heads")
     for layer, (module, heads) in enumerate(plan.layers.items()):
-        kept = sum(
-            one.bytes(n, plan.shapes[module], group=plan.group, residual=plan.residual)
-            for one in heads
-        )
-        whole = len(heads) * HeadPlan().bytes(n, plan.shapes[module])
-        cells = [str(layer), f"{kept / whole:.3f}"]
+        share = sum(plan.head_share(module, one, n) for one in heads) / len(heads)
+        cells = [str(layer), f"{share:.3f}"]
         if costs is not None:
             known = [costs.of(module, head, one) for head, one in enumerate(heads)]
             total = None if None in known else sum(one.total for one in known if one is not None)
             cells.append("" if total is None else f"{total:+.4f}")
         table.add_row(*cells, _symbols([one.symbol for one in heads]))
-    lines = [
-        Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in _plan_sentences(plan, lengths, costs)
-    ]
+    lines = [Wrapped(line, bullet=" • ") for line in _plan_sentences(plan, lengths, costs)]
     count = sum(len(one) for one in plan.layers.values())
     title = f"{model.architecture}: what {count} key heads in {len(plan.layers)} layers keep"
     return Group(Text(title, style="bold"), "", table, "", *lines)

@@ -153,40 +153,39 @@ def propose(
     Returns:
         For each plan the rule and what every key head keeps.
     """
-    found = [("gradient", heads) for heads in cheapest(options, targets)]
-    expected = {place: {one.plan: one.cost for one in some} for place, some in options.items()}
-    first = next(iter(options.values()))
-    if any(one.plan.kind == "streaming" for one in first):
-        rests = [one.plan for one in first if one.plan.kind == "full"]
+    proposals = [("gradient", heads) for heads in cheapest(options, targets)]
+    first = [one.plan for one in next(iter(options.values()))]
+    if any(plan.kind == "streaming" for plan in first):
+        rests = [plan for plan in first if plan.kind == "full"]
         for rule in RULES:
             by_rest = [cheapest(_by_rule(rule, reach, options, rest), targets) for rest in rests]
             for target, plans in zip(targets, zip(*by_rest, strict=True), strict=True):
-                small = [plan for plan in plans if _bytes(plan, options) <= target] or [
-                    min(plans, key=lambda plan: _bytes(plan, options))
-                ]
-                found.append(
-                    (
-                        rule,
-                        min(
-                            small,
-                            key=lambda plan: sum(
-                                expected[place][one] for place, one in plan.items()
-                            ),
-                        ),
-                    )
-                )
+                proposals.append((rule, _best_rest(plans, options, target)))
     different = []
-    for one in found:
+    for one in proposals:
         if one not in different:
             different.append(one)
     return different
 
 
-def _bytes(plan: Mapping[Place, HeadPlan], options: Mapping[Place, Sequence[Option]]) -> int:
-    """Bytes of a plan of all heads."""
-    return sum(
-        one.bytes for place, some in options.items() for one in some if one.plan == plan[place]
-    )
+def _best_rest(
+    plans: Sequence[dict[Place, HeadPlan]],
+    options: Mapping[Place, Sequence[Option]],
+    target: int,
+) -> dict[Place, HeadPlan]:
+    """Of the plans within a target the one with the least sum of costs, else the smallest."""
+
+    def totals(plan: Mapping[Place, HeadPlan]) -> tuple[int, float]:
+        chosen = [one for place, some in options.items() for one in some if one.plan == plan[place]]
+        return sum(one.bytes for one in chosen), sum(one.cost for one in chosen)
+
+    sizes = [totals(plan) for plan in plans]
+
+    def order(index: int) -> tuple[bool, float]:
+        size, cost = sizes[index]
+        return (False, cost) if size <= target else (True, size)
+
+    return plans[min(range(len(plans)), key=order)]
 
 
 def _by_rule(

@@ -118,9 +118,11 @@ class Search:
             return
         away = [self._part(best, one, range(1), ~self._within).delta for one in others]
         found = self._runs.mixes(best, others, away, len(deciding), self._tokens)
+        if not found:
+            return
         self._remedies += found
         for window in deciding:
-            for remedy in (None, best, *found) if found else ():
+            for remedy in (None, best, *found):
                 if not self._has_time(remedy, window):
                     self.complete = False
                     return

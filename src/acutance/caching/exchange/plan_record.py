@@ -152,20 +152,18 @@ def _key_head(
 ) -> dict[str, Any]:
     """What one key head keeps, its share of its full bytes, and its costs."""
     kept, shape = plan.layers[module][head], plan.shapes[module]
-    sizes = {"group": plan.group, "residual": plan.residual}
-    whole = HeadPlan().bytes(n, shape)
     known = () if costs is None else costs.heads.get((module, head), ())
     cost = None if costs is None else costs.of(module, head, kept)
     return {
         "head": head,
         "queries": [head * shape.queries_per_key, (head + 1) * shape.queries_per_key - 1],
         "keeps": kept.words,
-        "share": kept.bytes(n, shape, **sizes) / whole,
+        "share": plan.head_share(module, kept, n),
         "cost": None if cost is None else [cost.first, cost.second],
         "options": [
             {
                 "keeps": one.plan.words,
-                "share": one.plan.bytes(n, shape, **sizes) / whole,
+                "share": plan.head_share(module, one.plan, n),
                 "first": one.first,
                 "second": one.second,
                 "chosen": one.plan == kept,
