@@ -3,7 +3,8 @@ r"""Loss of cache plans beside kvpress's presses and transformers' QuantizedCach
 Every window is read up to its last tokens into a cache, which is then compressed, and these last
 tokens are scored with it: the protocol that presses are made for. Plans run in the same way, with
 their real cache. Bytes are of 16-bit numbers for the tokens before those that are scored. Results
-are added to a JSON file after each window, and what is in it is not measured again.
+are added to a JSON file after each window, and what is in it is not measured again; a file of other
+windows, or of another model or measure, is refused.
 
 kvpress needs an older transformers than the project's constraints, so it has an environment:
 
@@ -20,6 +21,7 @@ of them that the model repeats is measured instead of the loss.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import statistics
@@ -141,6 +143,19 @@ def contenders(
     return found
 
 
+def read_losses(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The results of a file by contender and window; raises SystemExit for other settings."""
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    for name, now in settings.items():
+        before = record.get("settings", {}).get(name)
+        if before != now:
+            raise SystemExit(f"{path} is for other {name}: {before}, not {now}")
+    losses: dict[str, dict[str, float]] = record["losses"]
+    return losses
+
+
 def show(losses: Mapping[str, Mapping[str, float]]) -> None:
     """Print mean differences from the full cache with standard errors over windows."""
     full = losses["full"]
@@ -171,12 +186,16 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    losses: dict[str, dict[str, float]] = {}
-    if options.json.exists():
-        losses = json.loads(options.json.read_text())
     windows = windows_of(options.tokens, options.windows)
     planted = plant(windows)
     scored = windows.shape[1] - planted.context if options.recall else options.scored
+    settings = {
+        "model": str(Path(options.model).resolve()),
+        "tokens": hashlib.sha256(torch.load(options.tokens).numpy().tobytes()).hexdigest()[:16],
+        "scored": scored,
+        "measure": "recall" if options.recall else "loss",
+    }
+    losses = read_losses(options.json, settings)
     some = contenders(options, Scorer(model, scored))
     for index, ids in enumerate((planted.tokens if options.recall else windows).split(1)):
         for name, logits in some.items():
@@ -188,7 +207,8 @@ def main() -> None:
                 own[str(index)] = float(one.accuracy(logits(ids)).mean())
             else:
                 own[str(index)] = mean_loss(logits(ids), ids)
-            write_text(options.json, json.dumps(losses, indent=1) + "\n")
+            record = {"settings": settings, "losses": losses}
+            write_text(options.json, json.dumps(record, indent=1) + "\n")
     show(losses)
 
 
