@@ -298,7 +298,7 @@ def test_bench_says_where_it_went(run: Callable[..., Any], given: str) -> None:
 
 def test_every_command_is_one_file_and_one_record() -> None:
     folder = Path(acutance.__file__).parent / "cli"
-    shared = {"__init__", "held_out", "options", "outputs", "progress", "shared"}
+    shared = {"__init__", "held_out", "inputs", "options", "outputs", "shared"}
     commands = typer.main.get_command(app).commands
     shown = {name for name, command in commands.items() if not command.hidden}
     assert shown == {path.stem for path in folder.glob("*.py")} - shared
