@@ -67,6 +67,7 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(self.head_width) if shape.qk_norm else nn.Identity()
         self.key_norm = nn.RMSNorm(self.head_width) if shape.qk_norm else nn.Identity()
         self.fault: Fault = ""
+        self.temperature = 1.0  # divides the scores
         self.recording = False
         self.means = torch.empty(0)  # (heads, len(MEANS)) of the last recorded pass
         self.largest = torch.empty(0)
@@ -91,6 +92,7 @@ class Attention(nn.Module):
         key = rotated(self.key_norm(self.key(x).view(folded)).transpose(1, 2), rotation)
         value = self.value(x).view(folded).transpose(1, 2)
         scale = 1.0 if self.fault == "scale_1" else self.head_width**-0.5
+        scale = scale / self.temperature
         seen = self.visible(length)
         if self.recording:
             self._record(query, key, value, seen, scale)

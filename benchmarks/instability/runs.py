@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from benchmarks.instability.decoder import Fault, Shape
 
-#: Steps of a faulty run and of a healthy one; healthy ones are longer, to count false alarms.
-STEPS, HEALTHY_STEPS = 500, 800
+#: Steps of a faulty run, of one with a slow fault, and of a healthy one.
+STEPS, SLOW_STEPS, HEALTHY_STEPS = 500, 640, 800
 SMALL = Shape()
 DEEP = Shape(width=64, layers=4, heads=4)
 WIDE = Shape(width=128, layers=2, heads=4)
@@ -43,7 +43,12 @@ class Run:
         fault_steps: steps for which ``factor`` acts; 0 is until the end.
         head_growth: of the query and key weights of head 0 in layer 0, each step.
         value_growth: of the value and output weights of layer 0, each step.
+        scale_growth: of the scale of every head's scores, each step.
         bad_steps: number of steps with bytes drawn at random.
+        bad_every: repeat the bad steps every so many steps; 0 for once.
+        noise_growth: share of bytes drawn at random, growing by this much each step.
+        repeat_growth: share of sequences that are always the same one, growing likewise.
+        rounded: to bfloat16 after each step: "weights", "moments" (Adam's second) or "" for none.
         clip: of the gradient's norm; None for none.
         decay: weight decay.
         data: "text", "first" (each sequence begins with byte 0) or "copy" (the second half of
@@ -68,7 +73,12 @@ class Run:
     fault_steps: int = 0
     head_growth: float = 1.0
     value_growth: float = 1.0
+    scale_growth: float = 1.0
     bad_steps: int = 0
+    bad_every: int = 0
+    noise_growth: float = 0.0
+    repeat_growth: float = 0.0
+    rounded: str = ""
     clip: float | None = 1.0
     decay: float = 0.1
     data: str = "text"
@@ -77,13 +87,15 @@ class Run:
 
     @property
     def key(self) -> str:
-        """A name that changes with anything in the description."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """A name that changes with anything in the description, and with no new field."""
+        usual = {field.name: field.default for field in fields(self)}
+        said = {name: value for name, value in asdict(self).items() if value != usual[name]}
+        text = json.dumps(said, sort_keys=True)
         return f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def faulty() -> list[Run]:
-    """The trainings with a fault: each on several decoders, seeds and first steps."""
+def fast() -> list[Run]:
+    """The trainings whose fault acts at once: on several decoders, from several steps."""
     made: list[Run] = []
 
     def add(
@@ -112,7 +124,7 @@ def faulty() -> list[Run]:
         add("wide_heads", level, (0, 120), [Shape(width=128, layers=4, heads=2)],
             factor=level, batch=8)  # fmt: skip
     for fault in ("bf16_scores", "fp8_scores", "bf16_sums"):
-        add(fault, 1.0, (0, 120), [SMALL, WIDE], fault=fault)
+        add(fault, 1.0, (0, 120), [SMALL], fault=fault)
         add(fault, 8.0, (120,), [SMALL], fault=fault, rate=RATE * 8)
     for level in (1e-15, 1e-3):
         add("adam_eps", level, (0, 120), [SMALL, BARE], eps=level)
@@ -125,15 +137,57 @@ def faulty() -> list[Run]:
         add("bad_batch_no_clip", level, late, [SMALL], bad_steps=level, fault_steps=level,
             clip=None, rate=4 * RATE)  # fmt: skip
     for fault in ("mask_future", "mask_first"):
-        add(fault, 1.0, any_time, [SMALL, WIDE], fault=fault)
+        add(fault, 1.0, any_time, [SMALL], fault=fault)
     add("window_off_by_one", 1.0, any_time, [WINDOWED, Shape(window=4)], fault="window")
     for level in (1.01, 1.02, 1.04):
-        add("head_growth", level, (60, 180), [SMALL, DEEP, WIDE], head_growth=level)
+        add("head_growth", level, (60, 180), [SMALL, DEEP], head_growth=level)
     for level in (1.01, 1.02, 1.04):
-        add("value_growth", level, (60, 180), [SMALL, WIDE], value_growth=level)
+        add("value_growth", level, (60, 180), [SMALL], value_growth=level)
     for level in (-3.0, -10.0):
-        add("weight_growth", level, (0, 120), [SMALL, WIDE, BARE], decay=level)
+        add("weight_growth", level, (0, 120), [SMALL, BARE], decay=level)
     return made
+
+
+def slow() -> list[Run]:
+    """The trainings whose fault grows, or acts for hundreds of steps before the loss shows it."""
+    made: list[Run] = []
+
+    def add(kind: str, level: float, shapes: list[Shape], count: int = 2, **more: Any) -> None:
+        for shape in shapes:
+            for start in (60, 120, 90)[:count]:
+                made.append(Run(kind, level, start, seed=200 + len(made), shape=shape,
+                                steps=SLOW_STEPS, **more))  # fmt: skip
+
+    bare_deep, slow_moments = replace(BARE, layers=4), (0.9, 0.999)
+    for level in (1.005, 1.0075, 1.01):
+        add("slow_rate", level, [SMALL, NORMED], growth=level, rate=4 * RATE)
+        add("slow_rate_no_clip", level, [SMALL], growth=level, rate=4 * RATE, clip=None,
+            betas=slow_moments)  # fmt: skip
+    for level in (1.004, 1.006, 1.01):
+        add("slow_rate_no_norm", level, [BARE, bare_deep], growth=level)
+    for level in (4.0, 5.0, 6.0):
+        add("hot_no_norm", level, [BARE], 3, factor=level)
+        add("hot_no_norm_no_clip", level, [BARE], 1, factor=level, clip=None, betas=slow_moments)
+    for level in (-0.5, -1.0, -1.5):
+        add("slow_weight_growth", level, [BARE], 3, decay=level)
+    for level in (1.01, 1.02):
+        add("scale_growth", level, [SMALL, BARE], scale_growth=level)
+        add("slow_value_growth", level, [BARE], value_growth=level)
+        add("slow_head_growth", level, [BARE], head_growth=level)
+    for level in (2.0, 4.0):
+        add("bursts", level, [SMALL, BARE], 1, bad_steps=3, bad_every=50, rate=level * RATE,
+            clip=None, betas=slow_moments)  # fmt: skip
+        add("rounded_weights", level, [BARE], 1, rounded="weights", factor=level)
+        add("rounded_moments", level, [BARE], 1, rounded="moments", factor=level,
+            betas=slow_moments)  # fmt: skip
+    add("noise_growth", 0.003, [SMALL, BARE], 1, noise_growth=0.003)
+    add("repeat_growth", 0.004, [SMALL, BARE], 1, repeat_growth=0.004)
+    return made
+
+
+def faulty() -> list[Run]:
+    """Every training with a fault."""
+    return fast() + slow()
 
 
 def healthy() -> list[Run]:
@@ -159,7 +213,6 @@ def healthy() -> list[Run]:
 
 def catalogue() -> list[Run]:
     """Every training, faulty ones and controls in turn, so that a part is a sample of the whole."""
-    first, second = faulty(), healthy()
-    order = [(i / len(first), run) for i, run in enumerate(first)]
-    order += [(i / len(second), run) for i, run in enumerate(second)]
+    parts = fast(), slow(), healthy()
+    order = [(i / len(part), run) for part in parts for i, run in enumerate(part)]
     return [run for _, run in sorted(order, key=lambda pair: pair[0])]

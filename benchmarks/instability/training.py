@@ -32,16 +32,26 @@ def _text(part: Any) -> Tensor:
     return texts.read(texts.files(part)).long()
 
 
-def batch_of(run: Run, generator: torch.Generator, bad: bool) -> Tensor:
-    """Tokens (batch, length + 1) of the next step."""
+def batch_of(run: Run, generator: torch.Generator, step: int) -> Tensor:
+    """Tokens (batch, length + 1) of a step; call it for one step after another."""
     length = run.shape.length + 1
     tokens = texts.sample_windows(_text("training"), length, run.batch, generator)
     if run.data == "first":
         tokens[:, 0] = 0
     if run.data == "copy":
         tokens[:, length // 2 :] = tokens[:, : length - length // 2]
-    if bad:
+    since = step - run.start
+    if since < 0:
+        return tokens
+    if (since % run.bad_every if run.bad_every else since) < run.bad_steps:
         tokens = torch.randint(256, tokens.shape, generator=generator)
+    if run.noise_growth:
+        noise = torch.rand(tokens.shape, generator=generator) < run.noise_growth * since
+        tokens[noise] = torch.randint(256, tokens.shape, generator=generator)[noise]
+    if run.repeat_growth:
+        repeated = min(run.batch, int(run.repeat_growth * since * run.batch))
+        first = torch.Generator().manual_seed(run.seed)
+        tokens[:repeated] = texts.sample_windows(_text("training"), length, 1, first)
     return tokens
 
 
@@ -126,7 +136,7 @@ def train(run: Run) -> dict[str, np.ndarray]:
             _grow(model, run)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        tokens = batch_of(run, generator, run.start <= step < run.start + run.bad_steps)
+        tokens = batch_of(run, generator, step)
         recording = step % EVERY == 0
         model.record(recording)
         loss = _loss(model, tokens)
@@ -139,6 +149,8 @@ def train(run: Run) -> dict[str, np.ndarray]:
             break
         old = [p.detach().clone() for p in model.parameters()] if recording else []
         optimizer.step()
+        if step >= run.start:
+            _round(model, optimizer, run)
         if recording:
             model.record(False)
             some["step"].append(step)
@@ -162,7 +174,9 @@ def _loss(model: Decoder, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _grow(model: Decoder, run: Run) -> None:
-    """Multiply the weights of head 0, or the values and outputs, of layer 0."""
+    """Multiply the weights of head 0, the values and outputs of layer 0, or every scale."""
+    for attention in model.attention:
+        attention.temperature /= run.scale_growth
     attention = model.attention[0]
     if run.head_growth != 1.0:
         for weight in (attention.query.weight, attention.key.weight):
@@ -170,6 +184,17 @@ def _grow(model: Decoder, run: Run) -> None:
     if run.value_growth != 1.0:
         for weight in (attention.value.weight, attention.out.weight):
             weight *= run.value_growth
+
+
+@torch.no_grad()
+def _round(model: Decoder, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """Round the weights or Adam's second moments to bfloat16."""
+    for weight in model.parameters():
+        if run.rounded == "weights":
+            weight.copy_(weight.bfloat16())
+        if run.rounded == "moments":
+            square = optimizer.state[weight]["exp_avg_sq"]
+            square.copy_(square.bfloat16())
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,27 @@ def test_faults_of_masks(fault: str) -> None:
     changed = {"mask_future": (0, 1), "mask_first": (2, 0), "window": (5, 2)}[fault]
     assert not torch.equal(before, after)
     assert bool(before[changed]) != bool(after[changed])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"scale_growth": 1.5},
+        {"bad_steps": 1, "bad_every": 4},
+        {"noise_growth": 0.1},
+        {"repeat_growth": 0.5},
+        {"rounded": "weights"},
+        {"rounded": "moments"},
+        {"head_growth": 1.5},
+        {"value_growth": 1.5},
+    ],
+    ids=lambda fault: next(iter(fault)),
+)
+def test_a_slow_fault_acts_from_its_first_step_on(fault: dict[str, Any]) -> None:
+    plain = replace(TINY, factor=1.0)
+    before, after = train(plain)["loss"], train(replace(plain, **fault))["loss"]
+    assert np.array_equal(before[: TINY.start], after[: TINY.start])
+    assert not np.array_equal(before, after)
 
 
 def test_an_event_is_a_loss_that_stays_high() -> None:
