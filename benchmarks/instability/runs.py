@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.instability.decoder import Fault, Shape
 
-#: Steps of a training, of one with a slow fault, and of the longest controls.
-STEPS, SLOW_STEPS, HEALTHY_STEPS = 500, 640, 800
+#: Steps of a training, of one whose fault shows soon or never, of one with a slow fault, and of the
+#: longest controls.
+STEPS, SHORT_STEPS, SLOW_STEPS, HEALTHY_STEPS = 500, 320, 640, 800
 SMALL = Shape()
 DEEP = Shape(width=64, layers=4, heads=4)
 WIDE = Shape(width=128, layers=2, heads=4)
@@ -116,6 +117,7 @@ def fast() -> list[Run]:
         add("no_warmup", level, (0,), [SMALL, DEEP, BARE], warmup=0, rate=RATE * level)
     for level in (1.015, 1.025, 1.04, 1.06):
         add("rate_growth", level, (60, 160), [SMALL, DEEP, WIDE], growth=level)
+    long = len(made)
     for level in (1.0, 4.0, 16.0):
         add("scale_1_qk_norm", level, (0, 120), [NORMED, replace(NORMED, width=128)],
             fault="scale_1", rate=RATE * level)  # fmt: skip
@@ -145,7 +147,10 @@ def fast() -> list[Run]:
         add("value_growth", level, (60, 180), [SMALL], value_growth=level)
     for level in (-3.0, -10.0):
         add("weight_growth", level, (0, 120), [SMALL, BARE], decay=level)
-    return made
+    return [
+        replace(run, steps=SHORT_STEPS) if number >= long else run
+        for number, run in enumerate(made)
+    ]
 
 
 def slow() -> list[Run]:
@@ -155,14 +160,16 @@ def slow() -> list[Run]:
     def add(kind: str, level: float, shapes: list[Shape], count: int = 2, **more: Any) -> None:
         for shape in shapes:
             for start in (60, 120, 90)[:count]:
-                made.append(Run(kind, level, start, seed=200 + len(made), shape=shape,
-                                steps=SLOW_STEPS, **more))  # fmt: skip
+                seed = 200 + len(made)
+                made.append(Run(kind, level, start, seed=seed, shape=shape, **(sizes | more)))
 
     bare_deep, slow_moments = replace(BARE, layers=4), (0.9, 0.999)
+    sizes: dict[str, Any] = {"steps": SLOW_STEPS, "batch": 16}
     for level in (1.005, 1.0075, 1.01):
         add("slow_rate", level, [SMALL, NORMED], growth=level, rate=4 * RATE)
         add("slow_rate_no_clip", level, [SMALL], growth=level, rate=4 * RATE, clip=None,
             betas=slow_moments)  # fmt: skip
+    sizes["batch"] = 8
     for level in (1.004, 1.006, 1.01):
         add("slow_rate_no_norm", level, [BARE, bare_deep], growth=level)
     for level in (4.0, 5.0, 6.0):
@@ -206,9 +213,9 @@ def healthy() -> list[Run]:
         ("small_batch", {"batch": 6}),
     ]
     for seed in range(8):
-        steps = HEALTHY_STEPS if seed < 3 else STEPS
+        sizes = {"steps": HEALTHY_STEPS} if seed < 3 else {"steps": STEPS, "batch": 8}
         for kind, more in kinds:
-            made.append(Run(kind, healthy=True, seed=1000 + seed, steps=steps, **more))
+            made.append(Run(kind, healthy=True, seed=1000 + seed, **(sizes | more)))
     return made
 
 
