@@ -3,18 +3,20 @@
 python -m benchmarks.instability run               # every training; goes on where it stopped
 python -m benchmarks.instability run --share 0.1   # a tenth of them, evenly spread
 python -m benchmarks.instability list
+python -m benchmarks.instability report            # what comes before a divergence, and how early
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.instability.analysis import judged, leads
+from benchmarks.instability import report
+from benchmarks.instability.analysis import judged
 from benchmarks.instability.runs import Run, catalogue
 from benchmarks.instability.training import path_of, record_of
 
@@ -24,19 +26,21 @@ FOLDER = Path(__file__).parent / "records"
 def main() -> None:
     """Run the trainings, or list them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instability", description=__doc__)
-    parser.add_argument("action", choices=["run", "list", "leads"])
+    parser.add_argument("action", choices=["run", "list", "report"])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records are")
     parser.add_argument("--share", type=float, default=1.0, help="share of the trainings")
     parser.add_argument("--kind", help="only trainings of this kind")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th training from I on")
+    parser.add_argument("--json", type=Path, help="also write the report here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [run for run in catalogue() if options.kind in (None, run.kind)]
     runs = runs[:: max(1, round(1 / options.share))]
     first, parts = map(int, options.part.split("/"))
     runs = runs[first::parts]
-    if options.action == "leads":
-        show_leads([run for run in runs if path_of(run, options.folder).exists()], options.folder)
+    if options.action == "report":
+        runs = [run for run in runs if path_of(run, options.folder).exists()]
+        show(runs, options.folder, options.json)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, 1):
@@ -53,17 +57,13 @@ def main() -> None:
         )
 
 
-def show_leads(runs: list[Run], folder: Path) -> None:
+def show(runs: list[Run], folder: Path, to: Path | None) -> None:
     """Print what comes before a divergence at one false alarm in 10,000 healthy steps."""
     trainings = [judged(run, record_of(run, folder)) for run in runs]
-    healthy = sum(one.steps for one in trainings if one.run.healthy)
-    diverged = sum(one.event is not None and one.event > one.run.start for one in trainings)
-    print(f"{len(trainings)} trainings, {diverged} diverged; {healthy:,} healthy steps")
-    print(f"{'signal':20} {'detector':8} {'heads':5}  median lead  before {diverged} divergences")
-    for (name, detector, rule), steps in leads(trainings, 1e-4):
-        seen = sum(step > 0 for step in steps)
-        middle = statistics.median(steps) if steps else 0
-        print(f"{name:20} {detector:8} {rule:5}  {middle:11g}  seen {seen}")
+    results = report.everything(trainings)
+    print(report.text(results))
+    if to is not None:
+        to.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,27 +8,35 @@ which the score exceeds a threshold. The lead is the number of steps from the al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from benchmarks.instability.decoder import LARGEST, MEANS
 from benchmarks.instability.runs import Run
-from benchmarks.instability.training import EXCESS
+from benchmarks.instability.training import EVERY, EXCESS
 
 Array = NDArray[np.float64]
 
 #: Steps for which the loss must stay high.
 SUSTAINED = 10
-#: Nats of held-out loss above the controls from which a run that did not diverge is damaged.
-DAMAGE = 0.2
 #: Alarms of one run within so many steps count once.
 REPEAT = 50
+#: A fault is slow in a run that diverges later than so many steps after the fault's first.
+LATE = 50
+#: Values of a signal that a value is compared with, and how many of the newest are left out.
+PAST, GAP = 30, 5
 #: Values of a signal before a detector of changes says anything.
-PAST = 10
+FEWEST = 10
+#: Distances are at most so many deviations, and sums grow by what exceeds the slack.
+LARGEST_DISTANCE, SLACK = 4.0, 1.0
+#: The same for sums of differences.
+SLACK_OF_DIFFERENCES = 0.25
 
 
 def event(record: Mapping[str, Any]) -> int | None:
@@ -46,99 +54,148 @@ def event(record: Mapping[str, Any]) -> int | None:
     return None
 
 
+# -- signals --------------------------------------------------------------------------------------
+
+
 def signals(record: Mapping[str, Any]) -> dict[str, tuple[Array, Array]]:
-    """Steps (R,) and values (R, series) of every signal: one series a head, or one for the run."""
+    """Steps (R,) and values (R, series) of every signal: one series a layer, or one for the run.
+
+    Statistics of heads are the mean, the least (``_min``) and the largest (``_max``) over the heads
+    of a layer. Loss and gradient norm are those of every step; the same with ``_mean`` are means
+    over the steps from one measurement of the others to the next.
+    """
     every = np.arange(len(record["loss"]))
     step = record["step"].astype(int)
-    found = {
-        "loss": (every, record["loss"][:, None]),
-        "grad_norm": (every, record["grad_norm"][:, None]),
+    signals: dict[str, tuple[Array, Array]] = {
         "curvature": (step, record["curvature"][:, None]),
     }
-    count = len(step)
+    for name in ("loss", "grad_norm"):
+        values = record[name]
+        means = [values[max(0, at - EVERY + 1) : at + 1].mean() for at in step]
+        signals[name] = every, values[:, None]
+        signals[f"{name}_mean"] = step, np.array(means)[:, None]
     for index, name in enumerate(MEANS):
+        over_rows = record["means"][..., index]
+        signals[name] = step, over_rows.mean(2)
         if name != "max_logit":
-            found[name] = step, record["means"][..., index].reshape(count, -1)
+            signals[f"{name}_min"] = step, over_rows.min(2)
+            signals[f"{name}_max"] = step, over_rows.max(2)
     for index, name in enumerate(LARGEST):
-        found[name] = step, record["largest"][..., index].reshape(count, -1)
+        signals[f"{name}_max"] = step, record["largest"][..., index].max(2)
     for index, name in enumerate(("qk_entropy", "qk_update_entropy", "qk_update_norm")):
-        found[name] = step, record["spectral"][..., index].reshape(count, -1)
-    return {name: (at, np.asarray(x, np.float64)) for name, (at, x) in found.items()}
+        signals[name] = step, record["spectral"][..., index].mean(2)
+    return {name: (at, np.asarray(x, np.float64)) for name, (at, x) in signals.items()}
 
 
 #: Signals that are positive and vary by factors: their logarithm is followed.
-_LOGARITHMIC = {
-    "grad_norm", "effective_keys", "logit_std", "max_gap", "noise_gain", "qk_update_norm",
-}  # fmt: skip
+_LOGARITHMIC = ("grad_norm", "effective_keys", "logit_std", "noise_gain", "max_gap", "qk_update_n")
 
 
 def _levels(name: str, x: Array) -> Array:
-    return np.log(np.maximum(x, 1e-12)) if name in _LOGARITHMIC else x
+    x = np.clip(np.nan_to_num(x, nan=1e6, posinf=1e6, neginf=-1e6), -1e6, 1e6)
+    return np.log(np.maximum(x, 1e-12)) if name.startswith(_LOGARITHMIC) else x
 
 
-def high(x: Array) -> Array:
-    """The value itself."""
+# -- detectors ------------------------------------------------------------------------------------
+
+
+def level(x: Array) -> Array:
+    """The value itself: a fixed threshold on the signal."""
     return x
 
 
-def low(x: Array) -> Array:
-    """The negative value."""
-    return -x
+def distance(x: Array, gap: int = GAP) -> Array:
+    """Distance from the median of the past, in robust deviations of the past.
 
-
-def jump(x: Array, memory: float = 0.9) -> Array:
-    """Distance of a value from the running mean of the past, in its running deviations."""
-    mean, square = x[0].copy(), np.zeros_like(x[0])
-    score = np.zeros_like(x)
-    for t in range(1, len(x)):
-        step = x[t] - mean
-        if t >= PAST:
-            score[t] = np.abs(step) / np.sqrt(square + 1e-12)
-        square = memory * (square + (1 - memory) * step**2)
-        mean = mean + (1 - memory) * step
-    return score
-
-
-def drift(x: Array, memory: float = 0.97, slack: float = 0.5) -> Array:
-    """Cumulative sums, both ways, of distances from the past's running mean beyond ``slack``.
-
-    Distances are in running deviations and at most 4 (CUSUM).
+    The past of a value is the :data:`PAST` values before the newest ``gap``. A robust deviation is
+    1.4826 times the median absolute deviation.
     """
-    mean, square = x[0].copy(), np.zeros_like(x[0])
-    up, down, score = np.zeros_like(x[0]), np.zeros_like(x[0]), np.zeros_like(x)
-    for t in range(1, len(x)):
-        step = x[t] - mean
-        if t >= PAST:
-            unit = np.clip(step / np.sqrt(square + 1e-12), -4, 4)
-            up = np.maximum(0, up + unit - slack)
-            down = np.maximum(0, down - unit - slack)
-            score[t] = np.maximum(up, down)
-        square = memory * (square + (1 - memory) * step**2)
-        mean = mean + (1 - memory) * step
+    middle, spread = np.zeros_like(x), np.full_like(x, np.inf)
+    for end in range(FEWEST // 2, min(PAST, len(x))):
+        middle[end] = np.median(x[:end], 0)
+        spread[end] = np.median(np.abs(x[:end] - middle[end]), 0)
+    if len(x) > PAST:
+        past = sliding_window_view(x, PAST, axis=0)[:-1]
+        middle[PAST:] = np.median(past, -1)
+        spread[PAST:] = np.median(np.abs(past - middle[PAST:, :, None]), -1)
+    middle, spread = middle[: len(x) - gap], spread[: len(x) - gap]
+    score = np.zeros_like(x)
+    unit = 1.4826 * spread + 1e-3 * np.abs(middle) + 1e-6
+    score[gap:] = (x[gap:] - middle) / unit
+    score[: FEWEST + gap] = 0
     return score
+
+
+def summed(distances: Array, slack: float) -> Array:
+    """Cumulative sum of what distances, limited to 4 deviations, exceed the slack by (CUSUM)."""
+    score = np.zeros_like(distances)
+    for t in range(1, len(distances)):
+        unit = np.clip(distances[t], -LARGEST_DISTANCE, LARGEST_DISTANCE)
+        score[t] = np.maximum(0, score[t - 1] + unit - slack)
+    return score
+
+
+def drift(x: Array) -> Array:
+    """Summed distances from the past."""
+    return summed(distance(x), SLACK)
+
+
+def trend(x: Array) -> Array:
+    """Summed distances of differences between values from the past's differences."""
+    return summed(distance(np.diff(x, axis=0, prepend=x[:1]), gap=0), SLACK_OF_DIFFERENCES)
 
 
 DETECTORS: dict[str, Callable[[Array], Array]] = {
-    "high": high, "low": low, "jump": jump, "drift": drift,
+    "level": level, "distance": distance, "drift": drift, "trend": trend,
 }  # fmt: skip
-#: How the scores of heads become one: the largest, or the largest that half of them exceed.
-OVER_HEADS: dict[str, Callable[[Array], Array]] = {
+#: How scores of layers become one: the largest, or the largest that half of the layers reach.
+OVER_LAYERS: dict[str, Callable[[Array], Array]] = {
     "any": lambda score: score.max(1),
-    "half": lambda score: np.median(score, 1),
+    "half": lambda score: np.sort(score, 1)[:, score.shape[1] // 2],
 }
 
 
-def scores(record: Mapping[str, Any]) -> dict[tuple[str, str, str], tuple[Array, Array]]:
-    """Steps and score by signal, detector and rule over heads."""
-    found = {}
-    for name, (at, x) in signals(record).items():
-        level = _levels(name, np.nan_to_num(x, nan=1e6, posinf=1e6, neginf=-1e6))
-        for kind, detector in DETECTORS.items():
-            score = detector(level)
-            for rule, over in OVER_HEADS.items():
-                if level.shape[1] > 1 or rule == "any":
-                    found[name, kind, rule] = at, over(score)
+class Alarm(NamedTuple):
+    """What an alarm watches."""
+
+    signal: str
+    detector: str
+    side: str
+    layers: str
+
+    @property
+    def relative(self) -> bool:
+        """Whether it compares a run only with its past."""
+        return self.detector != "level"
+
+
+def scores(
+    record: Mapping[str, Any], every: int = 1, detectors: Sequence[str] = tuple(DETECTORS)
+) -> dict[Alarm, tuple[Array, Array]]:
+    """Steps and score of every alarm; ``every`` leaves out measurements of attention."""
+    groups: dict[int, list[str]] = {}
+    all_signals = signals(record)
+    for name, (at, _) in all_signals.items():
+        groups.setdefault(len(at), []).append(name)
+    found: dict[Alarm, tuple[Array, Array]] = {}
+    for names in groups.values():
+        sparse = slice(None, None, 1 if "loss" in names else every)
+        at = all_signals[names[0]][0][sparse]
+        parts = [_levels(name, all_signals[name][1][sparse]) for name in names]
+        starts = np.cumsum([0, *(part.shape[1] for part in parts)])
+        together = np.concatenate(parts, 1)
+        for kind in detectors:
+            for side, sign in (("above", 1), ("below", -1)):
+                score = DETECTORS[kind](sign * together).astype(np.float32)
+                for index, name in enumerate(names):
+                    one = score[:, starts[index] : starts[index + 1]]
+                    for layers, over in OVER_LAYERS.items():
+                        if one.shape[1] > 1 or layers == "any":
+                            found[Alarm(name, kind, side, layers)] = at, over(one)
     return found
+
+
+# -- outcomes -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,7 +206,29 @@ class Judged:
     steps: int
     event: int | None
     held_out: float
-    scores: dict[tuple[str, str, str], tuple[Array, Array]]
+    scores: dict[Alarm, tuple[Array, Array]]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it diverged after its fault began."""
+        return self.event is not None and self.event > self.run.start and not self.run.healthy
+
+    @property
+    def time(self) -> int:
+        """Steps from the fault's first to the event."""
+        assert self.event is not None
+        return self.event - self.run.start
+
+    @property
+    def chosen_on(self) -> bool:
+        """Whether alarms are chosen on this training; else they are reported on it."""
+        return hashlib.sha256(self.run.key.encode()).digest()[0] % 2 == 0
+
+
+def judged(run: Run, record: Mapping[str, Any], every: int = 1) -> Judged:
+    """A training with its outcome and scores."""
+    held_out = float(record["held_out"])
+    return Judged(run, len(record["loss"]), event(record), held_out, scores(record, every))
 
 
 def alarms(at: Array, score: Array, threshold: float) -> list[int]:
@@ -161,22 +240,32 @@ def alarms(at: Array, score: Array, threshold: float) -> list[int]:
     return found
 
 
-def threshold_for(healthy: Iterable[Judged], which: tuple[str, str, str], rate: float) -> float:
-    """The least threshold with at most ``rate`` false alarms a healthy step."""
-    healthy = list(healthy)
-    allowed = rate * sum(one.steps for one in healthy)
-    peaks: list[float] = []
+def peaks(healthy: Iterable[Judged], which: Alarm) -> list[float]:
+    """The largest scores of healthy runs, :data:`REPEAT` steps apart, largest first."""
+    found: list[float] = []
     for one in healthy:
         at, score = one.scores[which]
         rest = score.copy()
-        while len(rest) and np.isfinite(top := rest.max()):  # the peaks, REPEAT steps apart
-            peaks.append(float(top))
+        while len(rest) and np.isfinite(top := rest.max()):
+            found.append(float(top))
             rest[np.abs(at - at[rest.argmax()]) < REPEAT] = -np.inf
-    ordered = sorted(peaks, reverse=True)
+    return sorted(found, reverse=True)
+
+
+def threshold_for(healthy: Iterable[Judged], which: Alarm, rate: float) -> float:
+    """The least threshold with at most ``rate`` false alarms a healthy step."""
+    healthy = list(healthy)
+    ordered = peaks(healthy, which)
+    allowed = rate * sum(one.steps for one in healthy)
     return ordered[min(int(allowed), len(ordered) - 1)]
 
 
-def lead(one: Judged, which: tuple[str, str, str], threshold: float) -> int:
+def false_alarms(healthy: Iterable[Judged], which: Alarm, threshold: float) -> int:
+    """Number of alarms of healthy runs."""
+    return sum(len(alarms(*one.scores[which], threshold)) for one in healthy)
+
+
+def lead(one: Judged, which: Alarm, threshold: float) -> int:
     """Steps from the first alarm after the fault's start to the event; 0 if there is none."""
     assert one.event is not None
     at, score = one.scores[which]
@@ -185,25 +274,6 @@ def lead(one: Judged, which: tuple[str, str, str], threshold: float) -> int:
     return one.event - first[0] if first else 0
 
 
-def judged(run: Run, record: Mapping[str, Any]) -> Judged:
-    """A training with its outcome and scores."""
-    return Judged(
-        run, len(record["loss"]), event(record), float(record["held_out"]), scores(record)
-    )
-
-
-def leads(trainings: Iterable[Judged], rate: float) -> list[tuple[tuple[str, str, str], list[int]]]:
-    """Leads before every divergence, by signal, detector and rule, longest median first.
-
-    Args:
-        trainings: faulty ones and controls.
-        rate: false alarms a healthy step, from which thresholds follow.
-    """
-    trainings = list(trainings)
-    healthy = [one for one in trainings if one.run.healthy]
-    diverged = [one for one in trainings if one.event is not None and one.event > one.run.start]
-    found = []
-    for which in healthy[0].scores if healthy else ():
-        threshold = threshold_for(healthy, which, rate)
-        found.append((which, [lead(one, which, threshold) for one in diverged]))
-    return sorted(found, key=lambda pair: -float(np.median(pair[1] or [0])))
+def share(one: Judged, which: Alarm, threshold: float) -> float:
+    """Lead as a share of the time from the fault to the event."""
+    return lead(one, which, threshold) / one.time

@@ -35,6 +35,7 @@ class Run:
         shape: of the decoder.
         rate: learning rate at its peak.
         warmup: steps until the peak.
+        cosine: whether the rate then falls to 0 along a cosine over the run.
         fault: what the attention does wrong from ``start`` on.
         factor: of the learning rate from ``start`` on.
         growth: of the learning rate, each step from ``start`` on.
@@ -66,6 +67,7 @@ class Run:
     shape: Shape = field(default_factory=Shape)
     rate: float = RATE
     warmup: int = 30
+    cosine: bool = False
     fault: Fault = ""
     factor: float = 1.0
     growth: float = 1.0
@@ -216,6 +218,12 @@ def healthy() -> list[Run]:
         sizes = {"steps": HEALTHY_STEPS} if seed < 3 else {"steps": STEPS, "batch": 8}
         for kind, more in kinds:
             made.append(Run(kind, healthy=True, seed=1000 + seed, **(sizes | more)))
+    for seed in range(5):  # schedules of the learning rate
+        sizes = {"steps": STEPS, "batch": 8}
+        made.insert(
+            4 * seed, Run("long_warmup", healthy=True, seed=1000 + seed, warmup=300, **sizes)
+        )
+        made.insert(4 * seed, Run("cosine", healthy=True, seed=1000 + seed, cosine=True, **sizes))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from dataclasses import asdict
@@ -129,6 +130,8 @@ def train(run: Run) -> dict[str, np.ndarray]:
                 for group in optimizer.param_groups:
                     group.update(betas=run.betas, eps=run.eps, weight_decay=run.decay)
         rate = run.rate * min(1.0, (step + 1) / run.warmup if run.warmup else 1.0)
+        if run.cosine:
+            rate *= 0.5 + 0.5 * math.cos(math.pi * step / run.steps)
         if step >= run.start:
             if not run.fault_steps or step < run.start + run.fault_steps:
                 rate *= run.factor
