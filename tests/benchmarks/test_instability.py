@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.instability import analysis
+from benchmarks.instability import analysis, report
+from benchmarks.instability.analysis import Alarm
 from benchmarks.instability.decoder import MEANS, Decoder, Shape
 from benchmarks.instability.runs import Run, catalogue, faulty, healthy
 from benchmarks.instability.training import path_of, record_of, train
@@ -96,22 +97,53 @@ def test_an_event_is_a_loss_that_stays_high() -> None:
 def test_detectors_of_changes() -> None:
     noise = np.random.default_rng(0).normal(size=(200, 1))
     stepped = noise + 8.0 * (np.arange(200)[:, None] >= 120)
-    sloped = noise + 0.5 * np.maximum(np.arange(200) - 120, 0)[:, None]
-    for detector in (analysis.jump, analysis.drift):
-        quiet = detector(noise)
-        assert quiet[: analysis.PAST].max() == 0.0
-    assert analysis.jump(stepped)[120, 0] > 2 * analysis.jump(noise).max()
-    assert analysis.drift(sloped)[160:, 0].max() > analysis.drift(noise).max()
+    bent = noise + 0.5 * np.maximum(np.arange(200) - 120, 0)[:, None]
+    for detector in (analysis.distance, analysis.drift, analysis.trend):
+        assert detector(noise)[: analysis.FEWEST].max() == 0.0
+        # only the past counts
+        assert np.array_equal(detector(noise)[:120], detector(stepped)[:120])
+    assert analysis.distance(stepped)[120, 0] > 1.5 * analysis.distance(noise).max()
+    assert analysis.drift(bent)[160:, 0].max() > 2 * analysis.drift(noise).max()
+
+
+def test_a_distance_is_in_robust_deviations_of_the_past() -> None:
+    x = np.random.default_rng(0).normal(size=(80, 2))
+    past = x[80 - 1 - analysis.GAP - analysis.PAST : 80 - 1 - analysis.GAP, 1]
+    spread = 1.4826 * np.median(np.abs(past - np.median(past)))
+    expected = (x[-1, 1] - np.median(past)) / spread
+    assert analysis.distance(x)[-1, 1] == pytest.approx(expected, rel=2e-3)
+
+
+WHICH = Alarm("max_logit", "drift", "above", "any")
+
+
+def judged(run: Run, score: np.ndarray, event: int | None = None) -> analysis.Judged:
+    return analysis.Judged(run, len(score), event, 2.0, {WHICH: (np.arange(len(score)), score)})
 
 
 def test_thresholds_allow_the_false_alarms_asked_for() -> None:
     generator = np.random.default_rng(1)
-    which = ("loss", "high", "any")
-    runs = [
-        analysis.Judged(Run("plain", healthy=True), 1000, None, 2.0,
-                        {which: (np.arange(1000), generator.normal(size=1000))})
-        for _ in range(20)
-    ]  # fmt: skip
-    threshold = analysis.threshold_for(runs, which, 5e-4)  # 10 of 20,000 steps
-    false = sum(len(analysis.alarms(*one.scores[which], threshold)) for one in runs)
-    assert 8 <= false <= 10
+    runs = [judged(Run("plain", healthy=True), generator.normal(size=1000)) for _ in range(20)]
+    threshold = analysis.threshold_for(runs, WHICH, 5e-4)  # 10 of 20,000 steps
+    assert 8 <= analysis.false_alarms(runs, WHICH, threshold) <= 10
+
+
+def test_leads_are_reported_on_trainings_that_were_not_chosen_on() -> None:
+    generator = np.random.default_rng(2)
+    runs = []
+    for seed in range(40):
+        quiet = generator.normal(size=400)
+        runs.append(judged(Run("plain", healthy=True, seed=seed), quiet))
+        rising = generator.normal(size=400) + 50.0 * (np.arange(400) >= 220)
+        runs.append(judged(Run("rate", 2.0, 100, seed=seed), rising, event=300))
+    assert 20 < sum(run.chosen_on for run in runs) < 60
+    chosen, threshold = report.choose(runs, report.in_group("attention"), 1e-4)
+    assert chosen == WHICH
+    row = report.row(runs, chosen, threshold)
+    assert row["lead_late"] == 80.0
+    assert row["share_late"] == pytest.approx(0.4)
+    assert row["seen_late"] == 1.0
+    assert row["false_alarms_per_10000"] <= 1.0
+    points = report.curve(runs, chosen)
+    assert [point["rate"] for point in points] == list(report.RATES)
+    assert points[0]["threshold"] >= points[-1]["threshold"]
