@@ -23,6 +23,7 @@ from acutance.capture.readers.interface_call import (
     InterfaceCall,
     base_name,
     read_interface_call,
+    stored_keys,
     uses_flash_masks,
 )
 
@@ -161,10 +162,10 @@ def _wrap_function(function: Callable[..., Any], implementation: str) -> Callabl
             if instead is not None:
                 return functools.partial(instead.read, name)
             return functools.partial(
-                read_interface_call, function, implementation, name, args, kwargs
+                read_interface_call, function, implementation, name, args, whole
             )
 
-        provider, result = None, None
+        provider, result, whole = None, None, kwargs
         for observer, name in listening:
             if not observer.provides or instead is not None:
                 continue
@@ -174,7 +175,9 @@ def _wrap_function(function: Callable[..., Any], implementation: str) -> Callabl
             if provided is not None:
                 provider, result = observer, (provided.transpose(1, 2).contiguous(), None)
                 break
-        result = run() if result is None else result
+        if result is None:
+            with stored_keys(kwargs) as whole:
+                result = run()
         output = _output_of(result)
         for observer, name in listening:
             if observer is not provider:

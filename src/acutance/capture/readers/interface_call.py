@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 
-__all__ = ["InterfaceCall", "base_name", "is_cross", "read_interface_call", "uses_flash_masks"]
+__all__ = [
+    "InterfaceCall",
+    "base_name",
+    "is_cross",
+    "read_interface_call",
+    "stored_keys",
+    "uses_flash_masks",
+]
 
 
 class InterfaceCall:
@@ -83,6 +91,7 @@ _POSITIONAL = ("module", "query", "key", "value", "attention_mask")
 _KNOWN = {
     *_POSITIONAL,
     *("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"),
+    *("packed", "read_index", "write_index", "logits_indices", "block_table"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache"),
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"),
     *("cache_position", "layer_idx", "layer_head_mask", "head_mask", "training", "deterministic"),
@@ -92,6 +101,38 @@ _KNOWN = {
 
 
 _PAGED = "paged attention stores its keys in a separate cache"
+
+
+@contextmanager
+def stored_keys(kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Context in which a paged cache notes the keys and values that it gives an attention function.
+
+    Args:
+        kwargs: keyword arguments of the function; ``cache`` is the cache, if there is one.
+
+    Yields:
+        The arguments as the function goes on with them: keys and values with the earlier ones, and
+        no cache. They are complete after the call, and stay as given if it has no cache.
+    """
+    seen, cache = dict(kwargs), kwargs.get("cache")
+    if cache is None or not hasattr(cache, "update"):
+        yield seen
+        return
+    original = cache.update
+
+    @functools.wraps(original)
+    def update(*args: Any, **options: Any) -> Any:
+        keys, values = original(*args, **options)
+        if (options.get("kwargs") or {}).get("block_table") is None:
+            seen.update(key=keys, value=values, packed=True)
+            seen.pop("cache", None)
+        return keys, values
+
+    cache.update = update
+    try:
+        yield seen
+    finally:
+        del cache.update
 
 
 def read_interface_call(
@@ -120,6 +161,7 @@ def read_interface_call(
         "dropout_p": float(arguments.get("dropout") or 0.0),
         "cross": is_cross(name, module),
         "unknown": tuple(sorted(set(arguments) - _KNOWN)),
+        "packed": bool(arguments.get("packed")),
     }
     kind = base_name(implementation)
     if uses_flash_masks(implementation):

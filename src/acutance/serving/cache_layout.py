@@ -1,0 +1,172 @@
+"""CacheLayout: where the keys and values of a block lie in a paged cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["CacheLayout"]
+
+#: A digit of the numbers that are written: every float type of 16 bits holds it exactly.
+_BASE = 128
+#: Writes (T, H, E) keys and (T, H, Ev) values into a cache of one block, at slots (T,).
+Write = Callable[[Tensor, Tensor, Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Where the keys and values of a block of T tokens are among the numbers of the block.
+
+    Engines order a block to suit their kernels, each processor differently. The layout is not
+    assumed: :meth:`discover` writes numbered keys and values and looks where they arrive.
+
+    Attributes:
+        key: (H, T, E), index of each entry of the keys in the block, read in memory order.
+        value: (H, T, Ev), the same for the values.
+
+    Example:
+        >>> def write(key, value, cache, slots):  # (1, T, 2, H, E)
+        ...     cache[0, slots, 0], cache[0, slots, 1] = key, value
+        >>> cache = torch.zeros(5, 4, 2, 3, 8)  # five blocks of four tokens
+        >>> layout = CacheLayout.discover(write, cache, heads=3, width=8, value_width=8)
+        >>> cache[2, :, 0] = 1.0
+        >>> key = torch.empty(3, 8, 8)
+        >>> layout.read(cache, [4, 2], key)  # a sequence in two blocks
+        >>> key[0, :, 0]
+        tensor([0., 0., 0., 0., 1., 1., 1., 1.])
+    """
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a block, T."""
+        return self.key.shape[1]
+
+    @staticmethod
+    def discover(
+        write: Write, cache: Tensor, *, heads: int, width: int, value_width: int
+    ) -> CacheLayout:
+        """Find the layout of a cache by writing into a copy of one block.
+
+        Args:
+            write: writes keys, values into a cache at slots, as the engine does.
+            cache: (blocks, ...), float32 or a float type of 16 bits; it is not changed.
+            heads: number of key heads, H.
+            width: of a key, E.
+            value_width: of a value, Ev.
+
+        Raises:
+            ValueError: if the cache does not have blocks along its first dimension, is quantised,
+                or some key or value does not arrive unchanged.
+        """
+        per_token = heads * (width + value_width)
+        block = cache[:1].numel()
+        if cache.dtype.itemsize < 2 or block == 0 or block % per_token:
+            raise ValueError(
+                f"a cache of shape {tuple(cache.shape)} and {cache.dtype} does not consist of "
+                f"blocks of {heads} heads with keys of width {width} and values of {value_width}"
+            )
+        tokens = block // per_token
+        shape, value_shape = (tokens, heads, width), (tokens, heads, value_width)
+        numbers = torch.arange(1, block + 1, device=cache.device)  # 0 is what nothing wrote
+        keys, values = numbers.split([tokens * heads * width, tokens * heads * value_width])
+        slots = torch.arange(tokens, device=cache.device)
+        arrived = torch.zeros(block, dtype=torch.int64, device=cache.device)
+        digit = 1
+        while digit <= block:
+            scratch = torch.zeros_like(cache[:1])
+            parts = (
+                (part // digit % _BASE).to(cache.dtype).view(size)
+                for part, size in ((keys, shape), (values, value_shape))
+            )
+            key, value = parts
+            write(key, value, scratch, slots)
+            arrived += scratch.flatten().round().long() * digit
+            digit *= _BASE
+        if not torch.equal(arrived.sort().values, numbers):
+            raise ValueError(
+                f"keys and values written into a block of shape {tuple(cache.shape[1:])} do not "
+                "arrive in it one by one, so its layout is not known"
+            )
+        index = torch.empty_like(arrived)
+        index[arrived - 1] = torch.arange(block, device=cache.device)
+        key, value = index.split([keys.numel(), values.numel()])
+        return CacheLayout(
+            key.view(shape).transpose(0, 1).contiguous(),
+            value.view(value_shape).transpose(0, 1).contiguous(),
+        )
+
+    def read(self, cache: Tensor, blocks: Sequence[int], out: Tensor, part: str = "key") -> None:
+        """Write the keys or values of one sequence into ``out``.
+
+        Args:
+            cache: (blocks, ...).
+            blocks: the numbers of the sequence's blocks, in order.
+            out: (H, W·T, E) for W blocks, contiguous in each head.
+            part: ``"key"`` or ``"value"``.
+        """
+        index: Tensor = getattr(self, part)
+        heads, tokens, _ = index.shape
+        sizes, strides, offset = self._digits[part]
+        row, regular = cache.stride(0), bool(sizes) and cache[0].is_contiguous()
+        for place, block in enumerate(blocks):
+            into = out[:, place * tokens : (place + 1) * tokens]
+            if not regular:
+                into.copy_(cache[block].flatten()[index])
+                continue
+            start = cache.storage_offset() + block * row + offset
+            into.view(heads, *sizes).copy_(cache.as_strided((heads, *sizes), strides, start))
+
+    @cached_property
+    def _digits(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return {part: _digits_of(getattr(self, part)) for part in ("key", "value")}
+
+
+def _digits_of(index: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Sizes and strides of an index (H, T, E), with T and E written as products; and its offset.
+
+    Kernels interleave tokens and channels by powers of two. The order is then regular in the digits
+    of t and e. No sizes if it is not.
+    """
+    heads = index.shape[0]
+    offset = int(index[0, 0, 0])
+    sizes: list[int] = []
+    strides = [int(index[1, 0, 0]) - offset if heads > 1 else 0]
+    for line in (index[0, :, 0], index[0, 0, :]):
+        factors = _factors(len(line))
+        for place, size in enumerate(factors):
+            step = math.prod(factors[place + 1 :])
+            stride = int(line[step]) - offset if size > 1 else 0
+            sizes.append(size)
+            strides.append(stride)
+    regular = torch.full((), offset, device=index.device)
+    for dim, (size, stride) in enumerate(zip((heads, *sizes), strides, strict=True)):
+        shape = [1] * len(strides)
+        shape[dim] = size
+        regular = regular + (torch.arange(size, device=index.device) * stride).view(shape)
+    if not torch.equal(regular.expand(heads, *sizes).reshape(index.shape), index):
+        return (), (), 0
+    return tuple(sizes), tuple(strides), offset
+
+
+def _factors(size: int) -> list[int]:
+    """Prime factors of a size, in ascending order.
+
+    Example:
+        >>> _factors(80)
+        [2, 2, 2, 2, 5]
+    """
+    factors, prime = [], 2
+    while size > 1:
+        while size % prime == 0:
+            factors.append(prime)
+            size //= prime
+        prime += 1
+    return factors or [1]

@@ -1,0 +1,184 @@
+"""Served rows: what the vLLM reader records equals the statistics of whole sequences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import acutance
+from acutance.serving import CacheLayout, ServedRows, prometheus_text, register
+from acutance.serving.vllm_plugin import VllmReader
+from tests.serving.vllm_stand_in import BLOCK, HEADS, WIDTH, Attention, Engine, Impl
+
+LENGTHS, PROMPTS = [40, 21, 9], [33, 17, 1]
+
+
+def serve(impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    """Run layers with these implementations under a reader, and return both."""
+    reader = VllmReader(ServedRows(every=every), None, 1e9)
+
+    class Layer(Attention):
+        pass
+
+    reader.install(Layer)
+    layers = [
+        Layer(f"model.layers.{i}.self_attn.attn", impl, dtype) for i, impl in enumerate(impls)
+    ]
+    engine = Engine(layers, LENGTHS, PROMPTS)
+    engine.run()
+    return reader.served, engine
+
+
+def expected(engine: Engine, layer: int, **options: Any) -> dict[str, torch.Tensor]:
+    """Means of metrics by head, over all rows of all sequences."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for query, key, _ in engine.inputs[layer]:
+        stats = acutance.row_statistics(
+            query.transpose(0, 1)[None].double(), key.transpose(0, 1)[None].double(),
+            is_causal=True, enable_gqa=True, **options,
+        )  # fmt: skip
+        for name in ("entropy", "effective_keys", "max_logit", "sink_mass", "n_keys"):
+            parts.setdefault(name, []).append(stats[name][0].double())
+    return {name: torch.cat(part, 1).mean(1) for name, part in parts.items()}
+
+
+SINKS, SLOPES = torch.tensor([0.5, 1.0, -1.0, 2.0]), torch.tensor([0.5, 0.25, 0.1, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("impl", "options"),
+    [
+        ({}, {}),
+        ({"window": 7}, {"window": 7}),
+        ({"window": (6, 0)}, {"window": 7}),
+        ({"window": (-1, -1), "softcap": 3.0}, {"softcap": 3.0}),
+        ({"sinks": SINKS}, {"sinks": SINKS.double()}),
+        ({"slopes": SLOPES}, {"alibi_slopes": SLOPES.double()}),
+    ],
+)
+def test_all_rows_are_those_of_whole_sequences(impl: dict[str, Any], options: Any) -> None:
+    served, engine = serve([Impl(**impl), Impl(**impl), Impl()])
+    summary = served.summary()
+    assert summary.unread == ()
+    assert {layer.status for layer in summary.layers} == {"checked"}
+    assert {layer.rows for layer in summary.layers} == {sum(LENGTHS)}
+    assert summary.layers[0].module == "model.layers.0.self_attn"
+    for layer in range(3):
+        wanted = expected(engine, layer, **(options if layer < 2 else {}))
+        heads = slice(layer * HEADS, (layer + 1) * HEADS)
+        for name, value in wanted.items():
+            assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_that_forgets_a_window_is_caught() -> None:
+    served, _ = serve([Impl(window=7, forgets_window=True), Impl(window=7)])
+    summary = served.summary()
+    assert [layer.status for layer in summary.layers] == ["mismatch", "checked"]
+    assert len(summary.unread) == 1
+    assert summary.unread[0].startswith("model.layers.0.self_attn: do not trust its rows")
+
+
+def test_a_cache_that_cannot_be_read_is_named_and_the_engine_runs_on() -> None:
+    served, _ = serve([Impl()], dtype=torch.int8)
+    assert served.unread == [
+        "model.layers.0.self_attn: a cache of shape (64, 2, 8, 32) and torch.int8 does not consist "
+        "of blocks of 2 heads with keys of width 16 and values of 16"
+    ]
+    with pytest.raises(ValueError, match="no row of attention was read yet"):
+        served.summary()
+
+
+def test_a_share_of_the_rows_is_read() -> None:
+    served, _ = serve([Impl(), Impl()], every=3)
+    summary = served.summary()
+    read = summary.layers[0].rows
+    assert 0 < read < sum(LENGTHS)
+    assert summary.layers[0].skipped == sum(LENGTHS) - read
+    assert summary.sampled
+    assert bool((summary.sampling_error("entropy") > 0).all())
+
+
+def test_every_row_has_the_same_chance() -> None:
+    served, total, hits = ServedRows(every=4), 4000, torch.zeros(3, 40)
+    for _ in range(total):
+        for run in served.choose([40, 1, 17]):
+            hits[run.sequence, run.start : run.start + run.rows] += 1
+    shares = torch.cat([hits[0], hits[1, :1], hits[2, :17]]) / total
+    assert float((shares - 0.25).abs().max()) < 0.03
+    assert served.rows == 58 * total
+
+
+@pytest.mark.parametrize("order", ["plain", "interleaved", "shuffled"])
+def test_layouts_are_discovered(order: str) -> None:
+    heads, tokens, width = 3, 20, 10
+    shuffle = torch.randperm(tokens * width, generator=torch.Generator().manual_seed(0))
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: Any) -> None:
+        kept = torch.zeros(tokens, heads, width, dtype=key.dtype)
+        kept[slots] = key
+        kept = kept.transpose(0, 1)
+        if order == "interleaved":
+            kept = kept.reshape(heads, tokens // 4, 4, width).transpose(2, 3)
+        kept = kept.reshape(heads, -1)
+        cache[0, :, 0] = kept[:, shuffle] if order == "shuffled" else kept
+        cache[0, :, 1] = value.transpose(0, 1).flatten(1)
+
+    cache = torch.zeros(4, heads, 2, tokens * width, dtype=torch.bfloat16)
+    layout = CacheLayout.discover(write, cache, heads=heads, width=width, value_width=width)
+    key, value = torch.randn(2, tokens, heads, width).to(torch.bfloat16)
+    write(key, value, cache[2:3], torch.arange(tokens))
+    for part, wanted in (("key", key), ("value", value)):
+        out = torch.empty(heads, tokens, width, dtype=torch.bfloat16)
+        layout.read(cache, [2], out, part)
+        assert torch.equal(out, wanted.transpose(0, 1))
+
+
+def test_a_layout_that_loses_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not arrive in it one by one"):
+        CacheLayout.discover(
+            lambda key, value, cache, slots: None,
+            torch.zeros(2, BLOCK, 2, WIDTH),
+            heads=1, width=WIDTH, value_width=WIDTH,
+        )  # fmt: skip
+
+
+def test_files_are_written_and_read_again(tmp_path: Path) -> None:
+    served, _ = serve([Impl(), Impl()])
+    served.write(tmp_path / "out", "rows", about={"engine": "stand-in"})
+    summary = acutance.load(tmp_path / "out" / "rows.safetensors")
+    assert summary.about["engine"] == "stand-in"
+    record = json.loads((tmp_path / "out" / "rows.json").read_text())
+    assert record["heads"]["entropy_mean"] == pytest.approx(summary.mean("entropy").tolist())
+    text = (tmp_path / "out" / "rows.prom").read_text()
+    lines = [line.split("{")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert lines.count("acutance_entropy_sum") == lines.count("acutance_entropy_count") == 8
+    first = next(line for line in text.splitlines() if line.startswith("acutance_entropy_sum"))
+    assert first.startswith('acutance_entropy_sum{layer="0",module="model.layers.0.self_attn"')
+    total = float(summary.mean("entropy")[0]) * sum(LENGTHS)
+    assert float(first.split()[-1]) == pytest.approx(total)
+
+
+def test_prometheus_escapes_labels_and_names_unknown_metrics() -> None:
+    summary = serve([Impl()])[0].summary()
+    assert ',job="a\\"b"}' in prometheus_text(summary, labels=[("job", 'a"b')])
+    with pytest.raises(ValueError, match="entropi"):
+        prometheus_text(summary, ["entropi"])
+
+
+def test_the_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACUTANCE_VLLM_FOLDER", raising=False)
+    register()  # imports no vLLM
+    monkeypatch.setenv("ACUTANCE_VLLM_FOLDER", "somewhere")
+    monkeypatch.setenv("ACUTANCE_VLLM_EVERY", "0")
+    with pytest.raises(ValueError, match="ACUTANCE_VLLM_EVERY must be a positive whole number"):
+        register()
+
+
+def test_unknown_metrics_are_refused() -> None:
+    with pytest.raises(ValueError, match="metrics must be among"):
+        ServedRows(metrics=["noise_gain"])

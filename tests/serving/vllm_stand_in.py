@@ -1,0 +1,167 @@
+"""A stand-in for vLLM's attention layers: signatures of vLLM 0.32, computed as documented.
+
+An engine runs prompts in chunks and then token by token, several sequences in one pass, through
+layers that keep keys and values in blocks of a paged cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK, HEADS, KEY_HEADS, WIDTH = 8, 4, 2, 16
+
+
+@dataclass
+class Metadata:
+    """What an implementation is given of a pass."""
+
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool = True
+
+
+class Impl:
+    """Attention over a paged cache (blocks, H, T, 2E), keys interleaved in pairs of tokens."""
+
+    def __init__(
+        self,
+        window: Any = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
+        forgets_window: bool = False,
+    ) -> None:
+        self.scale, self.sliding_window, self.logits_soft_cap = WIDTH**-0.5, window, softcap
+        self.sinks, self.alibi_slopes, self.forgets_window = sinks, slopes, forgets_window
+
+    @staticmethod
+    def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (blocks, H, T / 2, E, 2) and values (blocks, H, T, E), as views."""
+        key, value = cache.view(len(cache), KEY_HEADS, BLOCK * 2, WIDTH).chunk(2, dim=2)
+        key = key.as_strided(
+            (len(cache), KEY_HEADS, BLOCK // 2, WIDTH, 2),
+            (key.stride(0), key.stride(1), 2 * WIDTH, 2, 1),
+        )
+        return key, value
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        keys, values = self._parts(kv_cache)
+        for row, slot in enumerate(slot_mapping.tolist()):
+            block, token = divmod(slot, BLOCK)
+            keys[block, :, token // 2, :, token % 2] = key[row]
+            values[block, :, token] = value[row]
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Metadata | None, output: Tensor, output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Tensor:  # fmt: skip
+        if attn_metadata is None:
+            return output
+        keys, values = self._parts(kv_cache)
+        keys = keys.permute(0, 1, 2, 4, 3).flatten(2, 3)  # (blocks, H, T, E)
+        starts = attn_metadata.query_start_loc.tolist()
+        for place, length in enumerate(attn_metadata.seq_lens.tolist()):
+            blocks = attn_metadata.block_table[place, : -(-length // BLOCK)].long()
+            k, v = (
+                part[blocks].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(2, 0)
+                for part in (keys, values)
+            )
+            rows = slice(starts[place], starts[place + 1])
+            q = query[rows].transpose(0, 1)
+            at = torch.arange(length - q.shape[1], length).unsqueeze(1)
+            distance = at - torch.arange(length)
+            output[rows] = self._attend(q.double(), k.double(), v.double(), distance).to(output)
+        return output
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance: Tensor) -> Tensor:
+        scores = q @ k.mT * self.scale
+        if self.logits_soft_cap:
+            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
+        if self.alibi_slopes is not None:
+            scores = scores - self.alibi_slopes.double()[:, None, None] * distance
+        hidden = distance < 0
+        window = self.sliding_window
+        if isinstance(window, tuple):
+            window = window[0] + 1
+        if window and not self.forgets_window:
+            hidden = hidden | (distance >= window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double()[:, None, None].expand(-1, q.shape[1], 1)
+            return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].matmul(v).transpose(0, 1)
+        return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+class Backend:
+    @staticmethod
+    def get_name() -> str:
+        return "STAND_IN"
+
+
+class Attention:
+    """The attributes of vLLM's layer that the reader uses."""
+
+    def __init__(self, name: str, impl: Any, dtype: torch.dtype = torch.float32) -> None:
+        self.layer_name, self.impl, self.attn_backend = name, impl, Backend
+        self.num_heads, self.num_kv_heads = HEADS, KEY_HEADS
+        self.head_size = self.head_size_v = WIDTH
+        self.cache = torch.zeros(64, KEY_HEADS, BLOCK, 2 * WIDTH, dtype=dtype)
+
+
+class Engine:
+    """Runs random queries, keys and values of several sequences through layers."""
+
+    def __init__(self, layers: list[Attention], lengths: list[int], prompts: list[int]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.layers, self.lengths, self.prompts = layers, lengths, prompts
+        self.inputs = [
+            [
+                [
+                    torch.randn(length, heads, WIDTH, generator=generator) * 2
+                    for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+                ]
+                for length in lengths
+            ]
+            for _ in layers
+        ]
+        order = torch.randperm(64, generator=generator)
+        self.table = order[: 8 * len(lengths)].view(len(lengths), 8).int()
+
+    def run(self) -> None:
+        """Prompts in one pass, then a token of every unfinished sequence in each."""
+        done = [0] * len(self.lengths)
+        while any(now < length for now, length in zip(done, self.lengths, strict=True)):
+            running = [i for i, now in enumerate(done) if now < self.lengths[i]]
+            new = [self.prompts[i] if done[i] == 0 else 1 for i in running]
+            starts = torch.tensor([0, *new]).cumsum(0).int()
+            ends = torch.tensor([done[i] + count for i, count in zip(running, new, strict=True)])
+            metadata = Metadata(int(starts[-1]), starts, ends.int(), self.table[running])
+            for layer, inputs in zip(self.layers, self.inputs, strict=True):
+                query, key, value = (
+                    torch.cat(
+                        [
+                            inputs[i][part][done[i] : done[i] + count]
+                            for i, count in zip(running, new, strict=True)
+                        ]
+                    )
+                    for part in range(3)
+                )
+                slots = [
+                    int(self.table[i, at // BLOCK]) * BLOCK + at % BLOCK
+                    for i, count in zip(running, new, strict=True)
+                    for at in range(done[i], done[i] + count)
+                ]
+                cache, out = layer.cache, torch.empty_like(query)
+                layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor(slots))
+                layer.impl.forward(layer, query, key, value, cache, metadata, output=out)
+            for i, count in zip(running, new, strict=True):
+                done[i] += count
