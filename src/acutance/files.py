@@ -237,16 +237,16 @@ def holds_state(path: str | os.PathLike[str]) -> bool:
     return schema.startswith(_STATES)
 
 
-def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
+def refuse_replacing(path: str | os.PathLike[str] | None, *, resume: bool, overwrite: bool) -> None:
     """Raise an error before a run if its state file exists, unless replacing it is allowed.
 
     Args:
-        path: of the state file.
+        path: of the state file; None for a run without one.
         resume: whether to continue from it.
         overwrite: whether to replace it.
 
     Raises:
-        ValueError: if both are requested.
+        ValueError: if both are requested, or there is no file to resume.
         FileExistsError: if the file exists and is not empty, and neither is requested.
 
     Example:
@@ -254,6 +254,10 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
         Traceback (most recent call last):
         FileExistsError: ... already exists: resume=True continues it, overwrite=True replaces it
     """
+    if path is None:
+        if resume:
+            raise ValueError("resume needs save, the file to continue from, got save=None")
+        return
     if resume and overwrite:
         raise ValueError(
             "pass either resume=True to continue a run or overwrite=True to replace it, not both"

@@ -136,6 +136,16 @@ def test_wrong_options_are_refused(tmp_path: Path, options: str, sentence: str) 
         import_plan(f"duo_attention:{folder}{options}", build())
 
 
+def test_a_missing_table_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "pattern"
+    with pytest.raises(PlanError, match=f"there is no file or directory at {missing}$"):
+        import_plan(f"duo_attention:{missing}", build())
+    trained_table(missing)
+    (missing / "full_attention_heads.tsv").unlink()
+    with pytest.raises(OSError, match=r"full_attention_heads\.tsv"):
+        import_plan(f"duo_attention:{missing}", build())
+
+
 # -- layer_types ----------------------------------------------------------------------------------
 
 

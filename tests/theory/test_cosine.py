@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.special import log_softmax
 
 from acutance import theory
-from acutance.theory.cosine import (
+from acutance.theory import (
     cosine_best_count,
     cosine_entropy_lower_bound,
     information_range_limit,

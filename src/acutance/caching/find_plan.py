@@ -25,7 +25,6 @@ from acutance.calibration.by_loss.runs import (
     Advance,
     Run,
     Windows,
-    check_state,
     difference,
     margin,
     mean_loss,
@@ -34,6 +33,7 @@ from acutance.calibration.by_loss.runs import (
 from acutance.calibration.fit.passes import evaluating
 from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.losses import AnyLoss
+from acutance.files import refuse_replacing
 from acutance.scaling import Window
 from acutance.shapes import check_number
 
@@ -126,7 +126,7 @@ def budget(
     shares = _check(keep, max_loss, shares, plans)
     files = {part: None if save is None else f"{os.fspath(save)}{part}" for part in _FILES}
     for file in files.values():
-        check_state(file, resume=resume, overwrite=overwrite)
+        refuse_replacing(file, resume=resume, overwrite=overwrite)
     whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]

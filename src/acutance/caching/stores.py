@@ -214,11 +214,8 @@ class Full(Store):
     def select(self, index: Tensor) -> Store:
         """See :class:`Store`."""
         other = Full()
-        other.n, other._key, other._value = (
-            self.n,
-            self._key.select(index),
-            self._value.select(index),
-        )
+        other.n = self.n
+        other._key, other._value = self._key.select(index), self._value.select(index)
         return other
 
 

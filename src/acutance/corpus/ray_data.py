@@ -110,10 +110,7 @@ def probe_dataset(
                         ("batches_per_task", batches_per_task)):  # fmt: skip
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if resume and save is None:
-        raise ValueError("resume needs save, the file to continue from, got save=None")
-    if save is not None:
-        refuse_replacing(save, resume=resume, overwrite=overwrite)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
     loaded = _load(model, "cpu")
     window = loaded.window(length)
     texts = _texts(dataset, column, ray_data)

@@ -106,10 +106,7 @@ def extend(
     check_number("max_cost", max_cost, above=0.0, including=True)
     if budget is not None:
         check_number("budget", budget, above=0.0)
-    if resume and save is None:
-        raise ValueError("resume continues the file given by save, got save=None")
-    if save is not None:
-        refuse_replacing(save, resume=resume, overwrite=overwrite)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
     if laws is None:
         remedies = proposals(model, trained, to)
     else:

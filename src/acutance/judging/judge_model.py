@@ -207,10 +207,7 @@ def judge_windows(
     Returns:
         The comparison, as :func:`judge`.
     """
-    if resume and save is None:
-        raise ValueError("resume continues the file given by save, got save=None")
-    if save is not None:
-        refuse_replacing(save, resume=resume, overwrite=overwrite)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
     check_count("save_every", save_every, 1)
     groups, lengths = windows.groups, windows.lengths
     if len(groups.unique()) < 2:

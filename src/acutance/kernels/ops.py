@@ -373,14 +373,8 @@ def _mapped(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Call a function for each slice of a dimension mapped by ``torch.vmap``; stack the results.
 
-    Args:
-        function: computes the results of one slice.
-        size: of the mapped dimension.
-        in_dims: index of that dimension in each argument; not an integer if it has none.
-        arguments: of the function.
-
-    Returns:
-        The results, with a new first dimension, and its index in each of them, 0.
+    ``in_dims`` has the index of that dimension in each argument, or None. Returns the results, with
+    a new first dimension, and its index in each of them, 0.
     """
     each = [
         part.unbind(dim) if isinstance(dim, int) else [part] * size

@@ -12,14 +12,13 @@ from acutance.mechanisms.feature_maps import (
     feature_map,
 )
 from acutance.mechanisms.linear import decay_attention, linear_attention
-from acutance.mechanisms.recurrent import (
+from acutance.mechanisms.lru import (
     LRUParameters,
-    diagonal_recurrence,
     linear_recurrent_unit,
     lru_decays,
     lru_parameters,
-    recurrence_statistics,
 )
+from acutance.mechanisms.recurrent import diagonal_recurrence, recurrence_statistics
 from acutance.mechanisms.state import LinearState
 from acutance.mechanisms.steps import linear_state, linear_step
 from acutance.mechanisms.table import MECHANISMS, mechanism

@@ -14,12 +14,12 @@ from acutance.attend import attention
 from acutance.mechanisms.decays import decay_statistics
 from acutance.mechanisms.feature_maps import FeatureMap
 from acutance.mechanisms.linear import decay_attention, linear_attention
-from acutance.mechanisms.recurrent import (
+from acutance.mechanisms.lru import (
     linear_recurrent_unit,
     lru_decays,
     lru_parameters,
-    recurrence_statistics,
 )
+from acutance.mechanisms.recurrent import recurrence_statistics
 from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.rowstats.weighted import WeightSums
 from acutance.shapes import check_count, check_flag, check_inputs

@@ -284,16 +284,12 @@ class HeadSummary:
         error over sequences, ``weight_on_<span>_error``, and the value for uniform attention,
         ``weight_on_<span>_even``.
         """
-        places = self.places
         table: dict[str, list[Any]] = {
-            "layer": [layer for layer, _ in places],
-            "head": [head for _, head in places],
-            "module": [self.layers[layer].module for layer, _ in places],
-            "status": [self.layers[layer].status for layer, _ in places],
-            "rows": [self.layers[layer].rows for layer, _ in places],
+            "layer": [layer for layer, _ in self.places],
+            "head": [head for _, head in self.places],
         }
-        for count in (*LEFT_OUT, "padded_by", "unseen"):
-            table[count] = [getattr(self.layers[layer], count) for layer, _ in places]
+        for column in ("module", "status", "rows", *LEFT_OUT, "padded_by", "unseen"):
+            table[column] = [getattr(self.layers[layer], column) for layer in table["layer"]]
         table |= self.moments.columns(self.metrics, sampled=self.sampled)
         if self.distances is not None:
             table |= self.distances.columns()

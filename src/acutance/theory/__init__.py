@@ -27,8 +27,8 @@ from acutance.theory.cosine import (
     cosine_best_count,
     cosine_entropy_lower_bound,
     information_range_limit,
-    tau_for_information,
 )
+from acutance.theory.cosine_temperature import tau_for_information
 from acutance.theory.entropy import (
     jacobian_fro2,
     jacobian_trace,

@@ -383,12 +383,6 @@ def _distribution_name(law: Any) -> str:
 def name_and_parameter(family: Family) -> tuple[str, float] | None:
     """Name and parameter of a family (0 if it has none); None for a SciPy distribution.
 
-    Args:
-        family: Any family.
-
-    Returns:
-        The name and the parameter, or None.
-
     Example:
         >>> name_and_parameter(Cosine(64.0))
         ('cosine', 64.0)

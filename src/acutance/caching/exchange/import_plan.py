@@ -144,6 +144,8 @@ _Layers = tuple[tuple[HeadPlan, ...] | HeadPlan, ...]
 
 def _duo_attention(path: Path, options: dict[str, str]) -> _Layers:
     """The heads of DuoAttention's table."""
+    if not path.exists():
+        raise PlanError(f"there is no file or directory at {path}")
     folder = path.is_dir()
     table = path / TABLE if folder else path
     settings = (path if folder else path.parent) / SETTINGS

@@ -25,7 +25,6 @@ from acutance.calibration.by_loss.runs import (
     Run,
     Unit,
     Windows,
-    check_state,
     difference,
     margin,
     mean_gradient,
@@ -35,6 +34,7 @@ from acutance.calibration.by_loss.runs import (
 from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.losses import AnyLoss
 from acutance.capture.find_layers import layer_numbers
+from acutance.files import refuse_replacing
 from acutance.scaling import Window
 
 __all__ = ["WindowChoice", "choose_windows", "gate_slopes"]
@@ -253,7 +253,7 @@ def gate_slopes(
     """
     if not alternatives:
         raise ValueError("alternatives must contain at least one window, got none")
-    check_state(save, resume=resume, overwrite=overwrite)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
     read = read_windows(model, windows, None, loss)
     if len(read.units) < 2:
         raise ValueError(f"errors need at least 2 windows, got {len(read.units)}")

@@ -25,7 +25,6 @@ from acutance.calibration.by_loss.runs import (
     Run,
     Unit,
     Windows,
-    check_state,
     difference,
     margin,
     mean_gradient,
@@ -39,6 +38,7 @@ from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
 from acutance.calibration.losses import AnyLoss
 from acutance.capture.find_layers import layer_numbers
+from acutance.files import refuse_replacing
 from acutance.scaling import Window
 from acutance.shapes import check_count, check_flag, check_number
 
@@ -82,7 +82,8 @@ def calibrate_by_loss(
     check_number("limit", limit, above=1.0)
     passes = check_count("passes", passes, 2)
     check_flag("windowed", windowed)
-    every = check_state(save, resume=resume, overwrite=overwrite, every=save_every)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
+    every = check_count("save_every", save_every, 1)
     windows = read_windows(model, batches, lengths, loss)
     fitting, stopping = split_units(windows)
     choice = None
@@ -91,7 +92,7 @@ def calibrate_by_loss(
         if not choices or not all(isinstance(one, Window) for one in choices):
             raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
         state = None if save is None else f"{os.fspath(save)}.windows"
-        check_state(state, resume=resume, overwrite=overwrite)
+        refuse_replacing(state, resume=resume, overwrite=overwrite)
         choice = choose_windows(
             windows, fitting, stopping, choices, passes,
             save=state, save_every=every, resume=resume, advance=advance,
@@ -158,14 +159,14 @@ def loss_slopes(
         >>> min(head.slope[-1] for head in heads) < -0.01  # sharper would help beyond 128
         True
     """
-    every = check_state(save, resume=resume, overwrite=overwrite)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
     check_flag("windowed", windowed)
     if law not in FAMILIES[:2]:
         raise ValueError(f"law must be 'table' or 'constant', got {law!r:.40}")
     read = read_windows(model, windows, lengths, loss)
     if len(read.units) < 2:
         raise ValueError(f"errors need at least 2 windows, got {len(read.units)}")
-    run, _ = _factor_run(read, law, windowed, save, every, resume, {"slopes": True}, {})
+    run, _ = _factor_run(read, law, windowed, save, 1, resume, {"slopes": True}, {})
 
     def slopes() -> list[Reading]:
         zero = torch.zeros(run.gradients.size, dtype=torch.float64)

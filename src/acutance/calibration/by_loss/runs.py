@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,8 +23,6 @@ from acutance.calibration.fit.windows import (
 )
 from acutance.calibration.losses import AnyLoss, Loss, choose_loss
 from acutance.corpus.texts import model_digest
-from acutance.files import refuse_replacing
-from acutance.shapes import check_count
 
 __all__ = [
     "Advance",
@@ -33,7 +30,6 @@ __all__ = [
     "Run",
     "Unit",
     "Windows",
-    "check_state",
     "difference",
     "margin",
     "mean_gradient",
@@ -139,22 +135,6 @@ def read_windows(
     # a causal model's long windows have the short ones inside
     units = _units(found, places if chosen.reads_all else places[-1:])
     return Windows(model, chosen, tuple(units), places)
-
-
-def check_state(
-    save: str | os.PathLike[str] | None, *, resume: bool, overwrite: bool, every: int = 1
-) -> int:
-    """Check the arguments about the file that keeps a run's state; returns ``every``.
-
-    Raises:
-        FileExistsError: if the file is there, and is neither resumed nor overwritten.
-        ValueError: if there is no file to resume, or ``every`` is below 1.
-    """
-    if resume and save is None:
-        raise ValueError("resume needs save, the file to continue from, got save=None")
-    if save is not None:
-        refuse_replacing(save, resume=resume, overwrite=overwrite)
-    return check_count("save_every", every, 1)
 
 
 def split_units(windows: Windows) -> tuple[list[Unit], list[Unit]]:

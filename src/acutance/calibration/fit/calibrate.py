@@ -165,10 +165,7 @@ def calibrate(
         raise ValueError(f"loss is for target='loss', got target={target!r:.40}")
     if window is not None:
         raise ValueError(f"window is for target='loss', got target={target!r:.40}")
-    if resume and save is None:
-        raise ValueError("resume needs save, the file to continue from, got save=None")
-    if save is not None:
-        refuse_replacing(save, resume=resume, overwrite=overwrite)
+    refuse_replacing(save, resume=resume, overwrite=overwrite)
     found = batches_by_length(batches)
     places = check_lengths(lengths, found)
     request = check_request(target, value, places, reference, law, passes, limit, windowed)
