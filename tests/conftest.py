@@ -193,3 +193,14 @@ def as_library() -> Iterator[Callable[[type], None]]:
     yield mark
     for member, code in before:
         member.__code__ = code
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    """Run a command in this process, as a user with a wide terminal; returns typer's result."""
+    from typer.testing import CliRunner
+
+    from acutance.cli import app
+
+    runner = CliRunner(env={"COLUMNS": "160"})
+    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])

@@ -28,12 +28,6 @@ TEXT = (
 ) * 12
 
 
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="session")
 def tokenizer_files() -> list[Path]:
     folder = Path(load_model._embedded())

@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from acutance.cli import app
 from acutance.comparison import compare
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize(

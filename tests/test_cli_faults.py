@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import acutance
-from acutance.cli import app
 from acutance.corpus import load_model
 from acutance.files import write_each
 from acutance.probing import load_queries_keys
 
 TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 8
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    return lambda *arguments: CliRunner().invoke(app, [str(one) for one in arguments])
 
 
 @pytest.fixture(params=[float("nan"), 3e38])

@@ -10,17 +10,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel
-from typer.testing import CliRunner
 
 from acutance.calibration.named_law import named_law
-from acutance.cli import app
 from acutance.corpus import load_model
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

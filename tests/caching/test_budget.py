@@ -15,10 +15,12 @@ from torch import Tensor
 
 import acutance
 from acutance.caching import Budget, HeadPlan, budget, cache_shapes
-from acutance.caching.alternatives import rounded
+from acutance.caching.alternatives import Rounded, rounded
+from acutance.caching.packing import quantise
 from acutance.caching.proposals import Option, cheapest
 from acutance.caching.rules import HeadReach, propose, read_reach
 from acutance.calibration.by_loss.runs import read_windows
+from acutance.capture.attention_call import AttentionCall
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 
@@ -254,6 +256,20 @@ def test_rounding_errors_are_half_a_step_at_most(along: str, bits: int) -> None:
         torch.testing.assert_close(levels, levels.round(), atol=1e-6, rtol=0)
     torch.testing.assert_close(rounded(result, bits, along=along, group=32), result)
     assert rounded(x, 16, along=along) is x
+
+
+@pytest.mark.parametrize(("width", "fine"), [(48, False), (64, True)])
+def test_rounded_values_have_the_groups_of_the_cache(width: int, fine: bool) -> None:
+    """Where groups of 32 channels do not divide the width, a token's value has one scale."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, 32, width, generator=generator).unbind(0)
+    value[..., 32:] *= 1e-2
+    call = AttentionCall("layer", "", query, key, value)
+    error = (Rounded(value_bits=4).output(call) - call.rebuild(False)[0])[..., 32:].abs().max()
+    assert (float(error) < 2e-3) == fine
+    packed = quantise(value.unflatten(2, (1, 32)), 4, 32 if fine else width)
+    cached = (packed.restore(torch.float32) - value)[..., 32:].abs().max()
+    assert (float(cached) < 2e-3) == fine
 
 
 @pytest.mark.parametrize(

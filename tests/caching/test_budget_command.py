@@ -9,17 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import acutance
-from acutance.cli import app
 from acutance.experiments.models.trained import decoder, directory
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner(env={"COLUMNS": "160"})
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

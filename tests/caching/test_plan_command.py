@@ -9,23 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from acutance import CachePlan, HeadPlan
 from acutance.caching.exchange.plan_record import read_costs
 from acutance.caching.find_plan import budget
-from acutance.cli import app
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder, directory
 from acutance.report.html_page.packing import unpack
 
 STREAMING = HeadPlan("streaming", first=2, recent=30)
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner(env={"COLUMNS": "160"})
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

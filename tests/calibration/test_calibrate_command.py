@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import acutance
 from acutance.calibration.fit.windows import draw, spread
 from acutance.calibration.named_law import named_law
-from acutance.cli import app
 from acutance.corpus import load_model
 from acutance.corpus.texts import Text, windows
 from acutance.scaling import LogN, SSMax
@@ -50,12 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(Path(load_model._embedded()) / name, where)
     (where / "text.txt").write_text(SENTENCES)
     return where
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 def test_a_law_is_fitted_written_and_probed(

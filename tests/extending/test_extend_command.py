@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from acutance.cli import app
 from acutance.experiments.models.trained import directory
 
 HELD_OUT = Path(sysconfig.get_path("stdlib")) / "copy.py"
 YARN = "rope:yarn,factor=4,original_max_position_embeddings=128"
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner(env={"COLUMNS": "160"})
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

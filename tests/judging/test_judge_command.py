@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from acutance.cli import app
 from acutance.corpus import load_model
 from acutance.corpus.texts import Text
 from acutance.experiments.models.trained import directory
@@ -22,12 +20,6 @@ from acutance.judging.text_windows import hold_out, loss_of, text_windows
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 HELD_OUT = [STDLIB / name for name in ("copy.py", "queue.py", "heapq.py", "sched.py", "types.py")]
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner(env={"COLUMNS": "160"})
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

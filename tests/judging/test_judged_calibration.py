@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import acutance
-from acutance.cli import app
 from acutance.experiments.models.trained import decoder, directory
 from acutance.judging import NextToken
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 def calibrate(run: Callable[..., Any], folder: Path, tokens: int, *options: Any) -> Any:

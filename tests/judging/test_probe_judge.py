@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 import acutance
 from acutance.calibration.law import Law
-from acutance.cli import app
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder, directory
 from acutance.judging import HeadsOff, LawRemedy, proposed_remedies
@@ -25,12 +23,6 @@ from acutance.scaling import Window
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 LOG_N = "clip_log_n:train_length=128"
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    runner = CliRunner(env={"COLUMNS": "160"})
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from acutance.caching.head_plan import value_groups
 from acutance.capture.attention_call import AttentionCall
 
 __all__ = ["Dropped", "Rounded", "rounded"]
@@ -54,7 +55,8 @@ class Rounded:
     Attributes:
         key_bits: of keys.
         value_bits: of values.
-        group: tokens that share the scale of a key channel, channels that share that of a value.
+        group: tokens that share the scale of a key channel, channels that share that of a value; if
+            it does not divide the width of values, all of them do.
     """
 
     key_bits: int = 16
@@ -69,7 +71,9 @@ class Rounded:
     def output(self, call: AttentionCall) -> Tensor:
         """The output of a call with rounded keys and values, (B, Hq, L, Ev)."""
         key = rounded(call.key, self.key_bits, along="tokens", group=self.group)
-        value = rounded(call.value, self.value_bits, along="channels", group=self.group)
+        width = call.value.shape[3]
+        channels = width // value_groups(width, self.group)
+        value = rounded(call.value, self.value_bits, along="channels", group=channels)
         output: Tensor = replace(call, key=key, value=value).rebuild(False)[0]
         return output
 
