@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from acutance.extending import proposals
 from acutance.extending.page import page
 from acutance.extending.record import Extension, Final, Tried
 from acutance.extending.render import show
-from acutance.judging import LawRemedy, Part
+from acutance.judging import HeadsOff, LawRemedy, Part
 from acutance.report.screen import Screen
 
 TRAINED = 128
@@ -131,6 +132,17 @@ def test_what_is_written_is_what_was_measured(windows: Tensor, tmp_path: Path) -
     assert found[rope].beyond.delta == pytest.approx(float(change), abs=1e-5)
 
 
+def test_heads_that_are_off_need_no_file(windows: Tensor, tmp_path: Path) -> None:
+    """As if switching a head off had helped, which no head of this decoder does."""
+    found = extend(windows, LAWS[:1])
+    assert found.helps
+    finals = tuple(replace(one, name=one.name.replace(LAWS[0], "off:0.0")) for one in found.finals)
+    off = replace(found, chosen=HeadsOff({0: [0]}), finals=finals)
+    assert off.helps
+    assert off.save(tmp_path, decoder()) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_proposals_are_tried_and_shown(windows: Tensor) -> None:
     """Every proposal gets one window, a third of them two, and the page shows them all."""
     names = [one.name for one in proposals(decoder(), TRAINED, 256)]
@@ -225,6 +237,12 @@ def test_bad_input_is_one_sentence(
     given = base | given
     with pytest.raises(kind, match=match):
         acutance.extend(decoder(), given.pop("to"), given.pop("windows"), **given)
+
+
+def test_a_plan_for_the_cache_is_refused(windows: Tensor) -> None:
+    plan = acutance.CachePlan.of(decoder(), acutance.HeadPlan("streaming", first=2, recent=30))
+    with pytest.raises(ValueError, match=r"\(6 streaming\) is a plan for the cache, which extends"):
+        extend(windows, [plan])
 
 
 def test_learned_positions_are_refused() -> None:

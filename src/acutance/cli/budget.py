@@ -83,8 +83,8 @@ class BudgetOptions:
             "--streaming",
             metavar="FIRST,RECENT",
             help="Let a head keep only the FIRST first and the RECENT newest keys (streaming); "
-            "repeat for more choices. Default: 4 first and 124, 252 or 508 newest keys, and all "
-            "keys in 8 or 4 bits.",
+            "repeat for more choices. Rounding is then not tried. Default: 4 first and 124, 252 or "
+            "508 newest keys, or all keys and values in 8 or 4 bits, or keys in 4 and values in 2.",
         ),
     ] = None
     length: Annotated[

@@ -282,4 +282,6 @@ def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
         )
     elif name == "law.json":
         use = f'apply it with: acutance.apply(model, "{folder / name}")'
+    elif found.helps and found.chosen is not None:  # heads that are off
+        use = f'apply it with: acutance.apply(model, "{found.chosen.name}")'
     console().print(note(("written to", "dim"), f" {folder}: {use}"), soft_wrap=True)

@@ -19,7 +19,7 @@ from acutance.extending.record import Extension
 from acutance.extending.runs import Runs
 from acutance.extending.search import Advance, Search
 from acutance.files import refuse_replacing
-from acutance.judging.remedies import as_remedies, check_fit, for_train_length
+from acutance.judging.remedies import PlanRemedy, as_remedies, check_fit, for_train_length
 from acutance.shapes import check_count, check_number
 
 __all__ = ["MAX_COST", "extend", "trained_length"]
@@ -62,7 +62,8 @@ def extend(
         windows: (windows, L) int64 with L ≥ ``to``, of which the first ``to`` are read, at least 4.
         train_length: tokens of the windows that it was trained on; None is the longest of its
             configuration.
-        laws: what to try, as for :func:`acutance.judge`; None is :func:`proposals`.
+        laws: what to try, as for :func:`acutance.judge`, but for plans of the cache; None is
+            :func:`proposals`.
         final: windows for the final numbers, at least 2; None is half of them.
         max_cost: nats a token.
         budget: minutes after which the search stops and the final windows begin; None is no limit.
@@ -111,6 +112,12 @@ def extend(
         remedies = proposals(model, trained, to)
     else:
         remedies = for_train_length(model, as_remedies(laws), train_length)
+        for one in remedies:
+            if isinstance(one, PlanRemedy):
+                raise ValueError(
+                    f"law: {one.name} is a plan for the cache, which extends no model; 'acutance "
+                    "judge --law' measures what it does to the loss"
+                )
     check_fit(model, remedies)
     measured = choose_loss(model, loss)
     windows = windows[:, :to]

@@ -12,7 +12,7 @@ import torch
 from acutance.calibration.law import Law
 from acutance.files import as_json, finite, write_text
 from acutance.judging.paired import Part
-from acutance.judging.remedies import LawRemedy, Remedy
+from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 
 __all__ = ["METHOD", "Extension", "Final", "Tried"]
@@ -163,12 +163,13 @@ class Extension:
             model: the model that was extended.
 
         Returns:
-            The name of the file; None where nothing helps, and then none is written.
+            The name of the file; None where none is written: nothing helps, or heads are switched
+            off, which :func:`acutance.apply` takes by name.
 
         Raises:
             TypeError: if what was chosen is neither a law nor RoPE settings.
         """
-        if not self.helps:
+        if not self.helps or isinstance(self.chosen, HeadsOff):
             return None
         name = "config.json" if isinstance(self.chosen, RopeRemedy) else "law.json"
         path = os.path.join(os.fspath(folder), name)
