@@ -17,6 +17,8 @@ _WRAPPERS = {
     "AveragedModel": "module",
     "DeepSpeedEngine": "module",
     "_FabricModule": "_forward_module",  # Lightning
+    "PeftModel": "base_model",
+    "BaseTuner": "model",  # PEFT's LoraModel and its like
 }
 #: Bases of the subclass that ``fully_shard`` or ``replicate`` makes of a module's class.
 _ADDED = ("FSDPModule", "ReplicateModule")
