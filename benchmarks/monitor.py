@@ -7,7 +7,8 @@ one thread in float32, watched and plain runs in turn, step by step. Of each kin
 measured, watched but not due) the report has the median processor time, in units of a plain step,
 and what follows for every=N: one measured step and N − 1 that are not due, over N plain ones.
 Before anything is timed, the losses of a watched run are checked to be those of a plain one, bit
-for bit.
+for bit. With ``--trainer``, transformers' Trainer trains a Llama of the same sizes instead, with
+and without the callback in turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import platform
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +117,86 @@ def medians(given: dict[str, Any]) -> dict[str, float]:
     return {kind: statistics.median(found) for kind, found in times.items()}
 
 
+class StepTimes:
+    """A callback that records the processor seconds of a Trainer's steps, logging included."""
+
+    def __init__(self) -> None:
+        self.start = 0.0
+        self.seconds: dict[int, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.start = cpu_seconds()
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        now = cpu_seconds()
+        self.seconds[state.global_step] = now - self.start
+        self.start = now
+
+
+def trainer_run(monitor: AttentionMonitor | None, steps: int) -> tuple[dict[int, float], list[Any]]:
+    """Processor seconds by step and the losses of a Trainer's run."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_attention_heads=HEADS, **sizes))
+    rows = torch.randint(0, WORDS, (steps, TOKENS), generator=torch.Generator().manual_seed(1))
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH,
+                logging_steps=1, report_to="none", save_strategy="no", use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            callbacks=[*([] if monitor is None else [monitor]), times],
+        )  # fmt: skip
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return times.seconds, losses
+
+
+def trainer_report() -> dict[str, Any]:
+    """Ratios of steps of a Trainer with the default settings, by ``every``."""
+    steps = 21
+    times: dict[str, list[float]] = {"plain": [], "measured": [], "not due": []}
+    for round_number in range(9):
+        plain, losses = trainer_run(None, steps)
+        watched, same = trainer_run(AttentionMonitor(every=2), steps)
+        if losses != same:
+            raise SystemExit("a Trainer with the monitor has other losses than one without")
+        if not round_number:
+            continue  # everything is imported and allocated
+        for step in range(4, steps + 1):
+            times["plain"].append(plain[step])
+            times["not due" if step % 2 else "measured"].append(watched[step])
+    middle = {kind: statistics.median(seconds) for kind, seconds in times.items()}
+    measured, idle = (middle[kind] / middle["plain"] for kind in ("measured", "not due"))
+    every = {str(n): (measured + (n - 1) * idle) / n for n in EVERY}
+    return {"seconds": middle["plain"], "measured": measured, "not due": idle, "every": every}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trainer", action="store_true", help="time transformers' Trainer")
     parser.add_argument("--json", type=Path, help="also write the ratios here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.trainer:
+        result = trainer_report()
+        print(json.dumps(result, indent=1))
+        if arguments.json is not None:
+            whole = json.loads(arguments.json.read_text(encoding="utf-8"))
+            whole["trainer"] = result
+            arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        return
     plain, watched = Run(), Run(AttentionMonitor(every=1))
     if [plain.step() for _ in range(3)] != [watched.step() for _ in range(3)]:
         raise SystemExit("a watched run has other losses than a plain one")

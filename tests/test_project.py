@@ -14,10 +14,12 @@ import pytest
 from acutance.kernels import info
 
 ROOT = Path(__file__).parents[1]
-#: Development tools, of which any version will do; the oldest environment has no Ray and no Triton.
+#: Development tools, of which any version will do, and what `make integrations` runs with; the
+#: oldest environment has no Ray and no Triton.
 ANY_VERSION = {
     "ray[data]", "triton", "myst-parser", "furo", "latex2mathml", "hypothesis", "mypy", "ruff",
-    "pytest", "pytest-xdist",
+    "pytest", "pytest-xdist", "peft", "trl", "torchtitan", "wandb", "mlflow-skinny", "trackio",
+    "litgpt",
 }  # fmt: skip
 
 

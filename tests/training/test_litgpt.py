@@ -11,7 +11,9 @@ import torch
 
 from acutance.training import AttentionMonitor
 
-litgpt = pytest.importorskip("litgpt", reason="litgpt needs an environment of its own: make litgpt")
+litgpt = pytest.importorskip(
+    "litgpt", reason="litgpt needs an environment of its own: make integrations"
+)
 pytestmark = pytest.mark.filterwarnings("ignore")  # what litgpt and Lightning warn of is theirs
 STEPS = pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
 MODELS = {

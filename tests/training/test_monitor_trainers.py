@@ -45,7 +45,9 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def trainer(folder: Path, monitor: AttentionMonitor | None = None, **given: Any) -> Any:
+def trainer(
+    folder: Path, monitor: AttentionMonitor | None = None, lora: bool = False, **given: Any
+) -> Any:
     """A Trainer of a two-layer Llama, four rows a batch."""
     pytest.importorskip("accelerate")
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -53,7 +55,10 @@ def trainer(folder: Path, monitor: AttentionMonitor | None = None, **given: Any)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes, **heads))
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes, **heads))
+    if lora:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     usual = {
         "output_dir": str(folder),
         "max_steps": 6,
@@ -88,6 +93,8 @@ def logged(trained: Any, name: str) -> list[tuple[int, float]]:
         {"gradient_checkpointing": True},
         {"eval_strategy": "steps", "eval_steps": 2},
         {"bf16": True},
+        {"max_steps": 20},
+        {"max_steps": 20, "lora": True},
     ],
     ids=lambda given: "-".join(given) or "plain",
 )
@@ -102,7 +109,8 @@ def test_a_trainer_logs_it_and_trains_the_same(
     for left, right in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(left, right)
     entropy = logged(watched, f"{FIRST}/entropy")
-    assert [step for step, _ in entropy] == [1, 3, 6]
+    last = given.get("max_steps", 6)
+    assert [step for step, _ in entropy] == [1, *range(3, last + 1, 3)]
     assert monitor.last is not None
     assert entropy[-1][1] == monitor.last.scalars[f"{FIRST}/entropy"]
     passes = given.get("gradient_accumulation_steps", 1)
@@ -110,6 +118,12 @@ def test_a_trainer_logs_it_and_trains_the_same(
     assert monitor.last.summary.layers[0].rows == 48 * passes
     assert "attention/" not in capsys.readouterr().out, "the terminal is not flooded"
     assert "training_step" not in vars(watched)
+
+
+def test_names_under_lora_are_those_without(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, AttentionMonitor(**QUIET), lora=True, max_steps=1)
+    trained.train()
+    assert [step for step, _ in logged(trained, f"{FIRST}/entropy")] == [1]
 
 
 def test_a_trainer_writes_it_to_tensorboard(tmp_path: Path) -> None:
@@ -234,7 +248,13 @@ def fitted(
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, {"precision": "bf16-mixed"}],
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"val_check_interval": 2},
+        {"precision": "bf16-mixed"},
+        pytest.param({"max_steps": 20}, marks=pytest.mark.slow),
+    ],
     ids=lambda given: "-".join(given) or "plain",
 )
 def test_lightning_trains_the_same(lightning: Any, given: dict[str, Any]) -> None:
@@ -245,7 +265,8 @@ def test_lightning_trains_the_same(lightning: Any, given: dict[str, Any]) -> Non
     for left, right in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(left, right)
     assert monitor.last is not None
-    assert (monitor.last.step, monitor.steps) == (6, 6)
+    steps = given.get("max_steps", 6)
+    assert (monitor.last.step, monitor.steps) == (steps - steps % 3, steps)
     passes = given.get("accumulate_grad_batches", 1)
     assert [layer.calls for layer in monitor.last.summary.layers] == [passes] * 2
     name = "attention/encoder.layers.0.self_attn/entropy"

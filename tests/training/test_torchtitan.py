@@ -14,7 +14,9 @@ import torch
 
 from acutance.training import AttentionMonitor
 
-pytest.importorskip("torchtitan", reason="torchtitan is in the extra trainers: make trainers")
+pytest.importorskip(
+    "torchtitan", reason="torchtitan is in the extra integrations: make integrations"
+)
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torchtitan warns of is its own
 STEPS = pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
 TAG = "attention/layers.0.attention.inner_attention/entropy"

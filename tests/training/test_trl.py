@@ -10,7 +10,7 @@ import torch
 
 from acutance.training import AttentionMonitor
 
-trl = pytest.importorskip("trl", reason="trl is in the extra trainers: make trainers")
+trl = pytest.importorskip("trl", reason="trl is in the extra integrations: make integrations")
 datasets = pytest.importorskip("datasets")
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what the libraries warn of is theirs

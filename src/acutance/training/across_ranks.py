@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["ExactMaxima", "gather_rows", "is_sharded", "multiply", "ranks", "reshard"]
+__all__ = [
+    "ExactMaxima",
+    "gather_rows",
+    "head_shards",
+    "is_sharded",
+    "multiply",
+    "ranks",
+    "reshard",
+]
 
 
 def ranks(group: Any = None) -> tuple[int, int]:
@@ -150,36 +158,79 @@ def multiply(weight: Tensor, dim: int, start: int, size: int, factor: float) -> 
     part: Any = weight
     if is_sharded(weight):
         part = part.to_local()
-        for axis, placement in enumerate(weight.placements):  # type: ignore[attr-defined]
-            if placement.is_partial():
-                raise ValueError(f"a weight placed as {placement} cannot be scaled by head")
-            if not placement.is_shard(dim):
-                continue
-            mesh = weight.device_mesh  # type: ignore[attr-defined]
-            first, last = _mine(weight.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
-            if part.shape[dim] != last - first:
-                raise ValueError(
-                    f"rank {mesh.get_local_rank(axis)} of {mesh.size(axis)} has "
-                    f"{part.shape[dim]} of {weight.shape[dim]} entries, expected "
-                    f"{last - first}: a weight sharded more than once cannot be scaled by head"
-                )
-            end = min(start + size, last)
-            start = max(start, first)
-            start, size = start - first, max(end - start, 0)
-    if size:
-        _multiply(part.narrow(dim, start, size), factor)
+        entries = _local_entries(weight, dim)
+        if len(entries) != part.shape[dim]:
+            raise ValueError(
+                f"this rank has {part.shape[dim]} of {weight.shape[dim]} entries, expected "
+                f"{len(entries)}: a weight placed as {_placements(weight)} cannot be scaled by head"
+            )
+        chosen = ((entries >= start) & (entries < start + size)).nonzero()[:, 0].to(part.device)
+        if len(chosen):
+            part.index_copy_(dim, chosen, _times(part.index_select(dim, chosen), factor))
+    elif size:
+        part = part.narrow(dim, start, size)
+        part.copy_(_times(part, factor))
+
+
+def _local_entries(weight: Any, dim: int) -> Tensor:
+    """Which entries of a dimension this rank holds of a distributed tensor, in their order."""
+    mesh, entries, count = weight.device_mesh, torch.arange(weight.shape[dim]), 1
+    axes = list(enumerate(weight.placements))
+    for _, placement in axes:
+        if placement.is_partial():
+            raise ValueError(f"a weight placed as {placement} cannot be scaled by head")
+    # an axis of ``fully_shard`` comes before that of tensor parallelism, and cuts after it
+    strided = [(axis, placement) for axis, placement in axes if _is_strided(placement)]
+    for axis, placement in [*(each for each in axes if each not in strided), *strided[::-1]]:
+        if getattr(placement, "dim", None) != dim:
+            continue
+        if _is_strided(placement) and placement.split_factor != count:
+            raise ValueError(
+                f"a weight placed as {_placements(weight)} cannot be scaled by head: it is not "
+                f"known how its {placement.split_factor} parts are ordered"
+            )
+        first, last = _mine(len(entries), mesh.size(axis), mesh.get_local_rank(axis))
+        entries, count = entries[first:last], count * mesh.size(axis)
+    return entries
+
+
+def head_shards(weight: Tensor, dim: int) -> tuple[int, int]:
+    """Number of parts that tensor parallelism cuts a dimension into, and this rank's number.
+
+    ``fully_shard`` gathers its parts before a forward pass, so they do not count. Of weights that
+    only ``fully_shard`` cut, or that are not distributed, there is one part.
+    """
+    if not is_sharded(weight):
+        return 1, 0
+    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+    count, index = 1, 0
+    for axis, placement in enumerate(weight.placements):  # type: ignore[attr-defined]
+        if not _is_strided(placement) and getattr(placement, "dim", None) == dim:
+            count, index = count * mesh.size(axis), index * mesh.size(axis)
+            index += mesh.get_local_rank(axis)
+    return count, index
+
+
+def _is_strided(placement: Any) -> bool:
+    """Whether a placement is that of ``fully_shard`` on top of another axis."""
+    return hasattr(placement, "split_factor")
+
+
+def _placements(weight: Any) -> str:
+    """The placements of a distributed tensor, for messages."""
+    return ", ".join(map(str, weight.placements))
 
 
 def _mine(entries: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First entry and number of entries of this rank, if split as by ``torch.chunk``."""
+    """First entry and end of this rank's entries, if split as by ``torch.chunk``."""
     share = -(-entries // ranks)
     return min(rank * share, entries), min((rank + 1) * share, entries)
 
 
-def _multiply(part: Tensor, factor: float) -> None:
-    """Multiply a tensor in place, in float32 or float64."""
+def _times(part: Tensor, factor: float) -> Tensor:
+    """A tensor times a factor, computed in float32 or float64."""
     wide = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
-    part.copy_(wide * factor)  # rounded once: a factor in the dtype of part would be rounded too
+    return (wide * factor).to(part.dtype)  # a factor in the dtype of part would be rounded too
 
 
 def reshard(model: nn.Module) -> None:

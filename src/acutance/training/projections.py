@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from acutance import scores
 from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
+from acutance.training.across_ranks import head_shards
+from acutance.training.projection_tensors import scaled_tensors
 
 __all__ = [
     "LAYOUTS",
     "NAMES",
     "HeadSlices",
     "Projections",
+    "all_heads",
     "find_layouts",
 ]
 
@@ -62,7 +65,7 @@ class HeadSlices:
     """The slices of one tensor that belong to each head.
 
     Each has ``size`` entries and starts ``stride`` after the previous one; with groups, ``group``
-    heads are adjacent.
+    heads are adjacent. ``is_base`` marks the weights under an adapter, which its files lack.
     """
 
     tensor: Tensor
@@ -71,6 +74,7 @@ class HeadSlices:
     stride: int
     size: int
     group: int = 1
+    is_base: bool = False
 
     def offset(self, head: int) -> int:
         """Index along ``dim`` at which a head's slice starts."""
@@ -122,18 +126,26 @@ class Projections:
                 yield part, factor ** (1 - alpha)
 
     @property
+    def changes_base(self) -> bool:
+        """Whether weights under an adapter would be scaled."""
+        return any(part.is_base for part in (*self.query, *self.query_alone, *self.key))
+
+    @property
     def eps(self) -> float:
         """Machine epsilon of the narrowest dtype among the weights."""
         return max(torch.finfo(part.tensor.dtype).eps for part in (*self.query, *self.key))
 
 
-def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
+def find_layouts(
+    module: nn.Module, heads: int, width: int, local: bool = False
+) -> tuple[Projections, ...]:
     """All plausible locations of the weights of a module's queries and keys.
 
     Args:
         module: an attention module.
         heads: number of query heads, Hq.
         width: width of one head's query, E.
+        local: take this rank's part of separate projections that are split over ranks by heads.
 
     Returns:
         One layout; of a fused projection every possible one, the most common for its name first.
@@ -168,7 +180,7 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
     for first, second in _PAIRS:
         query, key = getattr(module, first, None), getattr(module, second, None)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
-            return (_pair(kind, query, key, heads, width),)
+            return (_pair(kind, query, key, heads, width, local=local),)
     for name in (*_PACKED, *_BY_HEAD):
         if isinstance(packed := getattr(module, name, None), nn.Module):
             both_ways = _packed(f"{kind}.{name}", packed, heads, width)
@@ -179,32 +191,52 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
     )
 
 
+def all_heads(module: nn.Module, heads: int, width: int) -> tuple[int, int]:
+    """Number of heads over all tensor-parallel ranks, and the first of this rank's.
+
+    Args:
+        module: an attention module.
+        heads: number of query heads that this rank computes.
+        width: width of one head's query.
+
+    Returns:
+        ``heads`` and 0 if separate projections are not split over ranks by heads.
+    """
+    for name, _ in _PAIRS:
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if isinstance(weight, Tensor):
+            count, index = head_shards(weight, 0)
+            if weight.shape[0] == count * heads * width:
+                return count * heads, index * heads
+    return heads, 0
+
+
 def _slices(
-    name: str, module: Any, start: int, stride: int, size: int, group: int = 1
+    name: str,
+    module: Any,
+    start: int,
+    stride: int,
+    size: int,
+    group: int = 1,
+    local: bool = False,
 ) -> Iterator[tuple[HeadSlices, int]]:
     """Slices of a weight and its bias along the output dimension, with the dimension's size."""
-    if hasattr(module, "parametrizations"):
-        raise ValueError(f"{name} is computed by a parametrization: remove it before clipping")
-    # a weight that is no parameter is made from others at each forward (LoRA, weight_norm, FSDP)
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no floating-point weight matrix that could be "
-            "scaled"
-        )
-    # transformers' Conv1D is (in, out); fully_shard makes a subclass
-    dim = 1 if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) else 0
-    yield HeadSlices(weight, dim, start, stride, size, group), weight.shape[dim]
-    bias = getattr(module, "bias", None)
-    if isinstance(bias, Tensor):
-        yield HeadSlices(bias, 0, start, stride, size, group), bias.shape[0]
+    for tensor, dim, is_base in scaled_tensors(name, module, local):
+        yield HeadSlices(tensor, dim, start, stride, size, group, is_base), tensor.shape[dim]
 
 
 def _cut(
-    name: str, module: Any, start: int, stride: int, size: int, whole: int, group: int = 1
+    name: str,
+    module: Any,
+    start: int,
+    stride: int,
+    size: int,
+    whole: int,
+    group: int = 1,
+    local: bool = False,
 ) -> tuple[HeadSlices, ...]:
     """Slices of a weight and its bias, checked against the number of outputs."""
-    slices = tuple(_slices(name, module, start, stride, size, group))
+    slices = tuple(_slices(name, module, start, stride, size, group, local))
     for _, length in slices:
         if length != whole:
             raise ValueError(f"{name} has {length} outputs, expected {whole}")
@@ -212,7 +244,13 @@ def _cut(
 
 
 def _pair(
-    kind: str, query: nn.Module, key: nn.Module, heads: int, width: int, keys: int | None = None
+    kind: str,
+    query: nn.Module,
+    key: nn.Module,
+    heads: int,
+    width: int,
+    keys: int | None = None,
+    local: bool = False,
 ) -> Projections:
     """Which rows of separate query and key projections belong to each head.
 
@@ -223,8 +261,9 @@ def _pair(
         heads: number of query heads.
         width: components of a head.
         keys: number of key heads; None: as many as the key projection has outputs for.
+        local: see :func:`find_layouts`.
     """
-    slices = tuple(_slices(f"{kind}'s key projection", key, 0, width, width))
+    slices = tuple(_slices(f"{kind}'s key projection", key, 0, width, width, local=local))
     rows = slices[0][1]
     count = rows // width if keys is None else keys
     if rows % width or count == 0 or heads % count:
@@ -235,7 +274,7 @@ def _pair(
     return Projections(
         heads,
         heads // count,
-        _cut(f"{kind}'s query projection", query, 0, width, width, heads * width),
+        _cut(f"{kind}'s query projection", query, 0, width, width, heads * width, local=local),
         tuple(part for part, _ in slices),
         makers=(query, key),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import ProbeError
 from acutance.capture.module_names import named_modules
-from acutance.shapes import check_count, check_number
+from acutance.shapes import check_count, check_flag, check_number
 from acutance.training.across_ranks import ExactMaxima, multiply, reshard
 from acutance.training.agreement import Outputs, agrees, rotary_width
 from acutance.training.projections import (
@@ -21,6 +21,7 @@ from acutance.training.projections import (
     NAMES,
     HeadSlices,
     Projections,
+    all_heads,
     find_layouts,
 )
 from acutance.training.reports import ClipReport, LayerClip
@@ -57,6 +58,9 @@ class QKClip:
         tau: threshold τ, above 0.
         alpha: exponent of γ for the queries, between 0 and 1.
         layers: as for :class:`AttentionWatch`.
+        base_weights: under LoRA, also scale the frozen weights that the adapter is added to, as a
+            bound on the logits needs. An adapter saved alone then lacks a part: save the merged
+            model. DoRA needs it only for projections with a bias.
         group: process group for the maxima; None for all ranks, if ``torch.distributed`` is
             initialised.
 
@@ -94,6 +98,7 @@ class QKClip:
         *,
         alpha: float = 0.5,
         layers: Chosen | None = None,
+        base_weights: bool = False,
         group: Any = None,
     ) -> None:
         self._watch = AttentionWatch(
@@ -104,6 +109,7 @@ class QKClip:
         self.alpha = check_number("alpha", alpha, above=0.0, including=True)
         if alpha > 1:
             raise ValueError(f"alpha must be between 0 and 1, got {alpha!r}")
+        self.base_weights = check_flag("base_weights", base_weights)
         self.steps = 0
         self.clips: dict[str, Tensor] = {}
         self._exact = ExactMaxima(group)
@@ -168,7 +174,7 @@ class QKClip:
             self._outputs.forget(self._makers.get(name, ()))
             return
         try:
-            ways = self._weights(name, query.shape[1], query.shape[-1])
+            ways = self._weights(name, query.shape[1], query.shape[-1], local=True)
         except ValueError:
             return  # step() says so
         holder = self._holder(self._modules, name)
@@ -226,10 +232,13 @@ class QKClip:
             name: values.new_tensor([*self._shapes[name], self._layouts.get(name, _UNTOLD)])
             for name, values in self._maxima.items()
         }
-        mine = {name: torch.cat([values, shapes[name]]) for name, values in self._maxima.items()}
+        reshard(self._model)
+        mine = {
+            name: torch.cat([self._of_all_heads(name, values), shapes[name]])
+            for name, values in self._maxima.items()
+        }
         layers, odd = [], []
         smallest: dict[tuple[int, ...], tuple[HeadSlices, float]] = {}
-        reshard(self._model)
         for name, values in self._exact(mine, device).items():
             *largest, width, eps, layout = values.tolist()
             if width < 0:
@@ -263,6 +272,16 @@ class QKClip:
         self.steps += 1
         self._maxima, self._modules = {}, {}
         return ClipReport(tuple(layers), tuple(odd))
+
+    def _of_all_heads(self, name: str, values: Tensor) -> Tensor:
+        """Maxima (heads,) of a layer's heads on all tensor-parallel ranks; −∞ on other ranks."""
+        self._modules = self._modules or dict(named_modules(self._model))
+        holder = self._holder(self._modules, name)
+        width, _ = self._shapes[name]
+        total, first = (len(values), 0) if holder is None else all_heads(holder, len(values), width)
+        whole = values.new_full((total,), -torch.inf)
+        whole[first : first + len(values)] = values
+        return whole
 
     def settle(self, run: Callable[[], object], *, rounds: int = 100) -> tuple[ClipReport, ...]:
         """Run and clip repeatedly until no head exceeds τ on what ``run`` computes.
@@ -313,16 +332,25 @@ class QKClip:
                 "outputs of its projections (there is a normalisation, a clamp, an added term or "
                 "an unknown order of heads in between); exclude it with layers="
             )
-        return next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
+        split = next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
+        if split.changes_base and not self.base_weights:
+            raise ValueError(
+                f"{name} cannot be clipped: its projections have LoRA adapters, and scaling a head "
+                "must change the frozen weights too, which an adapter saved alone lacks; pass "
+                "base_weights=True and save the merged model, or use DoRA"
+            )
+        return split
 
-    def _weights(self, name: str, heads: int, width: int) -> tuple[Projections, ...]:
+    def _weights(
+        self, name: str, heads: int, width: int, local: bool = False
+    ) -> tuple[Projections, ...]:
         """The weights of a module, or of the nearest enclosing module that has them."""
         if not self._modules:
             self._modules = dict(named_modules(self._model))
         module, reason, place = self._modules[name], None, name
         for _ in range(3):
             try:
-                return find_layouts(module, heads, width)
+                return find_layouts(module, heads, width, local)
             except ValueError as problem:
                 reason = reason or problem
                 if "has no projections" not in str(problem) or not place:
