@@ -1,0 +1,301 @@
+"""Checker: compares every attention call of a forward pass with what the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.probing.causes import differences, find_cause
+from acutance.probing.faults import visible_keys
+from acutance.verification.arguments import (
+    Difference,
+    Pass,
+    argument_differences,
+    counted_rows,
+    expected_call,
+)
+from acutance.verification.expectation import Expectation, expectation_of, layer_index
+from acutance.verification.gradients import check_gradients
+from acutance.verification.positions import check_rotation, direct_parts, unrotated_heads
+
+__all__ = ["Checker", "Measured"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One comparison of one call.
+
+    Attributes:
+        check: what was compared: ``"output"``, ``"arguments"``, ``"positions"``, ``"cache"`` or
+            ``"gradients"``.
+        implementation: the attention implementation.
+        inputs: kind of input.
+        layer: name of the module.
+        heads: number of query heads.
+        error: largest relative difference.
+        tolerance: tolerance of the row with the largest error over its tolerance.
+        difference: what differs; None if nothing does.
+    """
+
+    check: str
+    implementation: str
+    inputs: str
+    layer: str
+    heads: int
+    error: float
+    tolerance: float
+    difference: Difference | None = None
+
+
+class Checker:
+    """Receives the calls of a listener and compares each with its expectation.
+
+    Args:
+        config: configuration to check against; None for that of each module.
+        backward: whether gradients are compared too.
+
+    Attributes:
+        gradients: whether gradients of the present run are compared.
+        implementation: name of the attention implementation that runs.
+        facts: what is known of the forward pass that runs.
+        measured: the comparisons so far.
+        problems: what could not be compared, and why.
+    """
+
+    def __init__(self, config: Any = None, backward: bool = False) -> None:
+        self._config = config
+        self.gradients = backward
+        self.implementation = ""
+        self.facts = Pass("")
+        self.measured: list[Measured] = []
+        self.problems: dict[str, None] = {}
+        self._expected: dict[str, Expectation] = {}
+        self._outputs: dict[int, dict[str, Tensor]] = {}
+        self._parents: dict[int, list[tuple[int, str]]] = {}
+        self._stored: dict[str, Tensor] = {}
+
+    def begin(self, implementation: str, facts: Pass) -> None:
+        """Set what is known of the next forward pass; one without a past begins a new text."""
+        self.implementation, self.facts = implementation, facts
+        self._outputs.clear()
+        if not facts.past:
+            self._stored.clear()
+
+    def parts(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """Modules whose outputs are to be passed to :meth:`on_part`."""
+        self._parents.clear()
+        parts = []
+        for module in model.modules():
+            names = direct_parts(module)
+            if "atten" not in type(module).__name__.lower():
+                continue
+            for part in module.children():
+                self._parents.setdefault(id(part), []).append((id(module), names[id(part)]))
+                parts.append(part)
+        return parts
+
+    def on_part(self, part: torch.nn.Module, output: Any) -> None:
+        """Record what a part of an attention module returned."""
+        if isinstance(output, Tensor):
+            for parent, name in self._parents.get(id(part), ()):
+                self._outputs.setdefault(parent, {})[name] = output.detach()
+
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+        """Note a softmax by hand, of which only the scores are seen."""
+        self._problem(name, "only the scores of its softmax are seen, not its arguments")
+
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
+    ) -> None:
+        """Compare one call."""
+        if call.moved or output is None:
+            self._problem(call.module, "its output is not known")
+            return
+        expected = self._expectation(call, module)
+        facts = self.facts
+        if facts.is_text and not call.cross and not expected.masks:
+            self._problem(call.module, f"masks not checked: {expected.masks_problem}")
+        ours = expected_call(call, expected, facts)
+        found = argument_differences(call, ours, expected, facts)
+        counted = counted_rows(visible_keys(ours), call, facts)
+        theirs = output()
+        with torch.no_grad():
+            self._compare_output(call, ours, theirs.detach(), counted, module, found)
+            self._compare_rotation(call, expected, module, counted)
+            self._compare_cache(call)
+        if self.gradients and not found and not self._last_failed("output"):
+            self._compare_gradients(call, ours, theirs, counted, module)
+
+    def _expectation(self, call: AttentionCall, module: Any) -> Expectation:
+        """What the configuration says of a module, read once."""
+        if call.module not in self._expected:
+            config = self._config if self._config is not None else getattr(module, "config", None)
+            heads, width = call.query.shape[1], call.query.shape[-1]
+            index = layer_index(call.module)
+            self._expected[call.module] = expectation_of(module, config, heads, width, index)
+        return self._expected[call.module]
+
+    def _compare_output(
+        self,
+        call: AttentionCall,
+        ours: AttentionCall,
+        theirs: Tensor,
+        counted: Tensor,
+        module: torch.nn.Module,
+        found: list[Difference],
+    ) -> None:
+        """Compare the model's output with the expected call's, in float64."""
+        wide = _widened(ours)
+        rebuilt, stats = wide.rebuild(False)
+        if rebuilt.shape != theirs.shape:
+            self._problem(call.module, f"its output has shape {tuple(theirs.shape)}")
+            return
+        narrow = ours if found else replace(call, dropout_p=0.0)
+        errors, limits = differences(narrow, rebuilt, stats.state.m, theirs, counted)
+        error = float(errors.max()) if errors.numel() else 0.0
+        worst = int((errors / limits).argmax()) if errors.numel() else 0
+        limit = float(limits.flatten()[worst]) if limits.numel() else 0.0
+        agrees = bool((errors <= limits).all())
+        for difference in found:
+            self._add("arguments", call, error, limit, difference)
+        if not found:
+            self._add("arguments", call, 0.0, 0.0)
+        if agrees:
+            self._add("output", call, error, limit)
+            return
+        given = _widened(replace(call, dropout_p=0.0))
+        again, stats = given.rebuild(False)
+        errors, limits = differences(call, again, stats.state.m, theirs, counted)
+        if found and bool((errors <= limits).all()):
+            return  # it computes what it is given: the arguments are what is wrong
+        cause = find_cause(wide, theirs, counted, module)
+        if cause is not None:
+            text = f"the output agrees if {cause.agrees}: {cause.means}"
+            self._add("output", call, error, limit, Difference(cause.kind, text))
+        elif not found:
+            text = "the output differs, and no tested cause explains it"
+            self._add("output", call, error, limit, Difference("unexplained", text))
+
+    def _compare_rotation(
+        self, call: AttentionCall, expected: Expectation, module: Any, counted: Tensor
+    ) -> None:
+        """Compare the rotation of queries and keys with the configuration's."""
+        facts = self.facts
+        if not facts.knows_masks(call) or facts.positions is None:
+            return
+        if expected.rope is None:
+            if expected.rope_problem:
+                self._problem(call.module, f"positions not checked: {expected.rope_problem}")
+            return
+        tokens = call.query.shape[2]
+        outputs = self._outputs.get(id(module), {})
+        key = call.key[:, :, -tokens:]
+        before = unrotated_heads(outputs, call.query, key)
+        if before is None:
+            text = "positions not checked: its projections are not of a known form"
+            self._problem(call.module, text)
+            return
+        rows = counted.any(1)
+        found = check_rotation(expected, facts, before, (call.query, key), rows)
+        if found.problem:
+            self._problem(call.module, f"positions not checked: {found.problem}")
+        else:
+            self._add("positions", call, found.error, found.tolerance, found.difference)
+
+    def _compare_cache(self, call: AttentionCall) -> None:
+        """Compare keys that a cache returns with those that were put into it."""
+        facts = self.facts
+        if not facts.knows_masks(call):
+            return
+        tokens = call.query.shape[2]
+        before = self._stored.get(call.module)
+        key = call.key.detach()
+        old, new = key[:, :, :-tokens], key[:, :, -tokens:]
+        if facts.past and before is not None and before.shape[:2] == key.shape[:2]:
+            real = None if facts.real is None else facts.real[:, : facts.past]
+            kept = before[:, :, before.shape[2] - old.shape[2] :]
+            apart = (kept - old).abs().amax((1, 3))
+            if real is not None:
+                apart = apart * real[:, real.shape[1] - old.shape[2] :]
+            size = float(before.abs().max())
+            error = float(apart.max()) / size if apart.numel() and size else 0.0
+            difference = None
+            if error > 0:
+                text = "the cache returns other keys than the passes before put into it"
+                difference = Difference("cache", text)
+            self._add("cache", call, error, 0.0, difference)
+        past = new if before is None or not facts.past else torch.cat([before, new], 2)
+        self._stored[call.module] = past
+
+    def _compare_gradients(
+        self,
+        call: AttentionCall,
+        ours: AttentionCall,
+        theirs: Tensor,
+        counted: Tensor,
+        module: torch.nn.Module,
+    ) -> None:
+        """Compare gradients of the call."""
+        try:
+            with torch.enable_grad():
+                sinks = getattr(module, "sinks", None)
+                found = check_gradients(call, _widened(ours), theirs, counted, sinks)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            self._problem(call.module, f"gradients not checked: {error}")
+            return
+        self._add("gradients", call, found.error, found.tolerance, found.difference)
+
+    def _last_failed(self, check: str) -> bool:
+        """Whether the last comparison of this kind found a difference."""
+        return next(
+            (m.difference is not None for m in reversed(self.measured) if m.check == check), True
+        )
+
+    def _add(
+        self,
+        check: str,
+        call: AttentionCall,
+        error: float,
+        tolerance: float,
+        difference: Difference | None = None,
+    ) -> None:
+        """Record a comparison."""
+        heads = call.query.shape[1]
+        self.measured.append(
+            Measured(
+                check,
+                self.implementation,
+                self.facts.inputs,
+                call.module,
+                heads,
+                error,
+                tolerance,
+                difference,
+            )
+        )
+
+    def _problem(self, layer: str, text: object) -> None:
+        """Note what could not be compared."""
+        words = " ".join(str(text).split())
+        self.problems.setdefault(f"{layer}\n{words[:300]}")
+
+
+def _widened(call: AttentionCall) -> AttentionCall:
+    """The call with its tensors in float64."""
+    names = ("query", "key", "value", "sinks", "bias", "attn_mask")
+    wide: dict[str, Any] = {}
+    for name in names:
+        part = getattr(call, name)
+        if isinstance(part, Tensor) and part.is_floating_point():
+            hidden = part.detach()
+            wide[name] = hidden.double()
+            if name in ("bias", "attn_mask"):
+                from acutance.masks import hides
+
+                wide[name] = torch.where(hides(hidden), -torch.inf, wide[name])
+    return replace(call, **wide)

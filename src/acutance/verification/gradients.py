@@ -1,0 +1,214 @@
+"""Gradients of one attention call against those of its float64 reconstruction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.probing.changed_arguments import changes_of
+from acutance.probing.faults import dense_scores, visible_keys
+from acutance.verification.arguments import Difference
+
+__all__ = ["GradientCheck", "check_gradients"]
+
+#: Relative error of a gradient that rounding explains.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
+_PARTS = {"query": "queries", "key": "keys", "value": "values", "sinks": "sinks"}
+_Gradients = dict[str, Tensor]
+
+
+class GradientCheck(NamedTuple):
+    """Gradients of one call.
+
+    Attributes:
+        error: largest difference from the reconstruction's, relative to the largest entry.
+        tolerance: largest difference that rounding explains.
+        difference: what they differ by; None if they agree.
+    """
+
+    error: float
+    tolerance: float
+    difference: Difference | None = None
+
+
+def check_gradients(
+    call: AttentionCall, ours: AttentionCall, output: Tensor, counted: Tensor, sinks: Any
+) -> GradientCheck:
+    """Compare the gradients that a model computes in one attention call.
+
+    The output is multiplied by fixed random numbers, 0 on padding, and the sum is differentiated.
+
+    Args:
+        call: the captured call, with the graph of its tensors.
+        ours: the same call with the expected arguments.
+        output: the model's output, (B, Hq, L, Ev), with its graph.
+        counted: boolean (B, Hq, L), True on the rows to compare.
+        sinks: the module's sinks, whose gradient is compared too; None if it has none.
+
+    Raises:
+        ValueError: if the model computes no gradients here.
+    """
+    parts = {"query": call.query, "key": call.key, "value": call.value}
+    if isinstance(sinks, Tensor) and ours.sinks is not None and sinks.requires_grad:
+        parts["sinks"] = sinks
+    parts = {name: part for name, part in parts.items() if part.requires_grad}
+    if not parts or not output.requires_grad:
+        text = "no gradient can be computed: its output does not require one"
+        if parts:
+            return GradientCheck(1.0, 0.0, Difference("gradient missing", text))
+        raise ValueError(text)
+    chance = torch.Generator().manual_seed(0)
+    shape = tuple(output.shape)
+    weights = torch.randn(shape, generator=chance, dtype=torch.float64).to(output.device)
+    weights = weights * counted.unsqueeze(-1)
+    found = torch.autograd.grad(
+        output, list(parts.values()), weights.to(output.dtype), retain_graph=True, allow_unused=True
+    )
+    theirs = {
+        name: torch.zeros_like(part, dtype=torch.float64) if grad is None else grad.double()
+        for (name, part), grad in zip(parts.items(), found, strict=True)
+    }
+    if "sinks" in theirs:
+        theirs["sinks"] = theirs["sinks"].reshape(-1)
+    expected = _gradients(ours, weights, tuple(parts))
+    tolerance = _TOLERANCE.get(output.dtype, 0.2)
+    error = _error(theirs, expected)
+    if error <= tolerance:
+        return GradientCheck(error, tolerance)
+    difference = _cause(ours, weights, theirs, expected, tolerance)
+    return GradientCheck(error, tolerance, difference)
+
+
+def _gradients(call: AttentionCall, weights: Tensor, names: tuple[str, ...]) -> _Gradients:
+    """Gradients of a call's reconstruction in float64."""
+    leaves = {name: getattr(call, name).detach().double().requires_grad_() for name in (*names,)}
+    output, _ = replace(call, **leaves).rebuild(False)
+    found = torch.autograd.grad(output, list(leaves.values()), weights, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _dense_gradients(
+    call: AttentionCall, weights: Tensor, names: tuple[str, ...], fault: str
+) -> _Gradients:
+    """Gradients of a dense reconstruction in which one derivative is missing.
+
+    Args:
+        call: the call.
+        weights: what the output is multiplied by.
+        names: tensors to differentiate by.
+        fault: ``"lse"`` for no derivative of the log-sum-exp that the sinks meet, ``"softcap"`` for
+            none of the softcap.
+    """
+    leaves = {name: getattr(call, name).detach().double().requires_grad_() for name in names}
+    changed = replace(call, **leaves)
+    scores = dense_scores(changed)
+    if fault == "softcap":
+        bare = dense_scores(replace(changed, softcap=None))
+        scores = bare + (scores - bare).detach()
+    scores = scores.masked_fill(~visible_keys(call), -torch.inf)
+    group = changed.query.shape[1] // changed.value.shape[1]
+    share = torch.ones((), dtype=torch.float64)
+    if changed.sinks is not None:
+        lse = scores.logsumexp(-1)
+        lse = lse.detach() if fault == "lse" else lse
+        share = torch.sigmoid(lse - changed.sinks.double().view(1, -1, 1)).unsqueeze(-1)
+    seen = visible_keys(call).any(-1, keepdim=True)
+    probabilities = torch.where(seen, scores, 0.0).softmax(-1)
+    output = (probabilities @ changed.value.double().repeat_interleave(group, 1)) * share
+    output = torch.where(seen, output, 0.0)
+    found = torch.autograd.grad(output, list(leaves.values()), weights, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad.nan_to_num(0.0)
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _cause(
+    ours: AttentionCall, weights: Tensor, theirs: _Gradients, expected: _Gradients, tolerance: float
+) -> Difference:
+    """Name what makes gradients differ."""
+    names = tuple(theirs)
+    for fault, cause, text in (
+        ("lse", "gradient of lse missing", "no gradient flows through the log-sum-exp"),
+        ("softcap", "gradient of softcap missing", "the derivative of the softcap is missing"),
+    ):
+        if (ours.sinks if fault == "lse" else ours.softcap) is None:
+            continue
+        if _error(theirs, _dense_gradients(ours, weights, names, fault)) <= tolerance:
+            return Difference(cause, f"gradients agree if {text}")
+    apart = [name for name in names if _error_of(theirs[name], expected[name]) > tolerance]
+    zero = [name for name in apart if not bool(theirs[name].any())]
+    if zero and zero == apart:
+        which = " and ".join(_PARTS[name] for name in zero)
+        return Difference("gradient missing", f"the {which} get no gradient")
+    return next(
+        _of_changes(ours, weights, theirs, tolerance),
+        _ratios(ours, theirs, expected, apart, tolerance)
+        or Difference(
+            "gradient unexplained",
+            f"gradients of {' and '.join(_PARTS[name] for name in apart)} differ",
+        ),
+    )
+
+
+def _of_changes(
+    ours: AttentionCall, weights: Tensor, theirs: _Gradients, tolerance: float
+) -> Iterator[Difference]:
+    """Changes of arguments in the backward pass that give the model's gradients."""
+    for change in changes_of(ours, None):
+        if {"key", "value", "sinks"} & set(change.arguments):
+            continue
+        try:
+            changed = _gradients(replace(ours, **change.arguments), weights, tuple(theirs))
+        except (ValueError, RuntimeError):
+            continue
+        if _error(theirs, changed) <= tolerance:
+            text = f"gradients agree if in the backward pass {change.agrees}"
+            yield Difference(f"backward: {change.kind}", text)
+
+
+def _ratios(
+    ours: AttentionCall, theirs: _Gradients, expected: _Gradients, apart: list[str], limit: float
+) -> Difference | None:
+    """Gradients that are a multiple of the expected ones, or lack the sum over a group's heads."""
+    group = ours.query.shape[1] // ours.key.shape[1]
+    factors = {}
+    for name in apart:
+        size = float((expected[name] ** 2).sum())
+        factor = float((theirs[name] * expected[name]).sum()) / size if size else 0.0
+        if not factor or _error_of(theirs[name] / factor, expected[name]) > limit:
+            return None
+        factors[name] = factor
+    for name, factor in factors.items():
+        if name in ("key", "value") and group > 1 and abs(factor * group - 1) < 0.01:
+            text = f"gradients of {_PARTS[name]} are averaged over the {group} heads of a group"
+            return Difference("gradient of groups averaged", f"{text} instead of summed")
+    if not factors:
+        return None
+    words = ", ".join(f"{_PARTS[name]} {factor:.3g}" for name, factor in factors.items())
+    cause = "gradient scaled"
+    if all(abs(factor * ours.factor - 1) < 0.01 for factor in factors.values()):
+        return Difference("backward: wrong scale", "the scale is missing in the backward pass")
+    return Difference(cause, f"gradients are the expected ones times a factor ({words})")
+
+
+def _error(theirs: _Gradients, expected: _Gradients) -> float:
+    """Largest of :func:`_error_of` over the tensors."""
+    return max(_error_of(theirs[name], expected[name]) for name in theirs)
+
+
+def _error_of(theirs: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest entry expected."""
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    difference = float((theirs - expected).abs().max()) if expected.numel() else 0.0
+    if difference != difference:
+        return torch.inf
+    return difference / size if size else difference

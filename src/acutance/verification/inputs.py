@@ -1,0 +1,220 @@
+"""Kinds of input that a model is verified on: plain, padded, packed, and with a cache."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.capture.module_names import unwrap
+from acutance.verification.arguments import Pass
+
+__all__ = ["KINDS", "Kind", "Reader", "as_inputs", "kinds_for"]
+
+#: Names of the kinds of input, and what each is.
+KINDS: dict[str, str] = {
+    "plain": "the tokens as they are",
+    "right padding": "a shorter text, padded at its end",
+    "left padding": "a shorter text, padded at its start",
+    "packed": "three documents in one row, told apart by position_ids",
+    "cache by token": "most of the text at once, then token by token with a cache",
+    "cache in chunks": "the text in four chunks with a cache",
+    "left padding, cache": "a padded batch, then token by token with a cache",
+}
+#: In the code of a model: position_ids among the arguments that its masks are made from.
+_MASKS_FROM_POSITIONS = re.compile(
+    r"[\"']position_ids[\"']:\s*position_ids|create_\w*mask\w*\([^)]*position_ids", re.DOTALL
+)
+_STEPS = 4  # tokens that are read one by one
+_CHUNKS = 4
+
+#: Runs a forward pass: what is known of it, and the model's arguments; returns its output.
+Reader = Callable[[Pass, dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of input.
+
+    Attributes:
+        name: one of :data:`KINDS`.
+        run: reads it with a :data:`Reader`; returns the last output.
+        cached: whether it needs a cache, so that no gradients are computed.
+    """
+
+    name: str
+    run: Callable[[Reader], Any]
+    cached: bool = False
+
+
+def as_inputs(inputs: Any) -> dict[str, Any]:
+    """The arguments of a model: a mapping as it is, a tensor as ``input_ids``.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(inputs, Tensor):
+        return {"input_ids": inputs if inputs.dim() > 1 else inputs.unsqueeze(0)}
+    if isinstance(inputs, Mapping) and inputs:
+        return dict(inputs)
+    raise TypeError(
+        "inputs must be a tensor of token ids (B, L), or a mapping of the model's arguments, got "
+        f"{type(inputs).__name__}"
+    )
+
+
+def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
+    """The kinds of input that a model can read.
+
+    Args:
+        model: the model.
+        given: arguments of its forward pass.
+    """
+    ids = given.get("input_ids")
+    names = _parameters(model)
+    config = getattr(unwrap(model), "config", None)
+    is_text = (
+        set(given) <= {"input_ids", "attention_mask"}
+        and isinstance(ids, Tensor)
+        and ids.dim() == 2
+        and not ids.is_floating_point()
+        and not getattr(config, "is_encoder_decoder", False)
+    )
+    if not is_text or not isinstance(ids, Tensor):
+        yield Kind("plain", lambda read: read(Pass("plain"), given))
+        return
+    text = _Text(ids, names, given.get("attention_mask"))
+    yield Kind("plain", text.plain)
+    if "attention_mask" in names and ids.shape[1] >= 4:
+        yield Kind("right padding", lambda read: text.padded(read, left=False))
+        if "position_ids" in names:
+            yield Kind("left padding", lambda read: text.padded(read, left=True))
+    if not _is_causal(model):
+        return
+    if packs(model) and ids.shape[1] >= 12:
+        yield Kind("packed", text.packed)
+    if {"past_key_values", "use_cache"} <= names and ids.shape[1] >= 12:
+        steps = [ids.shape[1] - _STEPS, *([1] * _STEPS)]
+        yield Kind("cache by token", lambda read: text.cached(read, "cache by token", steps), True)
+        size = -(-ids.shape[1] // _CHUNKS)
+        chunks = [len(part) for part in torch.arange(ids.shape[1]).split(size)]
+        yield Kind(
+            "cache in chunks", lambda read: text.cached(read, "cache in chunks", chunks), True
+        )
+        if {"attention_mask", "position_ids"} <= names:
+            name = "left padding, cache"
+            yield Kind(name, lambda read: text.cached(read, name, steps, padded=True), True)
+
+
+def _parameters(model: torch.nn.Module) -> set[str]:
+    """Names of the arguments that a model's forward pass has."""
+    return set(inspect.signature(unwrap(model).forward).parameters)
+
+
+def _is_causal(model: torch.nn.Module) -> bool:
+    """Whether every attention of a model that says so is causal."""
+    said = [getattr(module, "is_causal", None) for module in model.modules()]
+    flags = [each for each in said if isinstance(each, bool)]
+    return bool(flags) and all(flags)
+
+
+def packs(model: torch.nn.Module) -> bool:
+    """Whether a model makes its masks from position_ids too, so that it can tell documents apart."""
+    if "position_ids" not in _parameters(model):
+        return False
+    for module in model.modules():
+        try:
+            source = inspect.getsource(type(module).forward)
+        except (OSError, TypeError):
+            continue
+        if "create_causal_mask" in source and _MASKS_FROM_POSITIONS.search(source):
+            return True
+    return False
+
+
+class _Text:
+    """Reads token ids in several ways.
+
+    Args:
+        ids: token ids, (B, L).
+        names: names of the arguments that the model's forward pass has.
+        mask: the mask that was given with them, (B, L); None for none.
+    """
+
+    def __init__(self, ids: Tensor, names: set[str], mask: Tensor | None) -> None:
+        self._ids, self._names = ids, names
+        self._real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+
+    def _arguments(self, ids: Tensor, positions: Tensor, **rest: Any) -> dict[str, Any]:
+        """Arguments of a pass, without those that the model does not have."""
+        every = {"input_ids": ids, "position_ids": positions, "use_cache": False, **rest}
+        return {name: value for name, value in every.items() if name in self._names}
+
+    def plain(self, read: Reader) -> Any:
+        """Read the tokens as they are."""
+        ids, real = self._ids, self._real
+        positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+        if bool(real.all()):
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        facts = self._facts("plain", ids, real, positions)
+        return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
+
+    def padded(self, read: Reader, *, left: bool) -> Any:
+        """Read two texts of different lengths."""
+        ids, real, positions = self._padded(left)
+        facts = self._facts("left padding" if left else "right padding", ids, real, positions)
+        return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
+
+    def packed(self, read: Reader) -> Any:
+        """Read three documents in one row."""
+        ids = self._ids[:1]
+        length = ids.shape[1]
+        ends = [0, length // 2, length // 2 + length // 3, length]
+        positions = torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:], strict=False)])
+        positions = positions[None].to(ids.device)
+        facts = self._facts("packed", ids, torch.ones_like(ids, dtype=torch.bool), positions)
+        facts = replace(facts, documents=torch.tensor(ends, device=ids.device))
+        return read(facts, self._arguments(ids, positions))
+
+    def cached(self, read: Reader, name: str, sizes: list[int], *, padded: bool = False) -> Any:
+        """Read the tokens in parts with a cache."""
+        ids, real = self._ids, self._real
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        if padded:
+            ids, real, positions = self._padded(left=True)
+        cache, past, output = None, 0, None
+        for size in sizes:
+            part = slice(past, past + size)
+            facts = Pass(name, size, past, real[:, : past + size], positions[:, part], is_text=True)
+            rest = {"attention_mask": real[:, : past + size].long(), "use_cache": True}
+            if cache is not None:
+                rest["past_key_values"] = cache
+            output = read(facts, self._arguments(ids[:, part], positions[:, part], **rest))
+            cache, past = getattr(output, "past_key_values", None), past + size
+            if cache is None:
+                raise ValueError("the model returns no past_key_values")
+        return output
+
+    def _padded(self, left: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, real tokens and positions of two texts, of which the second is shorter."""
+        ids = self._ids[:2] if len(self._ids) > 1 else self._ids.repeat(2, 1)
+        length = ids.shape[1]
+        short = length - max(2, length // 4)
+        places = torch.arange(length, device=ids.device).expand(2, length)
+        lengths = torch.tensor([[length], [short]], device=ids.device)
+        real = places >= length - lengths if left else places < lengths
+        moved = ids.clone()
+        if left:
+            moved[1, length - short :] = ids[1, :short]
+        positions = (real.long().cumsum(-1) - 1).clamp(min=0)
+        return moved, real, positions
+
+    @staticmethod
+    def _facts(name: str, ids: Tensor, real: Tensor, positions: Tensor) -> Pass:
+        """What is known of a pass over whole texts."""
+        return Pass(name, ids.shape[1], 0, real, positions, is_text=True)

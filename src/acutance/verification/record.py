@@ -1,0 +1,164 @@
+"""What a verification found: checks, findings and their sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Check", "Finding", "Verification"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Attention that differs from what the configuration says.
+
+    Attributes:
+        cause: a short name, such as ``"sinks dropped"``; ``"unexplained"`` if no tested cause
+            reproduces the difference.
+        layers: names of the modules, in model order.
+        implementations: attention implementations in which it was seen.
+        inputs: kinds of input on which it was seen.
+        error: largest difference, relative to the largest entry of what is compared; infinity for
+            NaN.
+        tolerance: largest difference that rounding can explain.
+        sentence: what differs, and under which change it agrees.
+        advice: what to do about it.
+    """
+
+    cause: str
+    layers: tuple[str, ...]
+    implementations: tuple[str, ...]
+    inputs: tuple[str, ...]
+    error: float
+    tolerance: float
+    sentence: str
+    advice: str
+
+    def __str__(self) -> str:
+        where = named_layers(self.layers)
+        ways = f"{', '.join(self.implementations)}; {', '.join(self.inputs)}"
+        size = f"error {self.error:.2g}, tolerance {self.tolerance:.1g}"
+        return f"{where}: {self.sentence} ({size}; {ways}). {self.advice}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison, over all layers that it could be made for.
+
+    Attributes:
+        name: what was compared: ``"output"``, ``"arguments"``, ``"positions"``, ``"cache"``,
+            ``"gradients"``, or two implementations.
+        implementation: the attention implementation.
+        inputs: kind of input.
+        layers: number of layers that were compared.
+        heads: number of query heads that were compared.
+        error: largest difference, as in :class:`Finding`.
+        tolerance: the tolerance of the row that came closest to it, or went furthest beyond it.
+        ok: whether every difference is within its tolerance.
+    """
+
+    name: str
+    implementation: str
+    inputs: str
+    layers: int
+    heads: int
+    error: float
+    tolerance: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`acutance.verify` found.
+
+    Attributes:
+        findings: differences from the configuration, one for each cause; empty if there are none.
+        checks: the comparisons that were made.
+        notes: what was not checked, and why.
+        about: the model, the implementations and the versions.
+
+    Example:
+        >>> check = Check("output", "sdpa", "plain", 6, 72, 2e-7, 1e-4, ok=True)
+        >>> found = Verification((), (check,), (), {"model": "tiny"})
+        >>> found.ok, str(found).splitlines()[0]
+        (True, 'tiny: 1 check on 6 layers, no difference from the configuration')
+    """
+
+    findings: tuple[Finding, ...]
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no finding."""
+        return not self.findings
+
+    @property
+    def headline(self) -> str:
+        """The result in a line."""
+        layers = max((check.layers for check in self.checks), default=0)
+        made = len(self.checks)
+        checks = f"{made} {'check' if made == 1 else 'checks'} on {layers} layers"
+        count = len(self.findings)
+        found = "no difference from the configuration"
+        if count:
+            found = f"{count} {'finding' if count == 1 else 'findings'}"
+        return f"{self.about.get('model', 'model')}: {checks}, {found}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain numbers and text."""
+        return {
+            "schema": "acutance.verification/1",
+            "ok": self.ok,
+            "about": dict(self.about),
+            "checks": [asdict(check) for check in self.checks],
+            "findings": [asdict(finding) for finding in self.findings],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        lines += [f"- {finding}" for finding in self.findings]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def named_layers(names: tuple[str, ...]) -> str:
+    """Names of layers in few words: numbered ones of one kind as a range.
+
+    Example:
+        >>> named_layers(("model.layers.0.self_attn", "model.layers.1.self_attn"))
+        'model.layers.0–1.self_attn'
+        >>> named_layers(("encoder", "decoder.2"))
+        'encoder, decoder.2'
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if place is None:
+            groups.setdefault((name, ""), [])
+            continue
+        key = ".".join(parts[:place]), ".".join(parts[place + 1 :])
+        groups.setdefault(key, []).append(int(parts[place]))
+    words = []
+    for (before, after), numbers in groups.items():
+        if not numbers:
+            words.append(before)
+            continue
+        middle = _ranges(sorted(set(numbers)))
+        words.append(".".join(part for part in (before, middle, after) if part))
+    return ", ".join(words)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as ranges: ``0–3,5``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
