@@ -37,6 +37,9 @@ _ATTRIBUTES = {
 }
 
 
+_LARGE = 1 << 20  # pairs of query and key above which only two changes are combined
+
+
 class Change(NamedTuple):
     """Arguments to replace in a call.
 
@@ -79,10 +82,29 @@ def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[
         scaled = call.bias * call.factor
         yield Change({"bias": scaled}, "bias scaled", "the bias is added before the scale", means)
     yield from _groups(call)
-    for names in itertools.combinations(present, 2):
-        agrees = " and ".join(_DROPPED[name][1] for name in names)
-        kind = " and ".join(_DROPPED[name][0] for name in names)
-        yield Change(dict.fromkeys(names), kind, agrees, "it seems to ignore both")
+    yield from _several(call, present)
+
+
+def _several(call: AttentionCall, present: list[str]) -> Iterator[Change]:
+    """Changes that leave several arguments out, or also add or remove causality."""
+    parts: dict[str, tuple[dict[str, Any], str, str]] = {}
+    for name in present:
+        kind, agrees, _ = _DROPPED[name]
+        parts[name] = {name: None}, kind, agrees
+    end = call.key.shape[2] - call.query.shape[2]
+    if call.is_causal:
+        parts["is_causal"] = {"is_causal": False}, "not causal", "it is not causal"
+    elif call.attn_mask is None:
+        causal = {"is_causal": True, "query_offset": end}
+        parts["is_causal"] = causal, "causal by itself", "it is causal"
+    most = 2 if call.query.shape[2] * call.key.shape[2] > _LARGE else len(parts)
+    for count in range(2, most + 1):
+        for names in itertools.combinations(parts, count):
+            arguments = {name: value for part in names for name, value in parts[part][0].items()}
+            kind = " and ".join(parts[part][1] for part in names)
+            agrees = " and ".join(parts[part][2] for part in names)
+            means = "it seems to ignore both" if count == 2 else "it seems to ignore them"
+            yield Change(arguments, kind, agrees, means)
 
 
 def _groups(call: AttentionCall) -> Iterator[Change]:
@@ -104,6 +126,9 @@ def _windows(call: AttentionCall) -> Iterator[Change]:
             means = f"it seems to count the window differently from the given {call.window}"
             agrees = f"the window is {window} keys"
             yield Change({"window": window}, "window off by one", agrees, means)
+        for window in {call.window // 2, call.window // 2 + 1, 2 * call.window} - {0}:
+            agrees = f"the window is {window} keys"
+            yield Change({"window": window}, "wrong window", agrees, means)
     mask, queries, keys = call.attn_mask, call.query.shape[2], call.key.shape[2]
     if mask is None or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return
@@ -129,6 +154,9 @@ def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cha
     width = call.query.shape[-1]
     candidates = [(width**-0.5, ", 1/√d"), (1.0, ""), (1 / width, ", 1/d")]
     candidates.append((call.factor**2, f", {call.factor:.4g} applied twice"))
+    hidden = getattr(getattr(module, "config", None), "hidden_size", None)
+    if isinstance(hidden, int) and hidden > 0:
+        candidates.append((hidden**-0.5, ", 1/√hidden_size"))
     configured = configured_value(module, "scale")
     for factor in (
         configured,

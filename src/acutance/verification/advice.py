@@ -19,12 +19,15 @@ _ADVICE = {
     "documents": "Pass position_ids that start anew in each document and no attention_mask, or "
     "the documents' cu_seqlens.",
     "not causal": "Pass is_causal=True or a causal mask.",
+    "causal by mistake": "Pass is_causal=False where no mask is passed.",
+    "mask inverted": "In a boolean mask of scaled_dot_product_attention, True marks visible keys.",
     "causal": "Align the last query with the last key: query i sees keys up to i + S - L.",
     "heads": "Repeat key heads with repeat_interleave: query head h uses key head h // group.",
     "RoPE": "Compute the frequencies from the rope_parameters of this layer's type.",
     "wrong RoPE": "Compute the frequencies from the rope_parameters of this layer's type.",
     "LongRoPE": "Choose the factors by the length of the text.",
-    "attention factor": "Multiply cos and sin by the attention factor, once.",
+    "wrong attention factor": "Multiply cos and sin by the attention factor of rope_parameters, "
+    "once.",
     "positions rounded": "Compute positions, frequencies and their cos and sin in float32.",
     "positions": "Count only real tokens: position_ids = attention_mask.cumsum(-1) - 1, continued "
     "while decoding.",

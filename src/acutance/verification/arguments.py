@@ -107,7 +107,12 @@ def expected_call(call: AttentionCall, expected: Expectation, facts: Pass) -> At
             added = torch.where(hides(mask), 0.0, mask)
             if bool((added != 0).any()):  # ALiBi or another bias, with the mask in one tensor
                 changes["bias"] = added if call.bias is None else added + call.bias
-    return replace(call, **changes)
+    ours = replace(call, **changes)
+    if expected.window is not None and expected.causal is False and ours.window is not None:
+        wider = replace(ours, window=ours.window + 1)
+        if torch.equal(*torch.broadcast_tensors(visible_keys(call), visible_keys(wider))):
+            return wider
+    return ours
 
 
 def counted_rows(wanted: Tensor, call: AttentionCall, facts: Pass) -> Tensor:
@@ -207,6 +212,8 @@ def _masks(
     extra = seen & ~wanted & rows.unsqueeze(-1)
     missing = wanted & ~seen & rows.unsqueeze(-1)
     found: list[Difference] = []
+    if not bool((seen == wanted)[(rows.unsqueeze(-1) & (distance != 0)).expand_as(seen)].any()):
+        return [Difference("mask inverted", "rows see exactly the keys that should be hidden")]
     if ours.key_mask is not None:
         padding = ~ours.key_mask[:, None, None, :] & extra
         if bool(padding.any()):
@@ -229,6 +236,11 @@ def _masks(
         found.append(Difference(kind, text))
     if bool(extra.any()):
         found.append(_wider(extra, seen & rows.unsqueeze(-1), distance, expected))
+    behind = missing & (distance < 0)
+    if bool(behind.any()) and not bool((seen & (distance < 0) & rows.unsqueeze(-1)).any()):
+        missing = missing & ~behind
+        text = "later keys are hidden, but the module is not causal"
+        found.append(Difference("causal by mistake", text))
     if bool(missing.any()):
         found.append(_narrower(missing, seen & rows.unsqueeze(-1), distance, expected, queries))
     return found
@@ -275,6 +287,8 @@ def _narrower(
     missing: Tensor, seen: Tensor, distance: Tensor, expected: Expectation, queries: int
 ) -> Difference:
     """Name keys that are hidden and should be visible."""
+    if expected.causal is False:
+        distance = distance.abs()
     nearest = int(distance[missing].min())
     reach = int(distance[seen].max()) + 1 if bool(seen.any()) else 0
     if nearest == 0 and not bool((seen & (distance == 0)).any()):

@@ -21,7 +21,12 @@ from acutance.verification.arguments import (
 )
 from acutance.verification.expectation import Expectation, expectation_of, layer_index
 from acutance.verification.gradients import check_gradients
-from acutance.verification.positions import check_rotation, direct_parts, unrotated_heads
+from acutance.verification.positions import (
+    PARTS,
+    check_rotation,
+    direct_parts,
+    unrotated_heads,
+)
 
 __all__ = ["Checker", "Measured"]
 
@@ -92,7 +97,7 @@ class Checker:
         parts = []
         for module in model.modules():
             names = direct_parts(module)
-            if "atten" not in type(module).__name__.lower():
+            if not PARTS & set(names.values()):
                 continue
             for part in module.children():
                 self._parents.setdefault(id(part), []).append((id(module), names[id(part)]))
@@ -176,7 +181,8 @@ class Checker:
         cause = find_cause(wide, theirs, counted, module)
         if cause is not None:
             text = f"the output agrees if {cause.agrees}: {cause.means}"
-            self._add("output", call, error, limit, Difference(cause.kind, text))
+            for kind in cause.kind.split(" and "):
+                self._add("output", call, error, limit, Difference(kind, text))
         elif not found:
             text = "the output differs, and no tested cause explains it"
             self._add("output", call, error, limit, Difference("unexplained", text))

@@ -16,6 +16,13 @@ __all__ = ["Expectation", "expectation_of", "windows_of"]
 _FULL = ("full_attention", "attention", "global_attention")
 _SLIDING = ("sliding_attention", "local_attention", "sliding_window_attention")
 _CHUNKED = ("chunked_attention",)
+#: Architectures whose checkpoints rotate components of two halves, and neighbouring ones.
+_HALVES = {
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma"),
+    *("gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "gpt_oss", "olmo", "olmo2", "smollm3"),
+    *("granite", "stablelm", "starcoder2"),
+}
+_NEIGHBOURS = {"cohere", "cohere2", "glm", "glm4"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Expectation:
         scale: factor of the scores; None if nothing states it.
         scale_from: what states it.
         causal: whether later keys are hidden; None if nothing states it.
-        window: sliding window, in keys, including the token itself; None for none.
+        window: sliding window, in keys, including the token itself; None for none. In both
+            directions, architectures differ in whether it includes the token itself.
         window_from: what states the window, or that there is none.
         softcap: bound of the scores; None for none.
         sinks: the module's sinks, (Hq,); None if it has none.
@@ -34,8 +42,8 @@ class Expectation:
         rope: rotary positions; None for none.
         rope_problem: why the rotary positions are not known; empty if they are.
         other_ropes: rotary positions of other types of layers.
-        masks: whether the keys that a row sees follow from all of this.
         masks_problem: why they do not; empty if they do.
+        interleaved: whether rotated pairs are neighbours, not of two halves; None if unknown.
     """
 
     scale: float | None
@@ -50,6 +58,7 @@ class Expectation:
     rope_problem: str
     other_ropes: tuple[Rope, ...]
     masks_problem: str
+    interleaved: bool | None = None
 
     @property
     def masks(self) -> bool:
@@ -76,7 +85,7 @@ def expectation_of(
     if not isinstance(causal, bool):
         problem = problem or "nothing states whether it is causal"
     elif window is not None and not causal:
-        problem = problem or "its window is in both directions"
+        window_from = f"{window_from} in both directions"
     softcap = _get(config, "attn_logit_softcapping")
     sinks = getattr(module, "sinks", None)
     fits = isinstance(sinks, Tensor) and sinks.numel() == heads
@@ -94,6 +103,7 @@ def expectation_of(
         rope_problem=rope_problem,
         other_ropes=others,
         masks_problem=problem,
+        interleaved=_interleaved(config),
     )
 
 
@@ -127,7 +137,7 @@ def _scale(module: Any, config: Any, width: int) -> tuple[float | None, str]:
     if _is_positive(factor := _get(config, "attention_multiplier")):
         return float(factor), f"attention_multiplier={factor:g}"
     for name in ("scaling", "scale"):
-        value = getattr(module, name, None)
+        value: Any = getattr(module, name, None)
         if _is_positive(value):
             return float(value), f"the module's {name}={float(value):.4g}"
     return None, ""
@@ -179,6 +189,12 @@ def _ropes(
         if found is not None and found != rope:
             others.append(found)
     return rope, "", tuple(others)
+
+
+def _interleaved(config: Any) -> bool | None:
+    """Whether an architecture rotates neighbouring components; None if it is not listed."""
+    kind = _get(config, "model_type")
+    return False if kind in _HALVES else True if kind in _NEIGHBOURS else None
 
 
 def layer_index(name: str) -> int | None:

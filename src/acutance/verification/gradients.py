@@ -66,13 +66,7 @@ def check_gradients(
     shape = tuple(output.shape)
     weights = torch.randn(shape, generator=chance, dtype=torch.float64).to(output.device)
     weights = weights * counted.unsqueeze(-1)
-    found = torch.autograd.grad(
-        output, list(parts.values()), weights.to(output.dtype), retain_graph=True, allow_unused=True
-    )
-    theirs = {
-        name: torch.zeros_like(part, dtype=torch.float64) if grad is None else grad.double()
-        for (name, part), grad in zip(parts.items(), found, strict=True)
-    }
+    theirs = _differentiated(output, parts, weights)
     if "sinks" in theirs:
         theirs["sinks"] = theirs["sinks"].reshape(-1)
     expected = _gradients(ours, weights, tuple(parts))
@@ -84,15 +78,27 @@ def check_gradients(
     return GradientCheck(error, tolerance, difference)
 
 
+def _leaves(call: AttentionCall, names: tuple[str, ...]) -> dict[str, Any]:
+    """Tensors of a call in float64, to differentiate by."""
+    return {name: getattr(call, name).detach().double().requires_grad_() for name in names}
+
+
+def _differentiated(output: Tensor, by: dict[str, Tensor], weights: Tensor) -> _Gradients:
+    """Gradients of an output times weights, in float64; 0 where there is none."""
+    found: Any = torch.autograd.grad(
+        output, list(by.values()), weights.to(output.dtype), retain_graph=True, allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(part, dtype=torch.float64) if grad is None else grad.double()
+        for (name, part), grad in zip(by.items(), found, strict=True)
+    }
+
+
 def _gradients(call: AttentionCall, weights: Tensor, names: tuple[str, ...]) -> _Gradients:
     """Gradients of a call's reconstruction in float64."""
-    leaves = {name: getattr(call, name).detach().double().requires_grad_() for name in (*names,)}
+    leaves = _leaves(call, names)
     output, _ = replace(call, **leaves).rebuild(False)
-    found = torch.autograd.grad(output, list(leaves.values()), weights, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
+    return _differentiated(output, leaves, weights)
 
 
 def _dense_gradients(
@@ -107,7 +113,7 @@ def _dense_gradients(
         fault: ``"lse"`` for no derivative of the log-sum-exp that the sinks meet, ``"softcap"`` for
             none of the softcap.
     """
-    leaves = {name: getattr(call, name).detach().double().requires_grad_() for name in names}
+    leaves = _leaves(call, names)
     changed = replace(call, **leaves)
     scores = dense_scores(changed)
     if fault == "softcap":
@@ -124,11 +130,7 @@ def _dense_gradients(
     probabilities = torch.where(seen, scores, 0.0).softmax(-1)
     output = (probabilities @ changed.value.double().repeat_interleave(group, 1)) * share
     output = torch.where(seen, output, 0.0)
-    found = torch.autograd.grad(output, list(leaves.values()), weights, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad.nan_to_num(0.0)
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
+    return _differentiated(output, leaves, weights)
 
 
 def _cause(

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ KINDS: dict[str, str] = {
 }
 #: In the code of a model: position_ids among the arguments that its masks are made from.
 _MASKS_FROM_POSITIONS = re.compile(
-    r"[\"']position_ids[\"']:\s*position_ids|create_\w*mask\w*\([^)]*position_ids", re.DOTALL
+    r"[\"']position_ids[\"']:\s*position_ids"
+    r"|(create_\w*mask|mask_function)\w*\([^)]*position_ids",
+    re.DOTALL,
 )
 _STEPS = 4  # tokens that are read one by one
 _CHUNKS = 4
@@ -124,7 +127,7 @@ def _is_causal(model: torch.nn.Module) -> bool:
 
 
 def packs(model: torch.nn.Module) -> bool:
-    """Whether a model makes its masks from position_ids too, so that it can tell documents apart."""
+    """Whether a model makes its masks from position_ids too, and so tells documents apart."""
     if "position_ids" not in _parameters(model):
         return False
     for module in model.modules():
@@ -175,7 +178,7 @@ class _Text:
         ids = self._ids[:1]
         length = ids.shape[1]
         ends = [0, length // 2, length // 2 + length // 3, length]
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:], strict=False)])
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
         positions = positions[None].to(ids.device)
         facts = self._facts("packed", ids, torch.ones_like(ids, dtype=torch.bool), positions)
         facts = replace(facts, documents=torch.tensor(ends, device=ids.device))

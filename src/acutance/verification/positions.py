@@ -21,6 +21,12 @@ _MAKERS = {
     "key": ("k_proj", "key", "k_lin", "k", "key_proj", "to_k", "wk"),
 }
 _PACKED = ("query_key_value", "qkv_proj", "Wqkv", "qkv", "wqkv", "in_proj")
+#: Names of parts that make queries and keys.
+PARTS = frozenset(
+    {form.format(name) for name in (*_QUERY, *_KEY) for form in _NORMS}
+    | {name for names in _MAKERS.values() for name in names}
+    | set(_PACKED)
+)
 #: Relative error of a rotated vector that rounding explains.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -71,55 +77,100 @@ def check_rotation(
     rope, given = expected.rope, facts.positions
     if rope is None or given is None:
         return RotationCheck(0.0, 0.0, problem="no rotary positions to compare with")
-    dtype = after[0].dtype
     last = int(given.max()) + 1
-    tolerance = _TOLERANCE.get(dtype, 5e-2) + 4 * torch.finfo(torch.float32).eps * last
-    layout = _layout(rope, before, after, counted)
-    if layout is None:
+    tolerance = _TOLERANCE.get(after[0].dtype, 5e-2) + 4 * torch.finfo(torch.float32).eps * last
+    width = after[0].shape[-1]
+    ratio = _ratio(rope, before, after, counted)
+    if ratio is None or rope.width > width or rope.width % 2:
         return RotationCheck(0.0, tolerance, problem="its rotation is not of a known form")
-    ways, errors = list(_ways(expected, rope, facts, given)), []
-    for start, interleaved in layout:
-        errors.append(_error(ways[0], before, after, counted, start, interleaved))
-    error = min(errors)
+    ways = list(_ways(expected, rope, facts, given, width, ratio))
+    compared = _Compared(before, after, counted, tolerance)
+    right = expected.interleaved
+    error = compared.error(ways[0], right)
     if error <= tolerance:
         return RotationCheck(error, tolerance)
-    if max(_apart(x, y, counted) for x, y in zip(before, after, strict=True)) <= tolerance:
+    if right is not None and compared.error(ways[0], not right) <= tolerance:
+        pairs = ("neighbouring components", "components of the two halves")
+        text = f"it pairs {pairs[right]}, but this architecture pairs {pairs[not right]}"
+        return RotationCheck(error, tolerance, Difference("wrong pairs", text))
+    if compared.unmoved(0) and compared.unmoved(1):
         return RotationCheck(0.0, tolerance, problem="its queries and keys have no positions")
     for way in ways[1:]:
-        for place in layout:
-            if _error(way, before, after, counted, *place) <= tolerance:
-                if not way.cause:
-                    return RotationCheck(0.0, tolerance)
-                return RotationCheck(error, tolerance, Difference(way.cause, way.sentence))
-    one = _one_only(ways, before, after, counted, layout, tolerance)
+        if compared.error(way) <= tolerance:
+            found = Difference(way.cause, way.sentence) if way.cause else None
+            return RotationCheck(error if found else 0.0, tolerance, found)
+    one = _one_only(ways, compared)
     return RotationCheck(error, tolerance, one, "" if one else "its rotation is of no known form")
 
 
-def _one_only(
-    ways: list[_Way],
-    before: tuple[Tensor, Tensor],
-    after: tuple[Tensor, Tensor],
-    counted: Tensor,
-    layout: list[tuple[int, bool]],
-    tolerance: float,
-) -> Difference | None:
+class _Compared(NamedTuple):
+    """Queries and keys before and after their rotation.
+
+    Attributes:
+        before: without positions, (B, Hq, L, E) and (B, H, L, E).
+        after: as the attention function gets them.
+        counted: boolean (B, L), True on real tokens.
+        tolerance: largest difference that rounding explains.
+    """
+
+    before: tuple[Tensor, Tensor]
+    after: tuple[Tensor, Tensor]
+    counted: Tensor
+    tolerance: float
+
+    def error(self, way: _Way, interleaved: bool | None = None) -> float:
+        """Largest relative difference of queries and keys from a way, at the best place."""
+        return min(
+            max(self._at(way, index, start, pairs) for index in (0, 1))
+            for start, pairs in self._places(way, interleaved)
+        )
+
+    def error_of(self, way: _Way, index: int) -> float:
+        """The same for queries (0) or keys (1) alone."""
+        return min(self._at(way, index, *place) for place in self._places(way, None))
+
+    def unmoved(self, index: int) -> bool:
+        """Whether queries (0) or keys (1) are not rotated."""
+        return _apart(self.before[index], self.after[index], self.counted) <= self.tolerance
+
+    def _places(self, way: _Way, interleaved: bool | None) -> list[tuple[int, bool]]:
+        """Where the rotated components may start, and how they may be paired."""
+        starts = sorted({0, self.after[0].shape[-1] - 2 * way.frequencies.numel()})
+        pairings = (False, True) if interleaved is None else (interleaved,)
+        return [(start, pairs) for start in starts for pairs in pairings]
+
+    def _at(self, way: _Way, index: int, start: int, interleaved: bool) -> float:
+        """Largest relative difference at one place."""
+        x, y = self.before[index], self.after[index]
+        turned = rotated(
+            x,
+            way.positions.to(x.device),
+            way.frequencies,
+            factor=way.factor,
+            start=start,
+            interleaved=interleaved,
+            dtype=way.dtype,
+        )
+        return _apart(turned, y, self.counted)
+
+
+def _one_only(ways: list[_Way], compared: _Compared) -> Difference | None:
     """A fault of the queries alone, or of the keys alone."""
     for index, name in enumerate(("queries", "keys")):
-        other = 1 - index
-        for place in layout:
-            fits = _error_of(ways[0], before[other], after[other], counted, *place)
-            if fits > tolerance:
-                continue
-            if _apart(before[index], after[index], counted) <= tolerance:
-                return Difference("not rotated", f"only the {name} are not rotated")
-            for way in ways[1:]:
-                if _error_of(way, before[index], after[index], counted, *place) <= tolerance:
-                    text = f"{way.sentence} (only in the {name})"
-                    return Difference(way.cause or "positions", text)
+        if compared.error_of(ways[0], 1 - index) > compared.tolerance:
+            continue
+        if compared.unmoved(index):
+            return Difference("not rotated", f"the {name} are not rotated")
+        for way in ways[1:]:
+            if compared.error_of(way, index) <= compared.tolerance:
+                text = f"{way.sentence} (only in the {name})"
+                return Difference(way.cause or "positions", text)
     return None
 
 
-def _ways(expected: Expectation, rope: Rope, facts: Pass, given: Tensor) -> Iterator[_Way]:
+def _ways(
+    expected: Expectation, rope: Rope, facts: Pass, given: Tensor, width: int, ratio: float
+) -> Iterator[_Way]:
     """Ways to rotate: first as configured, then with each fault, likeliest first."""
     last = int(given.max()) + 1
     own, factor = rope.frequencies(last), rope.attention_factor
@@ -128,24 +179,28 @@ def _ways(expected: Expectation, rope: Rope, facts: Pass, given: Tensor) -> Iter
     plain = rope.plain().frequencies(last)
     if rope.scaled:
         text = f"the rotation has no scaling, but the configuration says {kind}"
-        for each in {factor, 1.0}:
-            yield _Way(given, plain, each, "RoPE scaling ignored", text)
-    if factor != 1.0:
-        text = f"queries and keys lack the attention factor {factor:.4g} of {kind}"
-        yield _Way(given, own, 1.0, "attention factor lost", text)
-        text = f"the attention factor {factor:.4g} of {kind} is applied twice"
-        yield _Way(given, own, factor**2, "attention factor twice", text)
+        yield _Way(given, plain, ratio, "RoPE scaling ignored", text)
+    if abs(ratio - factor) > 1e-3:
+        text = f"queries and keys are multiplied by {ratio:.4g}, but {kind} means {factor:.4g}"
+        yield _Way(given, own, ratio, "wrong attention factor", text)
     yield from _other_positions(facts, given, own, factor)
     for other in expected.other_ropes:
-        text = f"it rotates with the frequencies of another type of layer (theta {other.theta:g})"
+        text = f"it rotates with the settings of another type of layer (theta {other.theta:g})"
         wrong = other.frequencies(last)
         yield _Way(given, wrong, other.attention_factor, "RoPE of another layer type", text)
     for base in (1e4, 1e6, 5e5):
         if base != rope.theta:
             text = f"it rotates with a base of {base:g}, but rope_theta={rope.theta:g}"
-            wrong = Rope(rope.kind, base, rope.width, rope.parameters, rope.longest)
-            for each in (wrong, wrong.plain()) if rope.scaled else (wrong,):
-                yield _Way(given, each.frequencies(last), factor, "wrong RoPE base", text)
+            based = Rope(rope.kind, base, rope.width, rope.parameters, rope.longest)
+            for each in (based, based.plain()) if rope.scaled else (based,):
+                yield _Way(given, each.frequencies(last), ratio, "wrong RoPE base", text)
+    if rope.width < width:
+        whole = Rope(rope.kind, rope.theta, width, rope.parameters, rope.longest)
+        text = f"it rotates all {width} components, but partial_rotary_factor means {rope.width}"
+        yield _Way(given, whole.frequencies(last), factor, "wrong RoPE width", text)
+        text = f"its frequencies are those of {width} rotated components, not of {rope.width}"
+        some = whole.frequencies(last)[: rope.width // 2]
+        yield _Way(given, some, factor, "wrong RoPE width", text)
     if rope.kind == "longrope":
         text = "it uses the short factors of LongRoPE beyond the trained length, or the reverse"
         for length in (1, 1 << 30):
@@ -153,7 +208,7 @@ def _ways(expected: Expectation, rope: Rope, facts: Pass, given: Tensor) -> Iter
     stretch = rope.parameters.get("factor")
     if rope.scaled and isinstance(stretch, int | float):
         text = f"positions are divided by the factor {stretch:g}, but the configuration says {kind}"
-        yield _Way(given, plain / stretch, 1.0, "wrong RoPE scaling", text)
+        yield _Way(given, plain / stretch, ratio, "wrong RoPE scaling", text)
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         text = f"positions and frequencies are rounded to {name}"
         yield _Way(given, own, factor, "positions rounded", text, dtype)
@@ -164,79 +219,59 @@ def _other_positions(facts: Pass, given: Tensor, own: Tensor, factor: float) -> 
     queries = given.shape[1]
     places = torch.arange(queries, device=given.device)[None] + facts.past
     text = "positions count padding: they are places in the padded batch"
-    if facts.documents is not None:
-        text = "positions run through packed documents instead of starting anew in each"
-    candidates = [(places, "positions", text)]
+    candidates = [(places, text)]
     if facts.past:
         text = "positions of cached decoding start at 0 in each pass"
-        candidates.insert(0, (places - facts.past, "positions", text))
+        candidates.insert(0, (places - facts.past, text))
     for step in (1, -1):
-        candidates.append((given + step, "positions", f"positions are shifted by {step:+d}"))
+        candidates.append((given + step, f"positions are shifted by {step:+d}"))
         if facts.past:
             text = f"positions of cached decoding are shifted by {step:+d}"
-            candidates.append((places + step, "positions", text))
-    for positions, cause, text in candidates:
+            candidates.append((places + step, text))
+    document = _documents(facts, queries, given.device)
+    for positions, sentence in candidates:
         shift = (positions - given).expand(given.shape)
-        harmless = not facts.past and bool((shift == shift[:, :1]).all())
-        if bool((shift != 0).any()):  # a shift of a whole text changes no score
-            yield _Way(positions, own, factor, "" if harmless else cause, text)
+        if not bool((shift != 0).any()):
+            continue
+        # a shift of a whole text changes no score
+        same = shift == shift.gather(1, document.expand(given.shape))
+        harmless = not facts.past and bool(same.all())
+        yield _Way(positions, own, factor, "" if harmless else "positions", sentence)
 
 
-def _layout(
+def _documents(facts: Pass, tokens: int, device: torch.device) -> Tensor:
+    """Index of the first token of each token's document, (1, L)."""
+    places = torch.arange(tokens, device=device)
+    if facts.documents is None:
+        return torch.zeros_like(places)[None]
+    starts = facts.documents[:-1]
+    return starts[torch.bucketize(places, facts.documents[1:].contiguous(), right=True)][None]
+
+
+def _ratio(
     rope: Rope, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], counted: Tensor
-) -> list[tuple[int, bool]] | None:
-    """Places of the rotated components and pairings to try; None if lengths change otherwise."""
+) -> float | None:
+    """By what rotated components are multiplied; None if it is not the same for all tokens."""
     width = after[0].shape[-1]
-    if rope.width > width or rope.width % 2:
+    for size in (rope.width, width):
+        for start in sorted({0, width - size} if size <= width else ()):
+            pairs = zip(before, after, strict=True)
+            ratios = [_ratio_of(x, y, counted, slice(start, start + size)) for x, y in pairs]
+            known = [ratio for ratio in ratios if ratio is not None]
+            if len(known) == 2:
+                return known[0]
+    return None
+
+
+def _ratio_of(x: Tensor, y: Tensor, counted: Tensor, part: slice) -> float | None:
+    """Ratio of the lengths of rotated and other vectors; None if it varies."""
+    lengths = [z.double()[..., part].transpose(1, 2)[counted].norm(dim=-1) for z in (x, y)]
+    if not lengths[0].numel():
         return None
-    starts = sorted({0, width - rope.width})
-    for x, y in zip(before, after, strict=True):
-        if not _same_lengths(x, y, counted, rope.width, starts):
-            return None
-    return [(start, interleaved) for start in starts for interleaved in (False, True)]
-
-
-def _same_lengths(x: Tensor, y: Tensor, counted: Tensor, width: int, starts: list[int]) -> bool:
-    """Whether rotated parts have the same lengths up to one factor for all tokens and heads."""
-    for start in starts:
-        ratios = []
-        for part in (x, y):
-            piece = part.double()[..., start : start + width].transpose(1, 2)[counted]
-            ratios.append(piece.norm(dim=-1))
-        good = ratios[0] > 1e-3 * ratios[0].max()
-        ratio = (ratios[1] / ratios[0])[good]
-        if ratio.numel() and float(ratio.max() - ratio.min()) <= 0.03 * float(ratio.mean()):
-            return True
-    return False
-
-
-def _error(
-    way: _Way,
-    before: tuple[Tensor, Tensor],
-    after: tuple[Tensor, Tensor],
-    counted: Tensor,
-    start: int,
-    interleaved: bool,
-) -> float:
-    """Largest relative difference of queries and keys from a way to rotate them."""
-    pairs = zip(before, after, strict=True)
-    return max(_error_of(way, x, y, counted, start, interleaved) for x, y in pairs)
-
-
-def _error_of(
-    way: _Way, x: Tensor, y: Tensor, counted: Tensor, start: int, interleaved: bool
-) -> float:
-    """The same for queries or keys alone."""
-    turned = rotated(
-        x,
-        way.positions.to(x.device),
-        way.frequencies,
-        factor=way.factor,
-        start=start,
-        interleaved=interleaved,
-        dtype=way.dtype,
-    )
-    return _apart(turned, y, counted)
+    good = lengths[0] > 1e-3 * lengths[0].max()
+    ratio = (lengths[1] / lengths[0])[good]
+    steady = ratio.numel() and float(ratio.max() - ratio.min()) <= 0.03 * float(ratio.mean())
+    return float(ratio.mean()) if steady else None
 
 
 def _apart(x: Tensor, y: Tensor, counted: Tensor) -> float:
@@ -272,7 +307,7 @@ def unrotated_heads(
 
 
 def _as_heads(found: Tensor, target: Tensor) -> Tensor | None:
-    """An output of a projection or a norm in the shape of queries or keys; None if it does not fit."""
+    """An output of a projection or a norm, shaped as queries or keys; None if it does not fit."""
     batch, heads, tokens, width = target.shape
     if found.numel() != target.numel():
         return None

@@ -6,7 +6,7 @@ Frequencies follow the published formulas, not transformers' code, which is amon
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,8 +56,8 @@ class Rope:
             length: number of positions that are read, on which some kinds depend.
         """
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
-        plain = self.theta**-exponents
-        of_kind = {
+        plain: Tensor = self.theta**-exponents
+        of_kind: dict[str, Callable[[], Tensor]] = {
             "default": lambda: plain,
             "linear": lambda: plain / self._factor,
             "dynamic": lambda: self._dynamic(exponents, length),
@@ -65,8 +65,7 @@ class Rope:
             "llama3": lambda: self._llama3(plain),
             "longrope": lambda: self._longrope(plain, length),
         }
-        result: Tensor = of_kind[self.kind]()
-        return result
+        return of_kind[self.kind]()
 
     @property
     def attention_factor(self) -> float:
@@ -100,7 +99,8 @@ class Rope:
         trained = self._trained
         stretched = max(length, trained) * self._factor / trained - (self._factor - 1)
         base = self.theta * stretched ** (self.width / (self.width - 2))
-        return base**-exponents
+        powers: Tensor = base**-exponents
+        return powers
 
     def _yarn(self, plain: Tensor) -> Tensor:
         """Interpolate slow frequencies, keep fast ones, and blend between."""

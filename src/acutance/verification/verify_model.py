@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -139,6 +140,8 @@ def _run(
 
     try:
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "flex_attention called without", UserWarning)
             stack.enter_context(torch.set_grad_enabled(gradients))
             if gradients:
                 stack.enter_context(_with_gradients(model))
