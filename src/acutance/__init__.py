@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         testing,
         theory,
         training,
+        verification,
         weights,
     )
     from acutance.attend import attention, key_mass, row_statistics
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
     from acutance.summary.head_summary import HeadSummary
     from acutance.summary.state import load
+    from acutance.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -65,6 +67,7 @@ __all__ = [
     "ProbeError",
     "RowState",
     "RowStatistics",
+    "Verification",
     "__version__",
     "apply",
     "attention",
@@ -100,6 +103,8 @@ __all__ = [
     "testing",
     "theory",
     "training",
+    "verification",
+    "verify",
     "weights",
 ]
 
@@ -137,6 +142,8 @@ _HOMES = {
     "load": "acutance.probing",
     "probe": "acutance.probing",
     "tap": "acutance.probing",
+    "Verification": "acutance.verification",
+    "verify": "acutance.verification",
 }
 _MODULES = (
     "caching",
@@ -159,6 +166,7 @@ _MODULES = (
     "testing",
     "theory",
     "training",
+    "verification",
     "weights",
 )
 

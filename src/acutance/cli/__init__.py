@@ -23,6 +23,7 @@ from acutance.cli import (
     report,
     reproduce,
     temperature,
+    verify,
 )
 from acutance.cli.options import NO_TYPE, Command, Group
 from acutance.cli.shared import INTERRUPTED, ended_as_interrupted, fail
@@ -72,6 +73,7 @@ app.command("predict", cls=Command)(predict.predict)
 app.command("temperature", cls=Command)(temperature.temperature)
 app.command("calibrate", cls=Command)(calibrate.calibrate)
 app.command("judge", cls=Command)(judge.judge)
+app.command("verify", cls=Command)(verify.verify)
 app.command("budget", cls=Command)(budget.budget)
 app.command("plan", cls=Command)(plan.plan)
 app.command("extend", cls=Command)(extend.extend)

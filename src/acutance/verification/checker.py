@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.masks import hides
 from acutance.probing.causes import differences, find_cause
 from acutance.probing.faults import visible_keys
 from acutance.verification.arguments import (
@@ -121,8 +122,8 @@ class Checker:
         if call.moved or output is None:
             self._problem(call.module, "its output is not known")
             return
-        expected = self._expectation(call, module)
         facts = self.facts
+        expected = self._scaled_before(call, module, self._expectation(call, module))
         if facts.is_text and not call.cross and not expected.masks:
             self._problem(call.module, f"masks not checked: {expected.masks_problem}")
         ours = expected_call(call, expected, facts)
@@ -132,7 +133,8 @@ class Checker:
         with torch.no_grad():
             self._compare_output(call, ours, theirs.detach(), counted, module, found)
             self._compare_rotation(call, expected, module, counted)
-            self._compare_cache(call)
+            if expected.masks:
+                self._compare_cache(call)
         if self.gradients and not found and not self._last_failed("output"):
             self._compare_gradients(call, ours, theirs, counted, module)
 
@@ -142,8 +144,38 @@ class Checker:
             config = self._config if self._config is not None else getattr(module, "config", None)
             heads, width = call.query.shape[1], call.query.shape[-1]
             index = layer_index(call.module)
-            self._expected[call.module] = expectation_of(module, config, heads, width, index)
+            expected = expectation_of(module, config, heads, width, index)
+            if expected.causal is False and self._is_masked_causally(call):
+                expected = replace(expected, causal=True)  # is_causal is about calls without a mask
+            self._expected[call.module] = expected
         return self._expected[call.module]
+
+    def _is_masked_causally(self, call: AttentionCall) -> bool:
+        """Whether a call's mask hides exactly the later keys."""
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        if call.attn_mask is None or not self.facts.knows_masks(call) or queries != keys > 1:
+            return False
+        seen = visible_keys(call)
+        return torch.equal(seen, seen.new_ones(queries, keys).tril().expand_as(seen))
+
+    def _scaled_before(
+        self, call: AttentionCall, module: Any, expected: Expectation
+    ) -> Expectation:
+        """The expectation without a scale, where the module's own may be in its queries already."""
+        if call.factor != 1.0 or not expected.scale_from.startswith("the module's"):
+            return expected
+        before = self._before(call, module)
+        scale = expected.scale
+        if scale is not None and before is not None:
+            ratio = float(call.query.detach().norm() / before[0].norm())
+            if abs(ratio - scale) > 0.01 * scale:
+                return expected
+        return replace(expected, scale=None)
+
+    def _before(self, call: AttentionCall, module: Any) -> tuple[Tensor, Tensor] | None:
+        """Queries and keys of the call's tokens as their projections or norms return them."""
+        key = call.key[:, :, -call.query.shape[2] :]
+        return unrotated_heads(self._outputs.get(id(module), {}), call.query, key)
 
     def _compare_output(
         self,
@@ -198,10 +230,8 @@ class Checker:
             if expected.rope_problem:
                 self._problem(call.module, f"positions not checked: {expected.rope_problem}")
             return
-        tokens = call.query.shape[2]
-        outputs = self._outputs.get(id(module), {})
-        key = call.key[:, :, -tokens:]
-        before = unrotated_heads(outputs, call.query, key)
+        key = call.key[:, :, -call.query.shape[2] :]
+        before = self._before(call, module)
         if before is None:
             text = "positions not checked: its projections are not of a known form"
             self._problem(call.module, text)
@@ -298,10 +328,7 @@ def _widened(call: AttentionCall) -> AttentionCall:
     for name in names:
         part = getattr(call, name)
         if isinstance(part, Tensor) and part.is_floating_point():
-            hidden = part.detach()
-            wide[name] = hidden.double()
+            wide[name] = part.detach().double()
             if name in ("bias", "attn_mask"):
-                from acutance.masks import hides
-
-                wide[name] = torch.where(hides(hidden), -torch.inf, wide[name])
+                wide[name] = torch.where(hides(part.detach()), -torch.inf, wide[name])
     return replace(call, **wide)

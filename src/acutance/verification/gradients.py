@@ -18,6 +18,7 @@ __all__ = ["GradientCheck", "check_gradients"]
 
 #: Relative error of a gradient that rounding explains.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
+_FAINT = 1e-4  # of the largest gradient of a call: smaller ones are compared with this
 _PARTS = {"query": "queries", "key": "keys", "value": "values", "sinks": "sinks"}
 _Gradients = dict[str, Tensor]
 
@@ -56,6 +57,10 @@ def check_gradients(
     parts = {"query": call.query, "key": call.key, "value": call.value}
     if isinstance(sinks, Tensor) and ours.sinks is not None and sinks.requires_grad:
         parts["sinks"] = sinks
+    if any(mask is not None and mask.requires_grad for mask in (call.attn_mask, call.bias)):
+        raise ValueError("its mask or bias is computed from what is differentiated by")
+    if call.key is call.value:
+        raise ValueError("its keys and values are one tensor")
     parts = {name: part for name, part in parts.items() if part.requires_grad}
     if not parts or not output.requires_grad:
         text = "no gradient can be computed: its output does not require one"
@@ -67,6 +72,8 @@ def check_gradients(
     weights = torch.randn(shape, generator=chance, dtype=torch.float64).to(output.device)
     weights = weights * counted.unsqueeze(-1)
     theirs = _differentiated(output, parts, weights)
+    if not call.source.startswith("transformers") and not any(g.any() for g in theirs.values()):
+        raise ValueError("its queries and keys are not those that its output is computed from")
     if "sinks" in theirs:
         theirs["sinks"] = theirs["sinks"].reshape(-1)
     expected = _gradients(ours, weights, tuple(parts))
@@ -146,7 +153,8 @@ def _cause(
             continue
         if _error(theirs, _dense_gradients(ours, weights, names, fault)) <= tolerance:
             return Difference(cause, f"gradients agree if {text}")
-    apart = [name for name in names if _error_of(theirs[name], expected[name]) > tolerance]
+    least = _FAINT * max(float(part.abs().max()) for part in expected.values())
+    apart = [name for name in names if _error_of(theirs[name], expected[name], least) > tolerance]
     zero = [name for name in apart if not bool(theirs[name].any())]
     if zero and zero == apart:
         which = " and ".join(_PARTS[name] for name in zero)
@@ -204,12 +212,13 @@ def _ratios(
 
 def _error(theirs: _Gradients, expected: _Gradients) -> float:
     """Largest of :func:`_error_of` over the tensors."""
-    return max(_error_of(theirs[name], expected[name]) for name in theirs)
+    least = _FAINT * max(float(part.abs().max()) for part in expected.values() if part.numel())
+    return max(_error_of(theirs[name], expected[name], least) for name in theirs)
 
 
-def _error_of(theirs: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest entry expected."""
-    size = float(expected.abs().max()) if expected.numel() else 0.0
+def _error_of(theirs: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Largest difference, relative to the largest entry expected, or to ``least``."""
+    size = max(float(expected.abs().max()), least) if expected.numel() else 0.0
     difference = float((theirs - expected).abs().max()) if expected.numel() else 0.0
     if difference != difference:
         return torch.inf

@@ -25,7 +25,7 @@ KINDS: dict[str, str] = {
     "packed": "three documents in one row, told apart by position_ids",
     "cache by token": "most of the text at once, then token by token with a cache",
     "cache in chunks": "the text in four chunks with a cache",
-    "left padding, cache": "a padded batch, then token by token with a cache",
+    "left padding with cache": "a padded batch, then token by token with a cache",
 }
 #: In the code of a model: position_ids among the arguments that its masks are made from.
 _MASKS_FROM_POSITIONS = re.compile(
@@ -110,7 +110,7 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
             "cache in chunks", lambda read: text.cached(read, "cache in chunks", chunks), True
         )
         if {"attention_mask", "position_ids"} <= names:
-            name = "left padding, cache"
+            name = "left padding with cache"
             yield Kind(name, lambda read: text.cached(read, name, steps, padded=True), True)
 
 

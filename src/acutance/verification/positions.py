@@ -220,6 +220,8 @@ def _other_positions(facts: Pass, given: Tensor, own: Tensor, factor: float) -> 
     places = torch.arange(queries, device=given.device)[None] + facts.past
     text = "positions count padding: they are places in the padded batch"
     candidates = [(places, text)]
+    if facts.documents is not None:
+        yield _Way(places, own, factor, "position_ids ignored", "it ignores position_ids")
     if facts.past:
         text = "positions of cached decoding start at 0 in each pass"
         candidates.insert(0, (places - facts.past, text))

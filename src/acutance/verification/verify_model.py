@@ -22,6 +22,8 @@ from acutance.verification.record import Check, Finding, Verification
 
 __all__ = ["implementation_name", "verify"]
 
+#: The cause where a model counts positions by itself.
+_IGNORED = "position_ids ignored"
 #: Short names of transformers' attention implementations.
 _SHORT = {"flex": "flex_attention", "flash": "flash_attention_2"}
 
@@ -96,12 +98,14 @@ def verify(
                 if name != own:
                     _switch(model, own)
     if not checker.measured:
-        reason = "; ".join(notes[:3])
+        reason = "; ".join([*notes, *_problems(checker)][:3])
         raise ValueError(
             f"no attention of {class_name(model)} was read{f': {reason}' if reason else ''}"
         )
     config = configuration if configuration is not None else getattr(unwrap(model), "config", None)
     notes += _too_short(config, given)
+    if any(each.difference and each.difference.cause == _IGNORED for each in checker.measured):
+        notes.append("it ignores position_ids: documents that are packed see each other")
     ran = list(dict.fromkeys(each.implementation for each in checker.measured))
     about = {"model": class_name(model), "implementations": ran, "backward": backward}
     return Verification(
@@ -223,8 +227,14 @@ def _findings(measured: Sequence[Measured]) -> tuple[Finding, ...]:
     for each in measured:
         if each.difference is not None:
             groups.setdefault(each.difference.cause, []).append(each)
+    if _IGNORED in groups:  # then packed documents see each other, and nothing promised otherwise
+        del groups[_IGNORED]
+        mixed = [each for each in groups.get("documents mixed", ()) if each.inputs != "packed"]
+        groups["documents mixed"] = mixed
     found = []
     for cause, group in groups.items():
+        if not group:
+            continue
         worst = max(group, key=lambda each: each.error)
         assert worst.difference is not None
         found.append(
