@@ -139,7 +139,7 @@ def argument_differences(
         expected: what the configuration says of its module.
         facts: what is known of the forward pass.
     """
-    found = list(_scores(call, expected)) + list(_heads(call, expected))
+    found = [*_scores(call, expected), *_heads(call, expected)]
     seen, wanted = visible_keys(call), visible_keys(ours)
     rows = counted_rows(wanted, call, facts)
     rows = rows[:, :1] if max(seen.shape[1], wanted.shape[1]) == 1 else rows
@@ -181,8 +181,7 @@ def _heads(call: AttentionCall, expected: Expectation) -> Iterator[Difference]:
     wanted = expected.key_heads
     if not isinstance(wanted, int) or not 1 < wanted < given or given != heads or heads % wanted:
         return
-    group = heads // wanted
-    key = call.key
+    group, key = heads // wanted, call.key
     if torch.equal(key, key[:, ::group].repeat_interleave(group, 1)):
         return
     if torch.equal(key, key[:, :wanted].repeat(1, group, 1, 1)):

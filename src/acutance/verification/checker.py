@@ -215,6 +215,9 @@ class Checker:
             text = f"the output agrees if {cause.agrees}: {cause.means}"
             for kind in cause.kind.split(" and "):
                 self._add("output", call, error, limit, Difference(kind, text))
+        elif not found and call.unknown:
+            text = f"output not checked: verify does not know {', '.join(call.unknown)}"
+            self._problem(call.module, text)
         elif not found:
             text = "the output differs, and no tested cause explains it"
             self._add("output", call, error, limit, Difference("unexplained", text))

@@ -98,7 +98,7 @@ def expectation_of(
         window_from=window_from,
         softcap=float(softcap) if _is_positive(softcap) else None,
         sinks=sinks.detach().reshape(-1) if fits and isinstance(sinks, Tensor) else None,
-        key_heads=_get(config, "num_key_value_heads"),
+        key_heads=_key_heads(module, config, heads),
         rope=rope,
         rope_problem=rope_problem,
         other_ropes=others,
@@ -141,6 +141,14 @@ def _scale(module: Any, config: Any, width: int) -> tuple[float | None, str]:
         if _is_positive(value):
             return float(value), f"the module's {name}={float(value):.4g}"
     return None, ""
+
+
+def _key_heads(module: Any, config: Any, heads: int) -> int | None:
+    """Number of key heads, if the module groups its query heads by them."""
+    count = _get(config, "num_key_value_heads")
+    group = getattr(module, "num_key_value_groups", None)
+    fits = isinstance(count, int) and isinstance(group, int) and count * group == heads
+    return count if fits else None
 
 
 def _layer_type(module: Any, config: Any, layer: int | None) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ __all__ = ["GradientCheck", "check_gradients"]
 
 #: Relative error of a gradient that rounding explains.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
-_FAINT = 1e-4  # of the largest gradient of a call: smaller ones are compared with this
+_ROUNDINGS = 32  # of the products that a gradient is a difference of
 _PARTS = {"query": "queries", "key": "keys", "value": "values", "sinks": "sinks"}
 _Gradients = dict[str, Tensor]
 
@@ -78,10 +79,11 @@ def check_gradients(
         theirs["sinks"] = theirs["sinks"].reshape(-1)
     expected = _gradients(ours, weights, tuple(parts))
     tolerance = _TOLERANCE.get(output.dtype, 0.2)
-    error = _error(theirs, expected)
+    rounding = _rounding(ours, weights, output.dtype)
+    error = _error(theirs, expected, rounding)
     if error <= tolerance:
         return GradientCheck(error, tolerance)
-    difference = _cause(ours, weights, theirs, expected, tolerance)
+    difference = _cause(ours, weights, theirs, expected, tolerance, rounding)
     return GradientCheck(error, tolerance, difference)
 
 
@@ -141,7 +143,12 @@ def _dense_gradients(
 
 
 def _cause(
-    ours: AttentionCall, weights: Tensor, theirs: _Gradients, expected: _Gradients, tolerance: float
+    ours: AttentionCall,
+    weights: Tensor,
+    theirs: _Gradients,
+    expected: _Gradients,
+    tolerance: float,
+    rounding: Mapping[str, float],
 ) -> Difference:
     """Name what makes gradients differ."""
     names = tuple(theirs)
@@ -151,16 +158,16 @@ def _cause(
     ):
         if (ours.sinks if fault == "lse" else ours.softcap) is None:
             continue
-        if _error(theirs, _dense_gradients(ours, weights, names, fault)) <= tolerance:
+        dense = _dense_gradients(ours, weights, names, fault)
+        if _error(theirs, dense, rounding) <= tolerance:
             return Difference(cause, f"gradients agree if {text}")
-    least = _FAINT * max(float(part.abs().max()) for part in expected.values())
-    apart = [name for name in names if _error_of(theirs[name], expected[name], least) > tolerance]
+    apart = [n for n in names if _error_of(theirs[n], expected[n], rounding[n]) > tolerance]
     zero = [name for name in apart if not bool(theirs[name].any())]
     if zero and zero == apart:
         which = " and ".join(_PARTS[name] for name in zero)
         return Difference("gradient missing", f"the {which} get no gradient")
     return next(
-        _of_changes(ours, weights, theirs, tolerance),
+        _of_changes(ours, weights, theirs, tolerance, rounding),
         _ratios(ours, theirs, expected, apart, tolerance)
         or Difference(
             "gradient unexplained",
@@ -170,7 +177,11 @@ def _cause(
 
 
 def _of_changes(
-    ours: AttentionCall, weights: Tensor, theirs: _Gradients, tolerance: float
+    ours: AttentionCall,
+    weights: Tensor,
+    theirs: _Gradients,
+    tolerance: float,
+    rounding: Mapping[str, float],
 ) -> Iterator[Difference]:
     """Changes of arguments in the backward pass that give the model's gradients."""
     for change in changes_of(ours, None):
@@ -180,7 +191,7 @@ def _of_changes(
             changed = _gradients(replace(ours, **change.arguments), weights, tuple(theirs))
         except (ValueError, RuntimeError):
             continue
-        if _error(theirs, changed) <= tolerance:
+        if _error(theirs, changed, rounding) <= tolerance:
             text = f"gradients agree if in the backward pass {change.agrees}"
             yield Difference(f"backward: {change.kind}", text)
 
@@ -210,16 +221,40 @@ def _ratios(
     return Difference(cause, f"gradients are the expected ones times a factor ({words})")
 
 
-def _error(theirs: _Gradients, expected: _Gradients) -> float:
+def _error(theirs: _Gradients, expected: _Gradients, rounding: Mapping[str, float]) -> float:
     """Largest of :func:`_error_of` over the tensors."""
-    least = _FAINT * max(float(part.abs().max()) for part in expected.values() if part.numel())
-    return max(_error_of(theirs[name], expected[name], least) for name in theirs)
+    return max(_error_of(theirs[name], expected[name], rounding[name]) for name in theirs)
 
 
-def _error_of(theirs: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Largest difference, relative to the largest entry expected, or to ``least``."""
-    size = max(float(expected.abs().max()), least) if expected.numel() else 0.0
-    difference = float((theirs - expected).abs().max()) if expected.numel() else 0.0
+def _error_of(theirs: Tensor, expected: Tensor, rounding: float = 0.0) -> float:
+    """Largest difference beyond rounding, relative to the largest entry expected."""
+    if not expected.numel():
+        return 0.0
+    size = float(expected.abs().max())
+    difference = float((theirs - expected).abs().max())
     if difference != difference:
         return torch.inf
-    return difference / size if size else difference
+    beyond = max(difference - rounding, 0.0)
+    return beyond / size if size else beyond
+
+
+def _rounding(call: AttentionCall, weights: Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """Absolute error of each gradient that rounding explains where derivatives cancel.
+
+    A derivative of a weight is a difference of products of ``weights`` and values, which is 0 where
+    one key has all weight, up to the rounding of the products.
+    """
+    eps = _ROUNDINGS * torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
+
+    def longest(part: Tensor) -> float:
+        return float(part.double().norm(dim=-1).max()) if part.numel() else 0.0
+
+    product = eps * longest(weights) * longest(call.value)
+    rows = math.sqrt(call.query.shape[2] * call.query.shape[1] / call.key.shape[1])
+    factor = abs(call.factor)
+    return {
+        "query": product * factor * longest(call.key),
+        "key": product * factor * longest(call.query) * rows,
+        "value": eps * longest(weights) * rows,
+        "sinks": product * math.sqrt(call.query.shape[2] * len(call.query)),
+    }

@@ -67,7 +67,7 @@ def sdpa_call(
     if not arguments.get("enable_gqa", False):
         heads = torch.broadcast_shapes(*(part.shape[-3:-2] for part in parts))
     query, key, value = (
-        _fold_batch(part.expand(*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:]))
+        _fold_batch(_expanded(part, (*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:])))
         for part in parts
     )
     mask = arguments.get("attn_mask")
@@ -148,6 +148,11 @@ def refusal(arguments: Mapping[str, Any]) -> str | None:
     """Why a call's output cannot be computed in place of the model; None if it can."""
     nested = any(arguments[part].is_nested for part in ("query", "key", "value"))
     return "its tensors are nested" if nested else None
+
+
+def _expanded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor broadcast to a shape; the same tensor, of whose gradient it is, if it fits."""
+    return part if tuple(part.shape) == shape else part.expand(shape)
 
 
 def _fold_batch(tensor: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""Planted faults are found and named, and the models that they are planted in are clean."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import acutance
+from tests.verification.models import IDS, build, with_function
+from tests.verification.planted import FAULTS
+
+CLEAN = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "neox", "bert")
+#: Faults that always run; the others are slow in all.
+FEW = (
+    "sinks_swallowed_by_keywords",
+    "no_gradient_through_the_log_sum_exp",
+    "window_counts_one_key_more",
+    "softcap_is_not_passed",
+    "hidden_keys_have_a_score_of_0",
+    "packed_documents_see_each_other",
+    "decoding_counts_padding",
+    "explicit_attention_factor_is_ignored",
+    "scores_in_bfloat16",
+)
+
+
+def test_there_are_thirty_faults_from_as_many_threads() -> None:
+    assert len(FAULTS) >= 30
+    assert len({fault.thread for fault in FAULTS.values()}) >= 30
+    assert set(FEW) <= set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in FAULTS],
+)
+def test_a_planted_fault_is_found_and_named(name: str) -> None:
+    fault = FAULTS[name]
+    found = acutance.verify(fault.make(), IDS, backward=True)
+    causes = [finding.cause for finding in found.findings]
+    assert set(fault.causes) & set(causes), str(found)
+    if fault.backward:
+        assert all(check.ok for check in found.checks if check.name == "output")
+    (finding, *_) = (each for each in found.findings if each.cause in fault.causes)
+    assert finding.sentence
+    assert finding.advice
+    assert finding.layers
+    assert finding.inputs
+    assert finding.cause in found.to_dict()["findings"][found.findings.index(finding)]["cause"]
+
+
+@pytest.mark.parametrize("kind", CLEAN)
+def test_a_model_without_a_fault_has_no_finding(kind: str) -> None:
+    names = ("eager", "sdpa") if kind in ("llama", "bert") else ("eager",)
+    found = acutance.verify(build(kind), IDS, implementations=names, backward=True)
+    assert found.ok, str(found)
+    made = {check.name for check in found.checks}
+    assert {"arguments", "output", "gradients"} <= made
+    assert ("positions" in made) == (kind != "bert")
+    assert "cache" in made or kind == "bert"
+    assert not [note for note in found.notes if "not checked" in note], found.notes
+
+
+def test_the_attention_that_faults_are_planted_in_is_right() -> None:
+    from tests.verification.models import attend
+
+    for kind in ("llama", "gemma2", "gpt_oss"):
+        model: nn.Module = with_function(build(kind), attend, "unplanted")
+        found = acutance.verify(model, IDS, kinds=("plain", "left padding"), backward=True)
+        assert found.ok, str(found)

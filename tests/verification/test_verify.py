@@ -1,0 +1,165 @@
+"""verify: what it compares, what it leaves out, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
+
+import acutance
+from acutance.cli import app
+from acutance.verification.inputs import KINDS
+from acutance.verification.rope import configured_rope
+from tests.verification.models import IDS, build
+
+ROPES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "long_factor": [4.0] * 8,
+        "short_factor": [1.5] * 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_are_those_of_transformers(kind: str) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    config = build("llama", rope_parameters=parameters).config
+    rope = configured_rope(config, None, 16)
+    assert rope is not None
+    for length in (16, 900):
+        rates, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+        torch.testing.assert_close(rope.frequencies(length).float(), rates, rtol=1e-5, atol=1e-9)
+        assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_every_kind_of_input_is_read() -> None:
+    found = acutance.verify(build("llama"), IDS)
+    assert {check.inputs for check in found.checks} == set(KINDS)
+
+
+def test_implementations_are_compared_and_the_model_keeps_its_own() -> None:
+    model = build("llama", "sdpa").train()
+    found = acutance.verify(model, IDS, implementations=["eager", "sdpa", "flex"], kinds=["plain"])
+    assert found.ok
+    assert found.about["implementations"] == ["eager", "sdpa", "flex_attention"]
+    names = [check.name for check in found.checks]
+    assert names[-2:] == ["sdpa against eager", "flex_attention against eager"]
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+
+
+def test_an_implementation_that_a_model_lacks_is_a_note() -> None:
+    found = acutance.verify(
+        build("gemma2"), IDS, implementations=["eager", "sdpa"], kinds=["plain"]
+    )
+    assert found.ok
+    assert any(note.startswith("sdpa was not run: ") for note in found.notes)
+
+
+def test_a_text_within_the_window_is_a_note() -> None:
+    found = acutance.verify(build("mistral"), IDS[:, :8], kinds=["plain"])
+    (note,) = found.notes
+    assert note.startswith("8 tokens do not reach beyond the sliding window of 8")
+
+
+class Plain(nn.Module):
+    """Attention by a plain function, without a configuration."""
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+
+
+def test_a_module_without_a_configuration_is_compared_with_its_own_arguments() -> None:
+    found = acutance.verify(Plain(), {"x": torch.randn(2, 9, 16)}, backward=True)
+    assert found.ok
+    assert [check.name for check in found.checks] == ["arguments", "output", "gradients"]
+
+
+def test_a_given_configuration_is_checked() -> None:
+    class Config:
+        attention_multiplier = 0.5
+
+    inputs = {"x": torch.randn(2, 9, 16)}
+    assert acutance.verify(Plain(0.5), inputs, configuration=Config()).ok
+    (finding,) = acutance.verify(Plain(), inputs, configuration=Config()).findings
+    assert finding.cause == "wrong scale"
+    assert "attention_multiplier=0.5 means 0.5" in finding.sentence
+
+
+def test_misuse_is_named() -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"kinds must be among plain, .*, got 'padded'"):
+        acutance.verify(model, IDS, kinds=["padded"])
+    with pytest.raises(TypeError, match="inputs must be a tensor of token ids"):
+        acutance.verify(model, [1, 2, 3])
+    with pytest.raises(ValueError, match="no attention of Linear was read"):
+        acutance.verify(nn.Linear(4, 4), {"input": torch.zeros(1, 4)})
+
+
+def test_the_command_verifies_a_model_and_writes_json(tmp_path: Path) -> None:
+    target = tmp_path / "found.json"
+    done = CliRunner().invoke(app, ["verify", "--json", str(target), "--implementations", "eager"])
+    assert done.exit_code == 0, done.output
+    assert "no difference from the configuration" in " ".join(done.output.split())
+    found = json.loads(target.read_text(encoding="utf-8"))
+    assert found["schema"] == "acutance.verification/1"
+    assert found["ok"] is True
+    assert found["about"]["tokens"] == 96
+    assert {check["inputs"] for check in found["checks"]} == {
+        "plain",
+        "right padding",
+        "left padding",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--implementations", "eagre"], "did you mean 'eager'"),
+        (["--dtype", "int8"], "must be one of float64"),
+        (["--length", "4"], "greater than or equal to 12"),
+        (["--length", "100000"], "exceeds the 512 positions"),
+    ],
+)
+def test_misuse_of_the_command_exits_with_2(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["verify", *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_short_text_exits_with_2(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("Too short.", encoding="utf-8")
+    done = CliRunner().invoke(app, ["verify", "--text", str(text)])
+    assert done.exit_code == 2
+    assert "are needed" in done.output
+
+
+def test_a_finding_exits_with_1(tmp_path: Path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert done.exit_code == 1  # saved without a tokenizer
+    assert "tokenizer" in done.output
