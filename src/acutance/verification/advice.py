@@ -20,6 +20,7 @@ _ADVICE = {
     "the documents' cu_seqlens.",
     "not causal": "Pass is_causal=True or a causal mask.",
     "causal by mistake": "Pass is_causal=False where no mask is passed.",
+    "implementations differ": "Compare the masks that the model makes for each implementation.",
     "mask inverted": "In a boolean mask of scaled_dot_product_attention, True marks visible keys.",
     "causal": "Align the last query with the last key: query i sees keys up to i + S - L.",
     "heads": "Repeat key heads with repeat_interleave: query head h uses key head h // group.",

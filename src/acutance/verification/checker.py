@@ -84,6 +84,8 @@ class Checker:
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._parents: dict[int, list[tuple[int, str]]] = {}
         self._stored: dict[str, Tensor] = {}
+        self._shifts: dict[str, Tensor] = {}
+        self._seen: dict[tuple[str, int, str], tuple[str, Tensor]] = {}
 
     def begin(self, implementation: str, facts: Pass) -> None:
         """Set what is known of the next forward pass; one without a past begins a new text."""
@@ -91,6 +93,7 @@ class Checker:
         self._outputs.clear()
         if not facts.past:
             self._stored.clear()
+            self._shifts.clear()
 
     def parts(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         """Modules whose outputs are to be passed to :meth:`on_part`."""
@@ -130,6 +133,7 @@ class Checker:
         found = argument_differences(call, ours, expected, facts)
         counted = counted_rows(visible_keys(ours), call, facts)
         theirs = output()
+        found = found or self._against_others(call, counted)
         with torch.no_grad():
             self._compare_output(call, ours, theirs.detach(), counted, module, found)
             self._compare_rotation(call, expected, module, counted)
@@ -158,6 +162,22 @@ class Checker:
         seen = visible_keys(call)
         return torch.equal(seen, seen.new_ones(queries, keys).tril().expand_as(seen))
 
+    def _against_others(self, call: AttentionCall, counted: Tensor) -> list[Difference]:
+        """Whether rows see other keys than with the first implementation that read this input."""
+        keys = call.key.shape[2]
+        chance = torch.Generator().manual_seed(0)
+        weights = torch.rand(keys, generator=chance).to(call.query.device)
+        signature = visible_keys(call).float() @ weights
+        place = self.facts.inputs, self.facts.past, call.module
+        name, first = self._seen.setdefault(place, (self.implementation, signature))
+        if name == self.implementation or first.shape[2:] != signature.shape[2:]:
+            return []
+        apart = (first - signature).abs() > 1e-4 * keys
+        if not bool((apart & counted).any()):
+            return []
+        text = f"rows see other keys than with {name} attention on the same input"
+        return [Difference("implementations differ", text)]
+
     def _scaled_before(
         self, call: AttentionCall, module: Any, expected: Expectation
     ) -> Expectation:
@@ -168,9 +188,10 @@ class Checker:
         scale = expected.scale
         if scale is not None and before is not None:
             ratio = float(call.query.detach().norm() / before[0].norm())
+            ratio /= 1.0 if expected.rope is None else expected.rope.attention_factor
             if abs(ratio - scale) > 0.01 * scale:
                 return expected
-        return replace(expected, scale=None)
+        return replace(expected, scale=None, folded=scale)
 
     def _before(self, call: AttentionCall, module: Any) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of the call's tokens as their projections or norms return them."""
@@ -240,7 +261,14 @@ class Checker:
             self._problem(call.module, text)
             return
         rows = counted.any(1)
-        found = check_rotation(expected, facts, before, (call.query, key), rows)
+        if expected.folded is not None:
+            halves = before[1].norm() * expected.folded, key.norm() / expected.rope.attention_factor
+            both = bool((halves[0] - halves[1]).abs() <= 0.01 * halves[1])
+            before = before[0] * expected.folded, before[1] * (expected.folded if both else 1.0)
+        shift = self._shifts.get(call.module)
+        found = check_rotation(expected, facts, before, (call.query, key), rows, shift)
+        if found.shift is not None:
+            self._shifts[call.module] = found.shift
         if found.problem:
             self._problem(call.module, f"positions not checked: {found.problem}")
         else:

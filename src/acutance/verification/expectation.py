@@ -44,6 +44,7 @@ class Expectation:
         other_ropes: rotary positions of other types of layers.
         masks_problem: why they do not; empty if they do.
         interleaved: whether rotated pairs are neighbours, not of two halves; None if unknown.
+        folded: a scale that queries, or queries and keys, are multiplied by before; None for none.
     """
 
     scale: float | None
@@ -59,6 +60,7 @@ class Expectation:
     other_ropes: tuple[Rope, ...]
     masks_problem: str
     interleaved: bool | None = None
+    folded: float | None = None
 
     @property
     def masks(self) -> bool:

@@ -39,12 +39,15 @@ class RotationCheck(NamedTuple):
         tolerance: largest difference that rounding explains.
         difference: what they differ by; None if they agree.
         problem: why nothing can be said; empty if something can.
+        shift: by how much positions are shifted in each text, (B, 1), which changes no score if it
+            is the same in later passes; None if they are not.
     """
 
     error: float
     tolerance: float
     difference: Difference | None = None
     problem: str = ""
+    shift: Tensor | None = None
 
 
 class _Way(NamedTuple):
@@ -64,6 +67,7 @@ def check_rotation(
     before: tuple[Tensor, Tensor],
     after: tuple[Tensor, Tensor],
     counted: Tensor,
+    shift: Tensor | None = None,
 ) -> RotationCheck:
     """Compare rotated queries and keys with those that the configuration gives.
 
@@ -73,6 +77,7 @@ def check_rotation(
         before: queries (B, Hq, L, E) and keys (B, H, L, E) without positions.
         after: the same as the attention function gets them.
         counted: boolean (B, L), True on real tokens.
+        shift: of the positions in earlier passes over these texts, (B, 1); None for none.
     """
     rope, given = expected.rope, facts.positions
     if rope is None or given is None:
@@ -83,8 +88,12 @@ def check_rotation(
     ratio = _ratio(rope, before, after, counted)
     if ratio is None or rope.width > width or rope.width % 2:
         return RotationCheck(0.0, tolerance, problem="its rotation is not of a known form")
-    ways = list(_ways(expected, rope, facts, given, width, ratio))
     compared = _Compared(before, after, counted, tolerance)
+    if shift is not None:
+        way = _Way(given + shift, rope.frequencies(last), rope.attention_factor)
+        if (error := compared.error(way, expected.interleaved)) <= tolerance:
+            return RotationCheck(error, tolerance, shift=shift)
+    ways = list(_ways(expected, rope, facts, given, width, ratio, counted))
     right = expected.interleaved
     error = compared.error(ways[0], right)
     if error <= tolerance:
@@ -97,8 +106,11 @@ def check_rotation(
         return RotationCheck(0.0, tolerance, problem="its queries and keys have no positions")
     for way in ways[1:]:
         if compared.error(way) <= tolerance:
-            found = Difference(way.cause, way.sentence) if way.cause else None
-            return RotationCheck(error if found else 0.0, tolerance, found)
+            if way.cause:
+                return RotationCheck(error, tolerance, Difference(way.cause, way.sentence))
+            first = counted.int().argmax(1, keepdim=True)
+            moved = (way.positions - given).expand(counted.shape).gather(1, first)
+            return RotationCheck(0.0, tolerance, shift=moved)
     one = _one_only(ways, compared)
     return RotationCheck(error, tolerance, one, "" if one else "its rotation is of no known form")
 
@@ -169,7 +181,13 @@ def _one_only(ways: list[_Way], compared: _Compared) -> Difference | None:
 
 
 def _ways(
-    expected: Expectation, rope: Rope, facts: Pass, given: Tensor, width: int, ratio: float
+    expected: Expectation,
+    rope: Rope,
+    facts: Pass,
+    given: Tensor,
+    width: int,
+    ratio: float,
+    counted: Tensor,
 ) -> Iterator[_Way]:
     """Ways to rotate: first as configured, then with each fault, likeliest first."""
     last = int(given.max()) + 1
@@ -183,7 +201,7 @@ def _ways(
     if abs(ratio - factor) > 1e-3:
         text = f"queries and keys are multiplied by {ratio:.4g}, but {kind} means {factor:.4g}"
         yield _Way(given, own, ratio, "wrong attention factor", text)
-    yield from _other_positions(facts, given, own, factor)
+    yield from _other_positions(facts, given, own, factor, counted)
     for other in expected.other_ropes:
         text = f"it rotates with the settings of another type of layer (theta {other.theta:g})"
         wrong = other.frequencies(last)
@@ -214,7 +232,9 @@ def _ways(
         yield _Way(given, own, factor, "positions rounded", text, dtype)
 
 
-def _other_positions(facts: Pass, given: Tensor, own: Tensor, factor: float) -> Iterator[_Way]:
+def _other_positions(
+    facts: Pass, given: Tensor, own: Tensor, factor: float, counted: Tensor
+) -> Iterator[_Way]:
     """Ways with other positions than those given."""
     queries = given.shape[1]
     places = torch.arange(queries, device=given.device)[None] + facts.past
@@ -236,7 +256,10 @@ def _other_positions(facts: Pass, given: Tensor, own: Tensor, factor: float) -> 
         if not bool((shift != 0).any()):
             continue
         # a shift of a whole text changes no score
-        same = shift == shift.gather(1, document.expand(given.shape))
+        starts = document.expand(given.shape)
+        if facts.documents is None:
+            starts = counted.int().argmax(1, keepdim=True).expand(given.shape)
+        same = (shift == shift.gather(1, starts)) | ~counted
         harmless = not facts.past and bool(same.all())
         yield _Way(positions, own, factor, "" if harmless else "positions", sentence)
 
