@@ -150,7 +150,7 @@ def split_units(windows: Windows) -> tuple[list[Unit], list[Unit]]:
         raise ValueError(
             f"target='loss' needs at least {sum(_LEAST)} windows of {windows.lengths[-1]} tokens, "
             f"{_LEAST[0]} to fit to and {_LEAST[1]} to decide when to stop, got {len(units)}: "
-            "give more text, or shorter lengths"
+            "give more windows, more text, or shorter lengths"
         )
     return fitting, stopping
 
