@@ -36,7 +36,8 @@ class HeadReach:
         octaves: mean weight by octave of distance, of all query heads: octave 0 is the row's own
             position, octave k are distances of 2^(k−1) to 2^k − 1.
         first: mean weight on the first visible key.
-        keys_95: keys that hold 95 % of a row's weight, for the query head that needs most.
+        keys_95: keys that hold 95 % of a row's weight, in each window for the query head that needs
+            most there.
         n: tokens of the windows.
     """
 
