@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import acutance
@@ -157,9 +159,20 @@ def test_a_short_text_exits_with_2(tmp_path: Path) -> None:
     assert "are needed" in done.output
 
 
-def test_a_finding_exits_with_1(tmp_path: Path) -> None:
-    model = build("llama")
-    model.save_pretrained(tmp_path)
+def test_a_model_that_cannot_be_loaded_exits_with_2(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["verify", str(tmp_path)])
-    assert done.exit_code == 1  # saved without a tokenizer
+    assert done.exit_code == 2  # saved without a tokenizer
     assert "tokenizer" in done.output
+
+
+def test_a_finding_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def without_mask(*args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        return right(*args[:4], attention_mask=None, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", without_mask)
+    done = CliRunner().invoke(app, ["verify", "--implementations", "sdpa"])
+    assert done.exit_code == 1
+    assert "padding" in " ".join(done.output.split())

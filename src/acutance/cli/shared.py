@@ -99,10 +99,13 @@ def ended_as_interrupted() -> None:
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Context in which expected failures end with one sentence on standard error and exit code 1.
+def plain_errors(code: int = 1) -> Iterator[None]:
+    """Context in which expected failures end with one sentence on standard error and an exit code.
 
     Misuse of options ends with exit code 2.
+
+    Args:
+        code: the exit code of other failures; 2 where 1 means that a difference was found.
     """
     try:
         yield
@@ -113,7 +116,7 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(_error_sentence(error), everywhere=getattr(error, "everywhere", False))
-        raise typer.Exit(getattr(error, "exit_code", 1)) from error
+        raise typer.Exit(getattr(error, "exit_code", code)) from error
 
 
 @contextmanager

@@ -93,13 +93,14 @@ def verify(options: VerifyOptions) -> None:
 
     Each layer's output is computed again in float64 with the scale, sliding window, softcap, sinks,
     padding and documents of the configuration and the input, and the rotation of queries and keys
-    is compared with the RoPE settings. Exits with code 1 if something differs.
+    is compared with the RoPE settings. Exits with code 1 if something differs, and with 2 if nothing
+    could be compared.
     """
     text = [str(options.text)] if options.text is not None else None
     check_outputs({"--json": options.json}, {"MODEL": options.model, "--text": text})
     names = _names(options.implementations)
     check_choice("--dtype", options.dtype, DTYPES)
-    with plain_errors():
+    with plain_errors(code=2):
         from acutance.files import as_json, put_text
         from acutance.verification.render import show
 
