@@ -93,8 +93,8 @@ def verify(options: VerifyOptions) -> None:
 
     Each layer's output is computed again in float64 with the scale, sliding window, softcap, sinks,
     padding and documents of the configuration and the input, and the rotation of queries and keys
-    is compared with the RoPE settings. Exits with code 1 if something differs, and with 2 if nothing
-    could be compared.
+    is compared with the RoPE settings. Exits with code 1 if something differs, and with 2 if
+    nothing could be compared.
     """
     text = [str(options.text)] if options.text is not None else None
     check_outputs({"--json": options.json}, {"MODEL": options.model, "--text": text})
