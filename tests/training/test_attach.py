@@ -148,7 +148,7 @@ class Titan(nn.Module):
         super().__init__()
         self.tok_embeddings, self.output = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
         layer: Callable[[], nn.Module] = lambda: nn.TransformerEncoderLayer(  # noqa: E731
-            16, 2, 32, dropout=0.0, batch_first=True, norm_first=True
+            16, 2, 32, dropout=0.1, batch_first=True, norm_first=True
         )
         self.layers = Blocks({str(i): layer() for i in range(2)})
 
