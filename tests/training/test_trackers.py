@@ -23,6 +23,11 @@ NAME = "attention/layers.0.self_attn/entropy"
 _BLOCK, _HEADER = 32768, 7  # of the log format that LevelDB and .wandb files share
 
 
+def installed(name: str) -> Any:
+    """A tracker's package, of those that are in an environment of their own."""
+    return pytest.importorskip(name, reason=f"{name} is in integrations: make integrations")
+
+
 def train(log: Any) -> dict[int, dict[str, float]]:
     """Scalars by step of a loop of six steps, two layers."""
     torch.manual_seed(0)
@@ -77,7 +82,7 @@ def wandb_scalars(folder: Path) -> dict[int, dict[str, float]]:
 
 @contextmanager
 def wandb_run(folder: Path) -> Iterator[ModuleType]:
-    wandb = pytest.importorskip("wandb")
+    wandb = installed("wandb")
     settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_stats=True)
     run = wandb.init(project="tests", dir=folder, settings=settings)
     yield wandb
@@ -94,7 +99,7 @@ def test_weights_and_biases_has_them_offline(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    module = pytest.importorskip("mlflow")
+    module = installed("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     module.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
     yield module
@@ -144,7 +149,7 @@ def test_names_are_ones_that_mlflow_accepts(mlflow: Any) -> None:
 
 @pytest.fixture
 def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = pytest.importorskip("trackio")
+    module = installed("trackio")
     from trackio import sqlite_storage
 
     monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path)
@@ -183,6 +188,19 @@ def test_a_summary_writer_has_them_and_histograms(tmp_path: Path) -> None:
     assert [event.step for event in events.Histograms(NAME)] == MEASURED
 
 
+def test_what_accelerate_tracks_has_them(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(log_with="tensorboard", project_dir=tmp_path, cpu=True)
+    accelerator.init_trackers("tests")
+    sent = train(accelerator.log)
+    accelerator.end_training()
+    events = tensorboard.EventAccumulator(str(tmp_path / "tests")).Reload()
+    for name in sent[1]:
+        values = {event.step: event.value for event in events.Scalars(name)}
+        assert values == {step: pytest.approx(sent[step][name], rel=1e-6) for step in MEASURED}
+
+
 def test_json_lines_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "attention.jsonl"
     sent = train(path)
@@ -209,7 +227,7 @@ def read_trackio(folder: Path, name: str) -> dict[int, float]:
 
 
 def read_mlflow(folder: Path, name: str) -> dict[int, float]:
-    return mlflow_scalars(pytest.importorskip("mlflow"), name)
+    return mlflow_scalars(installed("mlflow"), name)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +243,7 @@ def test_the_trainer_sends_them_to_its_trackers(
 ) -> None:
     if tracker != "wandb":
         request.getfixturevalue(tracker)
-    pytest.importorskip(tracker)
+    installed(tracker)
     for name, value in {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(tmp_path),
@@ -238,7 +256,7 @@ def test_the_trainer_sends_them_to_its_trackers(
     trained = trainer(tmp_path, AttentionMonitor(every=3, **QUIET), report_to=tracker, **options)
     trained.train()
     if tracker == "wandb":
-        pytest.importorskip("wandb").teardown()
+        installed("wandb").teardown()
     entropy = dict(logged(trained, f"{FIRST}/entropy"))
     assert list(entropy) == MEASURED
     assert read(tmp_path, f"{FIRST}/entropy") == entropy
