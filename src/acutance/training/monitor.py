@@ -188,9 +188,9 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
     def _watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Keep the probe of this step open during one forward pass."""
         if self._probe is None:
-            self._model, self._probe = model, self._new_probe(model)
+            self._model, self._probe = model, self._new_probe(model, self.provide)
             if self.rollouts:
-                self._rollout_probe = self._new_probe(model)
+                self._rollout_probe = self._new_probe(model, provide=False)
                 self._rollout_probe.read_passes(gradients=False)
         elif self._model is not model:
             raise ValueError(
@@ -213,7 +213,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
             except ProbeError as problem:
                 self._problem = str(problem)
 
-    def _new_probe(self, model: torch.nn.Module) -> Probe:
+    def _new_probe(self, model: torch.nn.Module, provide: bool) -> Probe:
         """A probe for this step."""
         return probe(
             model,
@@ -222,7 +222,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
             heads=self.heads,
             max_rows=self.max_rows,
             seed=self.steps,
-            provide=self.provide,
+            provide=provide,
             verify=False,
             profile=self.profile,
         )
