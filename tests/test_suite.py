@@ -76,7 +76,7 @@ TESTS = Path(__file__).parent
 #: Replaced insides of the project, at most: lower it with each that goes.
 MOST_PATCHES = 20
 OTHERS = {"torch", "os", "sys", "importlib", "pathlib", "transformers", "rich", "numpy"} | {
-    "time", "fcntl", "resource", "matplotlib",
+    "time", "fcntl", "resource", "matplotlib", "trackio", "trl",
 }  # fmt: skip
 
 

@@ -163,8 +163,7 @@ def test_a_measured_step_sees_as_many_rows_as_tokens_are_trained_on(tmp_path: Pa
 
     lengths: list[int] = []
     monitor = Recorder(every=1, collapse=None, growth=None)
-    trainer_class = trl.GRPOTrainer
-    original = trainer_class.compute_loss
+    original = trl.GRPOTrainer.compute_loss
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         masks = [inputs["prompt_mask"], inputs["completion_mask"]]
@@ -172,7 +171,7 @@ def test_a_measured_step_sees_as_many_rows_as_tokens_are_trained_on(tmp_path: Pa
         return original(self, model, inputs, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_class, "compute_loss", compute_loss)
+        patch.setattr(trl.GRPOTrainer, "compute_loss", compute_loss)
         reinforced(tmp_path, 4, monitor)
     assert len(rows) == 4
     assert rows == lengths
