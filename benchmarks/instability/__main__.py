@@ -4,6 +4,7 @@ python -m benchmarks.instability run               # every training; goes on whe
 python -m benchmarks.instability run --share 0.1   # a tenth of them, evenly spread
 python -m benchmarks.instability list
 python -m benchmarks.instability report            # what comes before a divergence, and how early
+python -m benchmarks.instability remedies          # what to do then, by held-out loss
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.instability import report
+from benchmarks.instability import remedies, report
 from benchmarks.instability.analysis import judged
 from benchmarks.instability.runs import Run, catalogue
 from benchmarks.instability.training import path_of, record_of
@@ -26,7 +27,7 @@ FOLDER = Path(__file__).parent / "records"
 def main() -> None:
     """Run the trainings, or list them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.instability", description=__doc__)
-    parser.add_argument("action", choices=["run", "list", "report"])
+    parser.add_argument("action", choices=["run", "list", "report", "remedies"])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records are")
     parser.add_argument("--share", type=float, default=1.0, help="share of the trainings")
     parser.add_argument("--kind", help="only trainings of this kind")
@@ -38,6 +39,10 @@ def main() -> None:
     runs = runs[:: max(1, round(1 / options.share))]
     first, parts = map(int, options.part.split("/"))
     runs = runs[first::parts]
+    if options.action == "remedies":
+        remedies.run_all(options.folder / "remedies.jsonl")
+        print(remedies.table(options.folder / "remedies.jsonl"))
+        return
     if options.action == "report":
         runs = [run for run in runs if path_of(run, options.folder).exists()]
         show(runs, options.folder, options.json)

@@ -145,8 +145,20 @@ def trend(x: Array) -> Array:
     return summed(distance(np.diff(x, axis=0, prepend=x[:1]), gap=0), SLACK_OF_DIFFERENCES)
 
 
+def growth(x: Array) -> Array:
+    """Growth over the last quarter of the training so far.
+
+    A value is compared with the median of the seven values around three quarters of the training.
+    """
+    score = np.zeros_like(x)
+    for t in range(FEWEST + GAP, len(x)):
+        middle = 3 * t // 4
+        score[t] = x[t] - np.median(x[middle - 3 : middle + 4], 0)
+    return score
+
+
 DETECTORS: dict[str, Callable[[Array], Array]] = {
-    "level": level, "distance": distance, "drift": drift, "trend": trend,
+    "level": level, "growth": growth, "distance": distance, "drift": drift, "trend": trend,
 }  # fmt: skip
 #: How scores of layers become one: the largest, or the largest that half of the layers reach.
 OVER_LAYERS: dict[str, Callable[[Array], Array]] = {

@@ -33,7 +33,7 @@ def _text(part: Any) -> Tensor:
     return texts.read(texts.files(part)).long()
 
 
-def batch_of(run: Run, generator: torch.Generator, step: int) -> Tensor:
+def next_batch(run: Run, generator: torch.Generator, step: int) -> Tensor:
     """Tokens (batch, length + 1) of a step; call it for one step after another."""
     length = run.shape.length + 1
     tokens = texts.sample_windows(_text("training"), length, run.batch, generator)
@@ -136,13 +136,13 @@ def train(run: Run) -> dict[str, np.ndarray]:
             if not run.fault_steps or step < run.start + run.fault_steps:
                 rate *= run.factor
             rate *= run.growth ** (step - run.start)
-            _grow(model, run)
+            grow(model, run)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        tokens = batch_of(run, generator, step)
+        tokens = next_batch(run, generator, step)
         recording = step % EVERY == 0
         model.record(recording)
-        loss = _loss(model, tokens)
+        loss = loss_of(model, tokens)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or torch.inf)
@@ -153,7 +153,7 @@ def train(run: Run) -> dict[str, np.ndarray]:
         old = [p.detach().clone() for p in model.parameters()] if recording else []
         optimizer.step()
         if step >= run.start:
-            _round(model, optimizer, run)
+            round_(model, optimizer, run)
         if recording:
             model.record(False)
             some["step"].append(step)
@@ -171,12 +171,13 @@ def train(run: Run) -> dict[str, np.ndarray]:
     return record
 
 
-def _loss(model: Decoder, tokens: Tensor) -> Tensor:
+def loss_of(model: Decoder, tokens: Tensor) -> Tensor:
+    """Mean loss of predicting each next token."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @torch.no_grad()
-def _grow(model: Decoder, run: Run) -> None:
+def grow(model: Decoder, run: Run) -> None:
     """Multiply the weights of head 0, the values and outputs of layer 0, or every scale."""
     for attention in model.attention:
         attention.temperature /= run.scale_growth
@@ -190,7 +191,7 @@ def _grow(model: Decoder, run: Run) -> None:
 
 
 @torch.no_grad()
-def _round(model: Decoder, optimizer: torch.optim.Optimizer, run: Run) -> None:
+def round_(model: Decoder, optimizer: torch.optim.Optimizer, run: Run) -> None:
     """Round the weights or Adam's second moments to bfloat16."""
     for weight in model.parameters():
         if run.rounded == "weights":
@@ -212,7 +213,7 @@ def _curvature(
         if weight.grad is not None:
             slope += undo * float((weight.grad * update).sum())
         size += float(update.square().sum())
-    return 2 * (_loss(model, tokens).item() - loss - slope) / max(size, 1e-30)
+    return 2 * (loss_of(model, tokens).item() - loss - slope) / max(size, 1e-30)
 
 
 @torch.no_grad()
@@ -222,7 +223,7 @@ def held_out_loss(model: Decoder, run: Run) -> float:
     model.record(False)
     length = run.shape.length + 1
     tokens = texts.sample_windows(_text("held out"), length, 64, generator)
-    return _loss(model, tokens).item()
+    return loss_of(model, tokens).item()
 
 
 def path_of(run: Run, folder: Path) -> Path:
