@@ -36,9 +36,9 @@ FAULTS = {
     "learning rate × 1.0075 a step": Run(
         "slow_rate", 1.0075, 60, shape=SMALL, growth=1.0075, rate=4 * RATE
     ),
+    "scale of scores × 1.02 a step": Run("scale_growth", 1.02, 60, shape=SMALL, scale_growth=1.02),
     "learning rate × 5, no norm": Run("hot_no_norm", 5.0, 60, shape=BARE, factor=5.0),
     "weight decay −1, no norm": Run("slow_weight_growth", -1.0, 60, shape=BARE, decay=-1.0),
-    "scale of scores × 1.02 a step": Run("scale_growth", 1.02, 60, shape=SMALL, scale_growth=1.02),
 }
 
 
@@ -233,8 +233,8 @@ def run_all(path: Path) -> None:
     """Run what the file does not have yet, one JSON line for each training."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     done = {(one["fault"], one["seed"], one["remedy"]): one for one in map(json.loads, lines)}
-    for seed in range(SEEDS):
-        for fault, plain in FAULTS.items():
+    for fault, plain in FAULTS.items():
+        for seed in range(SEEDS):
             run = replace(plain, seed=3000 + seed, steps=STEPS, batch=8)
             start: int | None = None
             for remedy in REMEDIES:

@@ -18,7 +18,7 @@ import acutance
 from acutance.training import AttentionMonitor
 from tests.versions import any_global_hook
 
-QUIET: dict[str, Any] = {"collapse": None, "growth": None}
+QUIET: dict[str, Any] = {"false_alarms": None}
 STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.slow)])
 WORDS, TOKENS = 32, 12
 

@@ -24,7 +24,7 @@ from acutance.training import Alarm, AttentionMonitor, AttentionWarning
 from acutance.training.reports import scalars
 from tests.versions import any_global_hook
 
-QUIET = {"collapse": None, "growth": None}
+QUIET = {"false_alarms": None}
 
 
 def encoder(layers: int = 2, **given: Any) -> nn.Module:
@@ -153,25 +153,25 @@ def looked_at(monitor: AttentionMonitor, model: nn.Module, x: torch.Tensor) -> A
     return monitor.step()
 
 
-def test_logit_growth_is_told_once_for_each_head() -> None:
+def test_a_large_logit_is_told_once_for_each_head() -> None:
     seen: list[Alarm] = []
-    monitor = AttentionMonitor(every=1, collapse=None, growth=50.0, on_alarm=seen.append)
+    monitor = AttentionMonitor(every=1, max_logit=50.0, on_alarm=seen.append)
     x = torch.nn.functional.one_hot(torch.arange(4), 8).float()[None]
     scale = 11.0  # logits of head 0 on the diagonal: 121 / sqrt(4) = 60.5
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         looked_at(monitor, attention(9.9), x)  # 49.005
-    with pytest.warns(AttentionWarning, match="step 2, logit growth in one head: head 0 of Multi"):
+    with pytest.warns(AttentionWarning, match="step 2, large logit in one head: head 0 of Multi"):
         record = looked_at(monitor, attention(scale), x)
-    assert [alarm.place for alarm in seen] == [("logit_growth", "MultiheadAttention", 0)]
+    assert [alarm.place for alarm in seen] == [("large_logit", "MultiheadAttention", 0)]
     assert seen[0].value == pytest.approx(60.5, rel=1e-6)
     assert seen[0].step == 2
-    assert record.scalars["attention/alarms/logit_growth"] == 1.0
+    assert record.scalars["attention/alarms/large_logit"] == 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         record = looked_at(monitor, attention(scale), x)
     assert len(seen) == 1
-    assert record.scalars["attention/alarms/logit_growth"] == 1.0, "still beyond it, and logged"
+    assert record.scalars["attention/alarms/large_logit"] == 1.0, "still beyond it, and logged"
 
 
 def test_entropy_collapse_is_a_share_of_log_n() -> None:
@@ -206,9 +206,9 @@ def test_what_on_alarm_raises_ends_the_training() -> None:
     def stop(alarm: Alarm) -> None:
         raise RuntimeError(f"stopped: {alarm}")
 
-    monitor = AttentionMonitor(growth=1e-6, on_alarm=stop)
+    monitor = AttentionMonitor(max_logit=1e-6, on_alarm=stop)
     with (
-        pytest.warns(AttentionWarning, match="logit growth"),
+        pytest.warns(AttentionWarning, match="large logit"),
         pytest.raises(RuntimeError, match=r"stopped: head 0 of layers\.0\.self_attn has"),
     ):
         train(encoder(), 1, monitor)
@@ -217,7 +217,7 @@ def test_what_on_alarm_raises_ends_the_training() -> None:
 def test_many_heads_are_one_warning() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        train(encoder(4), 1, AttentionMonitor(growth=-1e9))
+        train(encoder(4), 1, AttentionMonitor(max_logit=-1e9))
     assert len(said) == 1
     assert "in 8 heads" in str(said[0].message)
     assert "and 5 more" in str(said[0].message)
@@ -320,11 +320,11 @@ def test_histograms_hold_every_row() -> None:
 
 
 def test_state_goes_through_json_and_warns_of_no_head_again() -> None:
-    monitor = AttentionMonitor(every=5, growth=-1e9, collapse=None)
-    with pytest.warns(AttentionWarning, match="logit growth in 4 heads"):
+    monitor = AttentionMonitor(every=5, max_logit=-1e9)
+    with pytest.warns(AttentionWarning, match="large logit in 4 heads"):
         train(encoder(), 7, monitor)
     seen: list[Alarm] = []
-    again = AttentionMonitor(every=5, growth=-1e9, collapse=None, on_alarm=seen.append)
+    again = AttentionMonitor(every=5, max_logit=-1e9, on_alarm=seen.append)
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     assert again.state_dict() == monitor.state_dict()
     with warnings.catch_warnings():
@@ -334,7 +334,7 @@ def test_state_goes_through_json_and_warns_of_no_head_again() -> None:
     assert again.last.step == 10
     assert seen == []
     with pytest.raises(
-        ValueError, match="the state of an AttentionMonitor must have measured, steps"
+        ValueError, match="the state of an AttentionMonitor must have growth, measured, steps"
     ):
         again.load_state_dict({"steps": 3})
     with pytest.raises(
@@ -410,7 +410,8 @@ def test_the_profile_by_n_is_kept_on_request_and_changes_no_number() -> None:
         ({"metrics": ["entropie"]}, ValueError, "entropy"),
         ({"collapse": 1.0}, ValueError, "collapse must be a fraction of log n below 1, got 1.0"),
         ({"collapse": -0.1}, ValueError, "collapse must be a finite number above 0"),
-        ({"growth": math.inf}, ValueError, "growth must be a finite number"),
+        ({"max_logit": math.inf}, ValueError, "max_logit must be a finite number"),
+        ({"false_alarms": 0}, ValueError, "false_alarms must be a finite number above 0, got 0"),
         ({"on_alarm": 3}, TypeError, "on_alarm must be a function of an Alarm, got 3"),
         ({"histograms": "heads"}, ValueError, "histograms must be one of 'layer', 'head', 'none'"),
         ({"max_rows": 1}, ValueError, "max_rows must be at least 2, got 1"),
@@ -478,9 +479,9 @@ def lightning_step(monitor: AttentionMonitor, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("begin", [transformers_step, lightning_step])
 def test_a_run_that_begins_anew_is_warned_of_its_own_heads(begin: Any) -> None:
-    monitor = AttentionMonitor(every=1, growth=1e-6, collapse=None)
+    monitor = AttentionMonitor(every=1, max_logit=1e-6)
     for _ in range(2):  # two runs of one monitor, as in a sweep
-        with pytest.warns(AttentionWarning, match="at step 1, logit growth in 2 heads"):
+        with pytest.warns(AttentionWarning, match="at step 1, large logit in 2 heads"):
             begin(monitor, encoder(1))
         monitor.on_train_end()
     went_on = SimpleNamespace(global_step=1, stateful_callbacks={})
@@ -521,7 +522,7 @@ model = torch.nn.TransformerEncoder(
 )
 x = torch.randn(4, 9, 16, generator=torch.Generator().manual_seed(3))
 seen = []
-monitor = AttentionMonitor(every=1, growth=-1e9, collapse=None, on_alarm=seen.append)
+monitor = AttentionMonitor(every=1, max_logit=-1e9, on_alarm=seen.append)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     with monitor.watch(model):
@@ -563,10 +564,10 @@ def test_two_ranks_have_one_record(tmp_path: Any) -> None:
         enable_nested_tensor=False,
     )
     x = torch.randn(4, 9, 16, generator=torch.Generator().manual_seed(3))
-    monitor = AttentionMonitor(every=1, growth=-1e9, collapse=None)
+    monitor = AttentionMonitor(every=1, max_logit=-1e9)
     with monitor.watch(model):
         model(x)
-    with pytest.warns(AttentionWarning, match="logit growth in 4 heads"):
+    with pytest.warns(AttentionWarning, match="large logit in 4 heads"):
         alone = monitor.step()
     assert alone is not None
     # batches of another size may be multiplied in another order: a few roundings of float32

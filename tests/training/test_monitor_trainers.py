@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::acutance.training.AttentionWarning"),
 ]
 FIRST = "attention/model.layers.0.self_attn"
-QUIET = {"collapse": None, "growth": None}
+QUIET = {"false_alarms": None}
 
 
 def events(folder: Path) -> Any:
@@ -145,12 +145,12 @@ def test_a_trainer_writes_it_to_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_trainer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    first = AttentionMonitor(every=3, growth=-1e9, collapse=None)
+    first = AttentionMonitor(every=3, max_logit=-1e9)
     whole = trainer(tmp_path, first, save_strategy="steps", save_steps=4)
-    with pytest.warns(AttentionWarning, match="logit growth in 8 heads"):
+    with pytest.warns(AttentionWarning, match="large logit in 8 heads"):
         whole.train()
     seen: list[Alarm] = []
-    monitor = AttentionMonitor(every=3, growth=-1e9, collapse=None, on_alarm=seen.append)
+    monitor = AttentionMonitor(every=3, max_logit=-1e9, on_alarm=seen.append)
     again = trainer(tmp_path, monitor)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     for name in (f"{FIRST}/entropy", "loss"):
@@ -188,9 +188,9 @@ def test_what_on_alarm_raises_ends_a_trainer(tmp_path: Path) -> None:
     def stop(alarm: Alarm) -> None:
         raise RuntimeError(f"stopped: {alarm}")
 
-    monitor = AttentionMonitor(growth=-1e9, on_alarm=stop)
+    monitor = AttentionMonitor(max_logit=-1e9, on_alarm=stop)
     with (
-        pytest.warns(AttentionWarning, match="logit growth in 8 heads"),
+        pytest.warns(AttentionWarning, match="large logit in 8 heads"),
         pytest.raises(RuntimeError, match=r"stopped: head 0 of model\.layers\.0"),
     ):
         trainer(tmp_path, monitor).train()
@@ -286,9 +286,9 @@ def test_lightning_writes_it_to_tensorboard(lightning: Any, tmp_path: Path) -> N
 
 
 def test_lightning_goes_on_from_a_checkpoint(lightning: Any, tmp_path: Path) -> None:
-    given = {"growth": -1e9, "collapse": None}
+    given = {"max_logit": -1e9}
     first = AttentionMonitor(every=3, **given)
-    with pytest.warns(AttentionWarning, match="logit growth in 4 heads"):
+    with pytest.warns(AttentionWarning, match="large logit in 4 heads"):
         trained, _ = fitted(lightning, first, max_steps=4)
     trained.save_checkpoint(tmp_path / "four.ckpt")
     seen: list[Alarm] = []

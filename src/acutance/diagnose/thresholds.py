@@ -1,4 +1,4 @@
-"""The table of thresholds that classes of heads, findings, recommendations and alarms use."""
+"""The table of thresholds that classes of heads, findings and recommendations use."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _ROWS = (
     ("part", "normalized_entropy", "below", 0.5, (
         "a small part of the keys; used only in sentences"
     )),
-    # what calls for a change, and what a monitor warns of
+    # what calls for a change
     ("entropy_collapse", "normalized_entropy", "below", 0.05, (
         "rows this sharp pass little gradient"
     ),

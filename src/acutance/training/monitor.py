@@ -21,6 +21,7 @@ from acutance.shapes import check_count, check_flag
 from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
 from acutance.training.callbacks import LightningEvents, OptimizerEvents, TrainerEvents
+from acutance.training.growth import LogitGrowth
 from acutance.training.logs import Log, destinations, send
 from acutance.training.reports import (
     NEEDED,
@@ -59,9 +60,10 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
     measured too. Training is unchanged bit for bit, unless ``provide`` is requested or the model
     is compiled: compiled models run uncompiled in measured steps.
 
-    A head raises an alarm if the mean of H / log n over its rows falls below ``collapse``, one of
-    its logits exceeds ``growth``, or its scores are not finite. There is one warning for each head
-    and kind. Under ``torch.distributed`` every rank takes part and all get the same record.
+    A layer raises an alarm if its largest logit grew in the last quarter of the training by more
+    than in healthy training (:class:`~acutance.training.growth.LogitGrowth`), and a head if its
+    scores are not finite. There is one warning for each head and kind. Under ``torch.distributed``
+    every rank takes part and all get the same record.
 
     Args:
         every: number of optimiser steps between two measurements.
@@ -72,8 +74,11 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
             then that of these rows.
         provide: let acutance's kernel compute the attention of measured steps, forward and
             backward; outputs are then equal up to rounding.
-        collapse: threshold on mean H / log n; None turns the alarm off.
-        growth: threshold on the largest logit; None turns the alarm off.
+        false_alarms: alarms of growing logits per million steps of healthy training, as in the
+            small decoders of the laboratory; fewer alarms come later. None turns them off.
+        collapse: also raise an alarm if a head's mean of H / log n is below this bound.
+        max_logit: also raise an alarm if a head has a logit above this bound, for instance where
+            a dtype becomes too coarse.
         on_alarm: called with each new :class:`Alarm` on every rank; an exception that it raises
             ends the training.
         histograms: one for each "layer", each "head", or "none".
@@ -123,8 +128,9 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         heads: Chosen | None = None,
         max_rows: int | None = None,
         provide: bool = False,
-        collapse: float | None = 0.05,
-        growth: float | None = 100.0,
+        false_alarms: float | None = 100.0,
+        collapse: float | None = None,
+        max_logit: float | None = None,
         on_alarm: Callable[[Alarm], object] | None = None,
         histograms: Histograms = "layer",
         profile: bool = False,
@@ -145,7 +151,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         self.max_rows = None if max_rows is None else check_count("max_rows", max_rows, 2)
         self.provide = check_flag("provide", provide)
         self.profile = check_flag("profile", profile)
-        self.thresholds = Thresholds(collapse, growth)
+        self.thresholds = Thresholds(collapse, max_logit)
+        self.growth = LogitGrowth(false_alarms)
         self.on_alarm, self.histograms = on_alarm, histograms
         self.rollouts = check_flag("rollouts", rollouts)
         self._log, self.group = destinations(log), group  # Lightning sets an attribute log
@@ -243,7 +250,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         self._measured = self.steps
         if summary is None:
             return None
-        alarms = self.thresholds.alarms(summary, self.steps)
+        alarms = self.thresholds.alarms(summary, self.growth, self.steps)
         values = scalars(summary, self.metrics, alarms)
         if rollout is not None:
             values |= scalars(rollout, self.metrics, prefix=ROLLOUT)
@@ -314,6 +321,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         self.steps = self._measured = 0
         self.last = None
         self._warned.clear()
+        self.growth.clear()
 
     def close(self) -> None:
         """Release the model, the trainer and the optimiser."""
@@ -338,16 +346,19 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
             "steps": self.steps,
             "measured": self._measured,
             "told": [list(place) for place in sorted(self._warned)],
+            "growth": self.growth.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
+        States of earlier versions have no ``growth``: its measurements then begin anew.
+
         Raises:
             ValueError: if something is missing, or of the wrong kind.
         """
         required = set(AttentionMonitor.state_dict(self))
-        if set(state_dict) != required:
+        if set(state_dict) | {"growth"} != required:
             raise ValueError(
                 f"the state of an AttentionMonitor must have {', '.join(sorted(required))}, got "
                 f"{', '.join(sorted(map(str, state_dict))) or 'nothing'}"
@@ -362,4 +373,5 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
                 )
             kind, module, head = place
             warned.add((str(kind), str(module), check_count("head", head, 0)))
+        self.growth.load_state_dict(state_dict.get("growth", {}))
         self.steps, self._measured, self._warned = steps, measured, warned

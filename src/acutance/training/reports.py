@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from acutance.diagnose.thresholds import limit
 from acutance.shapes import check_number
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments, edges
+from acutance.training.growth import LogitGrowth
 
 __all__ = [
     "Alarm",
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 
-Kind = Literal["entropy_collapse", "logit_growth", "not_finite"]
+Kind = Literal["logit_growth", "entropy_collapse", "large_logit", "not_finite"]
 #: Every kind of alarm, in the order in which they are told.
-KINDS: tuple[Kind, ...] = ("entropy_collapse", "logit_growth", "not_finite")
+KINDS: tuple[Kind, ...] = ("logit_growth", "entropy_collapse", "large_logit", "not_finite")
 #: Metrics that the thresholds are about.
 NEEDED = ("normalized_entropy", "max_logit", "lse", "n_keys")
 _NAMED = 3
@@ -45,16 +45,19 @@ class Alarm:
     """One head that is beyond a threshold.
 
     Attributes:
-        kind: "entropy_collapse", "logit_growth" or "not_finite".
+        kind: "logit_growth", "entropy_collapse", "large_logit" or "not_finite".
         module: qualified name of the layer's module.
-        head: number of the head in its layer.
-        value: the measurement: mean of H / log n, largest logit, or number of rows that are not
-            finite.
+        head: number of the head in its layer; of growth, the head with the layer's largest logit.
+        value: the measurement: growth of the layer's largest logit, mean of H / log n, largest
+            logit, or number of rows that are not finite.
         threshold: the threshold.
         step: the optimiser step.
 
     Example:
-        >>> print(Alarm("logit_growth", "layers.3.self_attn", 5, 214.2, 100.0, 300))
+        >>> print(Alarm("logit_growth", "layers.3.self_attn", 5, 21.34, 17.0, 300))
+        head 5 of layers.3.self_attn has a logit that grew by 21.3 in the last quarter of the
+        training, more than 17
+        >>> print(Alarm("large_logit", "layers.3.self_attn", 5, 214.2, 100.0, 300))
         head 5 of layers.3.self_attn has a logit of 214.2, above 100
     """
 
@@ -67,14 +70,22 @@ class Alarm:
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """Kind, module and head, by which repeated alarms are recognised."""
-        return self.kind, self.module, self.head
+        """Kind, module and head, by which repeated alarms are recognised.
+
+        A growth is that of the layer, whichever head has the largest logit: its head is 0.
+        """
+        return self.kind, self.module, 0 if self.kind == "logit_growth" else self.head
 
     def __str__(self) -> str:
         head = f"head {self.head} of {self.module}"
         if self.kind == "entropy_collapse":
             return f"{head} has a normalized entropy of {self.value:.2g}, below {self.threshold:g}"
         if self.kind == "logit_growth":
+            return (
+                f"{head} has a logit that grew by {self.value:.3g} in the last quarter of the "
+                f"training, more than {self.threshold:.3g}"
+            )
+        if self.kind == "large_logit":
             return f"{head} has a logit of {self.value:.4g}, above {self.threshold:g}"
         return f"{head} has {self.value:.0f} rows whose scores are not finite"
 
@@ -85,11 +96,11 @@ class Thresholds:
 
     Attributes:
         collapse: lowest mean of H / log n over a head's rows; None for no limit.
-        growth: highest logit of a head; None for no limit.
+        max_logit: highest logit of a head; None for no limit.
     """
 
-    collapse: float | None = limit("entropy_collapse")
-    growth: float | None = limit("large_logits")
+    collapse: float | None = None
+    max_logit: float | None = None
 
     def __post_init__(self) -> None:
         if self.collapse is not None:
@@ -98,12 +109,30 @@ class Thresholds:
                 raise ValueError(
                     f"collapse must be a fraction of log n below 1, got {self.collapse!r}"
                 )
-        if self.growth is not None:
-            check_number("growth", self.growth)
+        if self.max_logit is not None:
+            check_number("max_logit", self.max_logit)
 
-    def alarms(self, summary: HeadSummary, step: int) -> tuple[Alarm, ...]:
-        """The heads of a summary that are beyond a threshold, layer by layer."""
-        return tuple(self._exceeding(summary, step))
+    def alarms(self, summary: HeadSummary, growth: LogitGrowth, step: int) -> tuple[Alarm, ...]:
+        """The heads of a summary that are beyond a limit, layer by layer.
+
+        Args:
+            summary: the measurement.
+            growth: earlier measurements, to which this one is added.
+            step: the optimiser step.
+        """
+        column = summary.metrics.index("max_logit")
+        layers = {
+            layer.module: summary.moments.high[start : start + layer.heads, column]
+            for layer, start in _layers(summary)
+        }
+        found = list(self._exceeding(summary, step))
+        grown = growth.update({name: float(highs.max()) for name, highs in layers.items()})
+        heads = {layer.module: layer.numbers for layer in summary.layers}
+        for module, value in grown.items():
+            if value > growth.limit:
+                head = heads[module][int(layers[module].argmax())]
+                found.append(Alarm("logit_growth", module, head, value, growth.limit, step))
+        return tuple(found)
 
     def _exceeding(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
         """An alarm for each head and threshold that it exceeds."""
@@ -122,18 +151,18 @@ class Thresholds:
                 yield Alarm("not_finite", *where, float(not_finite), 0.0, step)
             if self.collapse is not None and count[0] and mean[0] < self.collapse:
                 yield Alarm("entropy_collapse", *where, mean[0], self.collapse, step)
-            if self.growth is not None and count[1] and high[1] > self.growth:
-                yield Alarm("logit_growth", *where, high[1], self.growth, step)
+            if self.max_logit is not None and count[1] and high[1] > self.max_logit:
+                yield Alarm("large_logit", *where, high[1], self.max_logit, step)
 
 
 def summed_up(alarms: Sequence[Alarm]) -> str:
     """One sentence for the alarms of one kind in a step; the worst heads are named.
 
     Example:
-        >>> kind = "logit_growth"
+        >>> kind = "large_logit"
         >>> heads = [Alarm(kind, "attn", head, 101.0 + head, 100.0, 7) for head in range(5)]
         >>> print(summed_up(heads))
-        attention at step 7, logit growth in 5 heads: head 4 of attn has a logit of 105,
+        attention at step 7, large logit in 5 heads: head 4 of attn has a logit of 105,
         above 100; head 3 of attn has a logit of 104, above 100; head 2 of attn has a logit
         of 103, above 100; and 2 more
     """
@@ -208,8 +237,9 @@ def scalars(
         attention/MultiheadAttention/effective_keys 4.0
         attention/MultiheadAttention/effective_keys_min 4.0
         attention/MultiheadAttention/effective_keys_max 4.0
-        attention/alarms/entropy_collapse 0.0
         attention/alarms/logit_growth 0.0
+        attention/alarms/entropy_collapse 0.0
+        attention/alarms/large_logit 0.0
         attention/alarms/not_finite 0.0
     """
     values: dict[str, float] = {}
