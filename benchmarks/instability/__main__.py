@@ -19,7 +19,7 @@ import torch
 from benchmarks.instability import remedies, report
 from benchmarks.instability.analysis import judged
 from benchmarks.instability.runs import Run, catalogue
-from benchmarks.instability.training import path_of, record_of
+from benchmarks.instability.training import EVERY, path_of, record_of
 
 FOLDER = Path(__file__).parent / "records"
 
@@ -64,8 +64,13 @@ def main() -> None:
 
 def show(runs: list[Run], folder: Path, to: Path | None) -> None:
     """Print what comes before a divergence at one false alarm in 10,000 healthy steps."""
-    trainings = [judged(run, record_of(run, folder)) for run in runs]
-    results = report.everything(trainings)
+    records = {run: record_of(run, folder) for run in runs}
+    trainings = [judged(run, record) for run, record in records.items()]
+    sparse = {
+        every * EVERY: [judged(run, record, every, ["growth"]) for run, record in records.items()]
+        for every in (1, 2, 3, 6)
+    }
+    results = report.everything(trainings, sparse)
     print(report.text(results))
     if to is not None:
         to.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -33,6 +33,8 @@ LATE = 50
 PAST, GAP = 30, 5
 #: Values of a signal before a detector of changes says anything.
 FEWEST = 10
+#: Values before there is a growth.
+FEWEST_OF_GROWTH = 8
 #: Distances are at most so many deviations, and sums grow by what exceeds the slack.
 LARGEST_DISTANCE, SLACK = 4.0, 1.0
 #: The same for sums of differences.
@@ -148,12 +150,12 @@ def trend(x: Array) -> Array:
 def growth(x: Array) -> Array:
     """Growth over the last quarter of the training so far.
 
-    A value is compared with the median of the seven values around three quarters of the training.
+    A value is compared with the median of the three values around three quarters of the training.
     """
     score = np.zeros_like(x)
-    for t in range(FEWEST + GAP, len(x)):
+    for t in range(FEWEST_OF_GROWTH, len(x)):
         middle = 3 * t // 4
-        score[t] = x[t] - np.median(x[middle - 3 : middle + 4], 0)
+        score[t] = x[t] - np.median(x[middle - 1 : middle + 2], 0)
     return score
 
 
@@ -237,10 +239,15 @@ class Judged:
         return hashlib.sha256(self.run.key.encode()).digest()[0] % 2 == 0
 
 
-def judged(run: Run, record: Mapping[str, Any], every: int = 1) -> Judged:
+def judged(
+    run: Run,
+    record: Mapping[str, Any],
+    every: int = 1,
+    detectors: Sequence[str] = tuple(DETECTORS),
+) -> Judged:
     """A training with its outcome and scores."""
-    held_out = float(record["held_out"])
-    return Judged(run, len(record["loss"]), event(record), held_out, scores(record, every))
+    found = scores(record, every, detectors)
+    return Judged(run, len(record["loss"]), event(record), float(record["held_out"]), found)
 
 
 def alarms(at: Array, score: Array, threshold: float) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from benchmarks.instability.analysis import (
     Judged,
     false_alarms,
     lead,
-    peaks,
     share,
     threshold_for,
 )
@@ -21,6 +20,8 @@ from benchmarks.instability.analysis import (
 #: False alarms a healthy step at which alarms are compared.
 RATE = 1e-4
 RATES = (3e-5, 1e-4, 3e-4, 1e-3)
+#: False alarms a step at which the limits of a monitor are measured.
+LIMIT_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 #: What is compared: groups of signals by the beginnings of their names.
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": ("entropy", "normalized", "effective", "logit", "jacobian", "noise", "first",
@@ -145,24 +146,45 @@ def held_out_families(
     return found
 
 
-def thresholds(trainings: Iterable[Judged], which: Alarm, every: int) -> list[tuple[float, float]]:
-    """Pairs of false alarms a measurement and threshold, from the healthy half that is chosen on.
-
-    Below one alarm in the whole half, the line through the logarithm of the rate is extended.
-    """
+def limits(trainings: Iterable[Judged], which: Alarm) -> list[tuple[float, float]]:
+    """False alarms per million steps and thresholds, from the half that is chosen on."""
     healthy = [one for one in trainings if one.chosen_on and one.run.healthy]
-    measurements = sum(one.steps for one in healthy) / every
-    ordered = np.array(peaks(healthy, which))
-    counts = np.unique(np.geomspace(1, len(ordered) / 4, 12).astype(int))
-    return [(float(count / measurements), float(ordered[count])) for count in counts]
+    return [
+        (round(1e6 * rate, 1), round(threshold_for(healthy, which, rate), 2))
+        for rate in LIMIT_RATES
+    ]
 
 
-def everything(trainings: Iterable[Judged]) -> dict[str, Any]:
-    """The whole report."""
+#: Fixed thresholds of monitors: 0.05 of log n, a convention, and QK-clip's 100.
+FIXED = {
+    Alarm("max_logit_max", "level", "above", "any"): 100.0,
+    Alarm("normalized_entropy_min", "level", "below", "any"): -0.05,
+}
+
+
+def by_cadence(
+    sparse: Mapping[int, Sequence[Judged]], which: Alarm, threshold: float
+) -> dict[str, dict[str, Any]]:
+    """The chosen alarm with fewer measurements, by steps from one to the next."""
+    return {
+        str(steps): row([one for one in trainings if not one.chosen_on], which, threshold)
+        for steps, trainings in sparse.items()
+    }
+
+
+def everything(
+    trainings: Iterable[Judged], sparse: Mapping[int, Sequence[Judged]] | None = None
+) -> dict[str, Any]:
+    """The whole report.
+
+    Args:
+        trainings: all trainings.
+        sparse: the same with fewer measurements, by steps from one to the next.
+    """
     trainings = list(trainings)
     diverged = [one for one in trainings if one.diverged]
     healthy = [one for one in trainings if one.run.healthy]
-    chosen, _ = choose(
+    chosen, threshold = choose(
         (one for one in trainings if one.chosen_on), in_group("attention", relative=True)
     )
     return {
@@ -176,6 +198,12 @@ def everything(trainings: Iterable[Judged]) -> dict[str, Any]:
         "any": by_group(trainings, relative=False),
         "signals": by_signal(trainings),
         "curve": curve(trainings, chosen),
+        "limits": limits(trainings, chosen),
+        "fixed": [
+            row([one for one in trainings if not one.chosen_on], which, threshold)
+            for which, threshold in FIXED.items()
+        ],
+        "cadence": by_cadence(sparse or {}, chosen, threshold),
         "families": held_out_families(trainings, list(GROUPS)[:4], relative=True),
     }
 
@@ -192,6 +220,10 @@ def text(results: dict[str, Any]) -> str:
         lines += [f"-- best of each group, {title}"]
         lines += [_line(one, group) for group, one in results[title].items()]
     lines += ["-- each signal", *(_line(one) for one in results["signals"])]
+    lines += ["-- fixed thresholds", *(_line(one) for one in results["fixed"])]
+    lines += ["-- the chosen alarm by steps from one measurement to the next"]
+    lines += [_line(one, steps) for steps, one in results["cadence"].items()]
+    lines += [f"-- limits of a monitor by false alarms per million steps: {results['limits']}"]
     lines += ["-- false alarms and leads of the chosen alarm"]
     lines += [str(point) for point in results["curve"]]
     for kind, groups in results["families"].items():

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli import (
+    alarms,
     budget,
     calibrate,
     compare,
@@ -79,6 +80,7 @@ app.command("extend", cls=Command)(extend.extend)
 app.command("verify", cls=Command)(verify.verify)
 app.command("compare", cls=Command)(compare.compare)
 app.command("reproduce", cls=Command)(reproduce.reproduce)
+app.command("alarms", cls=Command)(alarms.alarms)
 app.command("info", cls=Command)(info.info)
 
 

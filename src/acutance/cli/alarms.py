@@ -1,0 +1,99 @@
+"""``acutance alarms``: replay the log of a training through the alarm of growing logits."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acutance.cli.options import READ, WRITE, Dark, FigureTo, JsonTo, command
+from acutance.cli.outputs import check_outputs, write_and_show
+from acutance.cli.shared import check_figure, misuse, plain_errors
+
+if TYPE_CHECKING:
+    from acutance.training.replay import Replay
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class AlarmsOptions:
+    """The options of ``acutance alarms``."""
+
+    log: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LOG",
+            help=(
+                "JSON lines written by AttentionMonitor(log=...), or a trainer_state.json of "
+                "transformers' Trainer."
+            ),
+        ),
+    ]
+    false_alarms: Annotated[
+        float,
+        typer.Option(
+            "--false-alarms",
+            metavar="RATE",
+            help="Alarms per million steps of healthy training; fewer come later.",
+        ),
+    ] = 100.0
+    json: JsonTo = None
+    figure: FigureTo = None
+    dark: Dark = False
+
+
+@command(AlarmsOptions, {READ: "false_alarms", WRITE: "json figure dark"})
+def alarms(options: AlarmsOptions) -> None:
+    """Replay the log of a training: when would a monitor have warned of growing logits?"""
+    targets = {"--json": options.json, "--figure": options.figure}
+    check_outputs(targets, {"LOG": options.log})
+    check_figure("--figure", options.figure)
+    if not 0 < options.false_alarms < math.inf:
+        raise typer.BadParameter(
+            f"must be a number above 0, got {options.false_alarms:g}", param_hint="--false-alarms"
+        )
+    with plain_errors():
+        from acutance.report.exports import put_json
+        from acutance.training.replay import read_log, replay
+
+        with misuse():
+            replayed = replay(read_log(options.log), false_alarms=options.false_alarms)
+
+        def draw(path: Path) -> None:
+            from acutance.report.plot_style import DARK, LIGHT
+            from acutance.training.replay_figure import draw_replay
+
+            draw_replay(replayed, path, theme=DARK if options.dark else LIGHT)
+
+        write_and_show(
+            {"--json": lambda path: put_json(replayed.to_dict(), path), "--figure": draw},
+            targets,
+            lambda screen: _show(replayed, options.false_alarms, screen),
+        )
+
+
+def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
+    """Print the alarms of a replayed log."""
+    from acutance.report.screen import NumberTable
+
+    first, last = replayed.steps[0], replayed.steps[-1]
+    screen.print(
+        f"{len(replayed.steps)} measurements of {len(replayed.max_logit)} layers, steps {first} to "
+        f"{last}. Limit on the growth of a layer's largest logit in the last quarter of the "
+        f"training, at {false_alarms:g} false alarms per million steps: {replayed.limit:.3g}"
+    )
+    if not replayed.alarms:
+        screen.print("No alarm.")
+        return
+    table = NumberTable("layer", keys=1, box=None, pad_edge=False)
+    for name in ("first alarm at step", "growth", "largest logit", "measurements beyond"):
+        table.add_column(name, justify="right")
+    for alarm in replayed.alarms:
+        table.add_row(
+            alarm.layer,
+            str(alarm.step),
+            f"{alarm.growth:.3g}",
+            f"{alarm.max_logit:.4g}",
+            str(alarm.measurements),
+        )
+    screen.print(table)
