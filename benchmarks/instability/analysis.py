@@ -285,12 +285,17 @@ def false_alarms(healthy: Iterable[Judged], which: Alarm, threshold: float) -> i
 
 
 def lead(one: Judged, which: Alarm, threshold: float) -> int:
-    """Steps from the first alarm after the fault's start to the event; 0 if there is none."""
+    """Steps from the first alarm after the fault's start to the event; 0 if there is none.
+
+    An alarm begins at the fault's start or later: a score that was beyond the threshold before, and
+    stays there, is none.
+    """
     assert one.event is not None
     at, score = one.scores[which]
-    usable = (at >= one.run.start) & (at <= one.event)
-    first = alarms(at[usable], score[usable], threshold)
-    return one.event - first[0] if first else 0
+    beyond = score > threshold
+    begins = beyond & ~np.concatenate([[False], beyond[:-1]])
+    steps = at[begins & (at >= one.run.start) & (at <= one.event)]
+    return one.event - int(steps[0]) if len(steps) else 0
 
 
 def share(one: Judged, which: Alarm, threshold: float) -> float:

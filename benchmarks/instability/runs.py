@@ -218,12 +218,18 @@ def healthy() -> list[Run]:
         sizes = {"steps": HEALTHY_STEPS} if seed < 3 else {"steps": STEPS, "batch": 8}
         for kind, more in kinds:
             made.append(Run(kind, healthy=True, seed=1000 + seed, **(sizes | more)))
-    for seed in range(5):  # schedules of the learning rate
-        sizes = {"steps": STEPS, "batch": 8}
-        made.insert(
-            4 * seed, Run("long_warmup", healthy=True, seed=1000 + seed, warmup=300, **sizes)
-        )
-        made.insert(4 * seed, Run("cosine", healthy=True, seed=1000 + seed, cosine=True, **sizes))
+    others: list[tuple[str, dict[str, Any]]] = [  # schedules, and what some faults begin with
+        ("long_warmup", {"warmup": 300}),
+        ("cosine", {"cosine": True}),
+        ("no_norm", {"shape": BARE}),
+        ("no_norm_deep", {"shape": replace(BARE, layers=4)}),
+        ("hot", {"rate": 4 * RATE}),
+        ("hot_no_clip", {"rate": 4 * RATE, "clip": None, "betas": (0.9, 0.999)}),
+    ]
+    for seed in range(5):
+        for number, (kind, more) in enumerate(others):
+            run = Run(kind, healthy=True, seed=1000 + seed, steps=STEPS, batch=8, **more)
+            made.insert(8 * seed + number, run)
     return made
 
 

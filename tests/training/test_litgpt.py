@@ -86,7 +86,7 @@ def stored(folder: Path) -> list[dict[str, str]]:
 def test_its_losses_are_equal_and_its_logger_has_the_numbers(
     name: str, steps: int, tmp_path: Path
 ) -> None:
-    quiet = {"every": 2, "collapse": None, "growth": None}
+    quiet = {"every": 2, "false_alarms": None}
     _, weights, losses = pretrain(tmp_path / "plain", steps, MODELS[name], None)
     monitor, others, same = pretrain(tmp_path / "watched", steps, MODELS[name], quiet)
     assert len(losses) == steps

@@ -78,7 +78,7 @@ def train(steps: int, folder: Path, monitor: dict[str, Any] | None) -> Any:
 @STEPS
 def test_its_losses_are_equal_and_its_logger_has_the_numbers(steps: int, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    quiet = {"every": 2, "collapse": None, "growth": None}
+    quiet = {"every": 2, "false_alarms": None}
     losses, weights, _ = train(steps, tmp_path / "plain", None)
     same, others, monitor = train(steps, tmp_path / "watched", quiet)
     assert losses == same

@@ -123,7 +123,7 @@ def test_losses_and_weights_are_equal_and_only_training_passes_count(
     def options() -> dict[str, Any]:
         return {"peft_config": lora()} if adapter else {}
 
-    monitor = AttentionMonitor(every=2, collapse=None, growth=None, rollouts=True)
+    monitor = AttentionMonitor(every=2, false_alarms=None, rollouts=True)
     plain = train(tmp_path, steps, None, **options())
     watched = train(tmp_path, steps, monitor, **options())
     losses = logged(plain, "loss")
@@ -162,7 +162,7 @@ def test_a_measured_step_sees_as_many_rows_as_tokens_are_trained_on(tmp_path: Pa
             return record
 
     lengths: list[int] = []
-    monitor = Recorder(every=1, collapse=None, growth=None)
+    monitor = Recorder(every=1, false_alarms=None)
     original = trl.GRPOTrainer.compute_loss
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
