@@ -9,8 +9,9 @@ which the score exceeds a threshold. The lead is the number of steps from the al
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from benchmarks.instability.decoder import LARGEST, MEANS
-from benchmarks.instability.runs import Run
+from benchmarks.instability.runs import RATE, Run
 from benchmarks.instability.training import EVERY, EXCESS
 
 Array = NDArray[np.float64]
 
+#: The highest learning rate at which a training without a fault counts as healthy.
+HEALTHY_RATE = 4 * RATE
 #: Steps for which the loss must stay high.
 SUSTAINED = 10
 #: Alarms of one run within so many steps count once.
@@ -34,7 +37,7 @@ PAST, GAP = 30, 5
 #: Values of a signal before a detector of changes says anything.
 FEWEST = 10
 #: Values before there is a growth.
-FEWEST_OF_GROWTH = 8
+FEWEST_OF_GROWTH = 16
 #: Distances are at most so many deviations, and sums grow by what exceeds the slack.
 LARGEST_DISTANCE, SLACK = 4.0, 1.0
 #: The same for sums of differences.
@@ -221,6 +224,18 @@ class Judged:
     event: int | None
     held_out: float
     scores: dict[Alarm, tuple[Array, Array]]
+    _peaks: dict[Alarm, list[float]] = field(default_factory=dict, compare=False)
+
+    def peaks(self, which: Alarm) -> list[float]:
+        """The largest scores, :data:`REPEAT` steps apart, largest first."""
+        if which not in self._peaks:
+            at, score = self.scores[which]
+            rest, found = score.copy(), []
+            while len(rest) and np.isfinite(top := rest.max()):
+                found.append(float(top))
+                rest[np.abs(at - at[rest.argmax()]) < REPEAT] = -np.inf
+            self._peaks[which] = found
+        return self._peaks[which]
 
     @property
     def diverged(self) -> bool:
@@ -236,7 +251,23 @@ class Judged:
     @property
     def chosen_on(self) -> bool:
         """Whether alarms are chosen on this training; else they are reported on it."""
-        return hashlib.sha256(self.run.key.encode()).digest()[0] % 2 == 0
+        key = replace(self.run, healthy=False).key  # a run's healthy part is in the same half
+        return hashlib.sha256(key.encode()).digest()[0] % 2 == 0
+
+    @property
+    def before_fault(self) -> Judged | None:
+        """What was healthy of a training: the steps before its fault's first, as a control.
+
+        None if there are none, or the learning rate was too high even without the fault.
+        """
+        if self.run.healthy or self.run.start == 0 or self.run.rate > HEALTHY_RATE:
+            return None
+        parts = {
+            which: (at[at < self.run.start], score[at < self.run.start])
+            for which, (at, score) in self.scores.items()
+        }
+        steps = min(self.steps, self.run.start)
+        return Judged(replace(self.run, healthy=True), steps, None, math.nan, parts)
 
 
 def judged(
@@ -261,14 +292,7 @@ def alarms(at: Array, score: Array, threshold: float) -> list[int]:
 
 def peaks(healthy: Iterable[Judged], which: Alarm) -> list[float]:
     """The largest scores of healthy runs, :data:`REPEAT` steps apart, largest first."""
-    found: list[float] = []
-    for one in healthy:
-        at, score = one.scores[which]
-        rest = score.copy()
-        while len(rest) and np.isfinite(top := rest.max()):
-            found.append(float(top))
-            rest[np.abs(at - at[rest.argmax()]) < REPEAT] = -np.inf
-    return sorted(found, reverse=True)
+    return sorted((peak for one in healthy for peak in one.peaks(which)), reverse=True)
 
 
 def threshold_for(healthy: Iterable[Judged], which: Alarm, rate: float) -> float:

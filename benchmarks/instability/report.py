@@ -167,9 +167,20 @@ def by_cadence(
 ) -> dict[str, dict[str, Any]]:
     """The chosen alarm with fewer measurements, by steps from one to the next."""
     return {
-        str(steps): row([one for one in trainings if not one.chosen_on], which, threshold)
+        str(steps): row(
+            [one for one in with_parts_before_faults(trainings) if not one.chosen_on],
+            which,
+            threshold,
+        )
         for steps, trainings in sparse.items()
     }
+
+
+def with_parts_before_faults(trainings: Iterable[Judged]) -> list[Judged]:
+    """The trainings, and as further controls what was healthy of those with a fault."""
+    trainings = list(trainings)
+    parts = (one.before_fault for one in trainings)
+    return trainings + [part for part in parts if part is not None]
 
 
 def everything(
@@ -181,15 +192,17 @@ def everything(
         trainings: all trainings.
         sparse: the same with fewer measurements, by steps from one to the next.
     """
-    trainings = list(trainings)
+    runs = list(trainings)
+    trainings = with_parts_before_faults(runs)
     diverged = [one for one in trainings if one.diverged]
     healthy = [one for one in trainings if one.run.healthy]
     chosen, threshold = choose(
         (one for one in trainings if one.chosen_on), in_group("attention", relative=True)
     )
     return {
-        "trainings": len(trainings),
-        "faulty": len(trainings) - len(healthy),
+        "trainings": len(runs),
+        "controls": sum(one.run.healthy for one in runs),
+        "faulty": sum(not one.run.healthy for one in runs),
         "diverged": len(diverged),
         "diverged_late": sum(one.time > LATE for one in diverged),
         "reported_late": sum(one.time > LATE for one in diverged if not one.chosen_on),

@@ -74,8 +74,8 @@ def test_a_restart_replaces_what_was_logged_after_its_checkpoint(tmp_path: Path)
 
 def test_the_state_of_a_trainer_is_a_log(tmp_path: Path) -> None:
     history = []
-    for step in range(10, 200, 10):
-        history += [{"step": step, "loss": 2.0}, {"step": step, NAME.format(0): float(step)}]
+    for step in range(10, 400, 10):
+        history += [{"step": step, "loss": 2.0}, {"step": step, NAME.format(0): 2.0 * step}]
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": history}), encoding="utf-8")
     replayed = replay(read_log(path))
@@ -94,13 +94,13 @@ def test_logits_that_are_null_are_left_out(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     limit = growth_limit(100.0)
-    log = written(tmp_path / "run.jsonl", [10.0] * 12 + [10.0 + 1.1 * limit], loss=2.0)
+    log = written(tmp_path / "run.jsonl", [10.0] * 17 + [10.0 + 1.1 * limit], loss=2.0)
     result = run(log, "--json", tmp_path / "out.json", "--figure", tmp_path / "out.png")
     assert result.exit_code == 0, result.output
     assert "layers.1.attn" in result.stdout
     assert "layers.0.attn" not in result.stdout
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert [(one["layer"], one["step"]) for one in report["alarms"]] == [("layers.1.attn", 130)]
+    assert [(one["layer"], one["step"]) for one in report["alarms"]] == [("layers.1.attn", 180)]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "No alarm." in run(log, "--false-alarms", 0.01).stdout
 

@@ -13,7 +13,7 @@ from acutance.shapes import check_count, check_number
 __all__ = ["LogitGrowth", "growth_limit"]
 
 #: Measurements before there is a growth, and values whose median a value is compared with.
-FEWEST, AROUND = 8, 3
+FEWEST, AROUND = 16, 3
 #: Values of a layer that are stored at most; with more, every second one is dropped.
 STORED = 512
 #: False alarms per million steps, and the growth that healthy trainings exceed so often: from the
@@ -77,7 +77,7 @@ class LogitGrowth:
     """How much the largest logit of each layer grew in the last quarter of the training so far.
 
     A layer's largest logit is compared with the median of the three measurements around three
-    quarters of the measurements so far. There is no growth before the 9th measurement.
+    quarters of the measurements so far. There is no growth before the 17th measurement.
 
     Args:
         false_alarms: alarms per million optimiser steps of healthy training, which determine
