@@ -34,8 +34,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def in_group(group: str, relative: bool = True) -> Callable[[Alarm], bool]:
-    """Whether an alarm watches a signal of a group, and compares a run with its past."""
-    return lambda which: which.signal.startswith(GROUPS[group]) and which.relative >= relative
+    """Whether an alarm watches a signal of a group, and compares a run with its past.
+
+    An alarm of a monitor names a layer, so alarms of half of the layers are left out.
+    """
+    return lambda which: (
+        which.signal.startswith(GROUPS[group])
+        and which.relative >= relative
+        and which.layers == "any"
+    )
 
 
 def merit(diverged: Sequence[Judged], which: Alarm, threshold: float) -> float:

@@ -17,37 +17,38 @@ from benchmarks.instability.analysis import growth
 
 
 def test_growth_is_the_one_that_the_laboratory_measured() -> None:
-    values = np.random.default_rng(0).normal(size=(300, 2)).cumsum(0)
+    values = np.exp(np.random.default_rng(0).normal(size=(300, 2)).cumsum(0) / 10)
     alarm = LogitGrowth()
-    expected = growth(values)
+    expected = np.exp(growth(np.log(values)))
     for index, (first, second) in enumerate(values):
         grown = alarm.update({"a": first, "b": second})
         if index < FEWEST:
             assert grown == {}
         else:
-            assert grown == {"a": expected[index, 0], "b": expected[index, 1]}
+            assert list(grown.values()) == pytest.approx(list(expected[index]))
 
 
 def test_a_long_training_stores_a_limited_number_of_values() -> None:
     alarm = LogitGrowth()
     for step in range(20 * STORED):
-        grown = alarm.update({"a": float(step)})
+        grown = alarm.update({"a": math.exp(step / 1e4)})
         state = alarm.state_dict()["a"]
         assert len(state["values"]) <= STORED
         if step > 100:  # a quarter of the training, within the values that are left out
-            assert grown["a"] == pytest.approx(step / 4, abs=4 * state["stride"] + 1)
+            expected, room = step / 4, 4 * state["stride"] + 1
+            assert 1e4 * math.log(grown["a"]) == pytest.approx(expected, abs=room)
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
     one, other = LogitGrowth(), LogitGrowth()
     for step in range(40):
-        grown = one.update({"a": float(step)})
-        assert other.update({"a": math.nan, "b": -math.inf}) == {}
-        assert other.update({"a": float(step)}) == grown
+        grown = one.update({"a": 1.0 + step})
+        assert other.update({"a": math.nan, "b": math.inf, "c": 0.0}) == {}
+        assert other.update({"a": 1.0 + step}) == grown
 
 
 def test_state_goes_through_json() -> None:
-    values = np.random.default_rng(1).normal(size=4 * STORED).cumsum()
+    values = np.exp(np.random.default_rng(1).normal(size=4 * STORED).cumsum() / 100)
     alarm = LogitGrowth()
     for number, value in enumerate(values[:-50]):
         alarm.update({"a": value})
@@ -63,15 +64,15 @@ def test_state_goes_through_json() -> None:
 
 def test_limits_pass_through_the_measured_points_and_fall_with_the_rate() -> None:
     for rate, limit in LIMITS:
-        assert growth_limit(rate) == pytest.approx(limit)
+        assert growth_limit(rate) == pytest.approx(math.exp(limit))
     limits = [growth_limit(rate) for rate in np.geomspace(1, 1e5, 60)]
     assert limits == sorted(limits, reverse=True)
-    assert limits[0] > LIMITS[0][1]
-    assert min(limits) >= 0.0
+    assert limits[0] > math.exp(LIMITS[0][1])
+    assert min(limits) >= 1.0
 
 
 class Growing(nn.Module):
-    """Attention whose largest logit is given at each step."""
+    """Attention whose logits have a given size at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,19 +104,20 @@ def test_a_monitor_warns_once_of_a_layer_whose_logits_grow() -> None:
     limit = growth_limit(100.0)
     for _ in range(40):  # large, and steady
         assert measured(monitor, model, 300.0) == []
-    assert measured(monitor, model, 300.0 + 0.98 * limit) == []
-    with pytest.warns(AttentionWarning, match=r"logit growth in one head: head 1 of attend has a"):
-        (alarm,) = measured(monitor, model, 300.0 + 1.02 * limit)
+    assert measured(monitor, model, 300.0 * limit * 0.98) == []
+    with pytest.warns(AttentionWarning, match=r"logit growth in one head: head 1 of attend has"):
+        (alarm,) = measured(monitor, model, 300.0 * limit * 1.02)
     assert alarm.kind == "logit_growth"
     assert (alarm.module, alarm.head) == ("attend", 1)
     assert alarm.value == pytest.approx(1.02 * limit, rel=1e-3)
     assert alarm.threshold == limit
     assert seen == [alarm]
-    (again,) = measured(monitor, model, 300.0 + 2 * limit)
+    (again,) = measured(monitor, model, 300.0 * 2 * limit)
     assert again.value > alarm.value
     assert seen == [alarm]
     assert monitor.last is not None
     assert monitor.last.scalars["attention/alarms/logit_growth"] == 1.0
+    assert monitor.last.scalars["attention/attend/logit_std"] > 0
 
 
 def test_fewer_false_alarms_need_more_growth_and_none_turns_them_off() -> None:
@@ -126,9 +128,9 @@ def test_fewer_false_alarms_need_more_growth_and_none_turns_them_off() -> None:
             assert measured(monitor, model, 10.0) == []
         if alarms:
             with pytest.warns(AttentionWarning, match="logit growth"):
-                assert len(measured(monitor, model, 10.0 + limit)) == 1
+                assert len(measured(monitor, model, 10.0 * limit)) == 1
         else:
-            assert measured(monitor, model, 10.0 + limit) == []
+            assert measured(monitor, model, 10.0 * limit) == []
 
 
 def test_a_resumed_monitor_goes_on_with_the_same_measurements() -> None:
@@ -139,7 +141,7 @@ def test_a_resumed_monitor_goes_on_with_the_same_measurements() -> None:
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     with pytest.warns(AttentionWarning, match="logit growth"):
         (alarm,) = measured(again, model, 60.0)
-    assert alarm.value == pytest.approx(50.0)
+    assert alarm.value == pytest.approx(6.0)
     before = {name: value for name, value in monitor.state_dict().items() if name != "growth"}
     old = AttentionMonitor(every=1)
     old.load_state_dict(before)  # as written by version 0.1.0

@@ -17,7 +17,7 @@ from acutance.training import Alarm, AttentionMonitor, AttentionWarning
 from acutance.training.growth import growth_limit
 from acutance.training.replay import read_log, replay
 
-NAME = "attention/layers.{}.attn/max_logit_max"
+NAME = "attention/layers.{}.attn/logit_std"
 
 
 def written(path: Path, logits: list[float], **more: Any) -> Path:
@@ -75,7 +75,10 @@ def test_a_restart_replaces_what_was_logged_after_its_checkpoint(tmp_path: Path)
 def test_the_state_of_a_trainer_is_a_log(tmp_path: Path) -> None:
     history = []
     for step in range(10, 400, 10):
-        history += [{"step": step, "loss": 2.0}, {"step": step, NAME.format(0): 2.0 * step}]
+        history += [
+            {"step": step, "loss": 2.0},
+            {"step": step, NAME.format(0): math.exp(step / 100)},
+        ]
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"log_history": history}), encoding="utf-8")
     replayed = replay(read_log(path))
@@ -87,14 +90,14 @@ def test_logits_that_are_null_are_left_out(tmp_path: Path) -> None:
     records = read_log(written(tmp_path / "run.jsonl", [1.0] * 12))
     records[5][NAME.format(1)] = None
     replayed = replay(records)
-    assert math.isnan(replayed.max_logit["layers.1.attn"][5])
+    assert math.isnan(replayed.logit_std["layers.1.attn"][5])
     assert json.dumps(replayed.to_dict(), allow_nan=False)
 
 
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     limit = growth_limit(100.0)
-    log = written(tmp_path / "run.jsonl", [10.0] * 17 + [10.0 + 1.1 * limit], loss=2.0)
+    log = written(tmp_path / "run.jsonl", [10.0] * 17 + [10.0 * 1.1 * limit], loss=2.0)
     result = run(log, "--json", tmp_path / "out.json", "--figure", tmp_path / "out.png")
     assert result.exit_code == 0, result.output
     assert "layers.1.attn" in result.stdout
@@ -110,8 +113,8 @@ def test_the_command(tmp_path: Path) -> None:
     [
         ("x\n", (), "line 1: not JSON"),
         ('{"loss": 2}\n', (), "line 1: expected a JSON object with a whole number 'step'"),
-        ('{"step": 1, "loss": 2}\n', (), "the log has no largest logits"),
-        ("", (), "the log has no largest logits"),
+        ('{"step": 1, "loss": 2}\n', (), "the log has no standard deviations of logits"),
+        ("", (), "the log has no standard deviations of logits"),
         ('{"step": 1}\n', ("--false-alarms", 0), "must be a number above 0"),
         ('{"step": 1}\n', ("--figure", "out.pdf"), "must end in .png or .svg"),
     ],

@@ -78,22 +78,23 @@ def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
 
     first, last = replayed.steps[0], replayed.steps[-1]
     screen.print(
-        f"{len(replayed.steps)} measurements of {len(replayed.max_logit)} layers, steps {first} to "
-        f"{last}. Limit on the growth of a layer's largest logit in the last quarter of the "
-        f"training, at {false_alarms:g} false alarms per million steps: {replayed.limit:.3g}"
+        f"{len(replayed.steps)} measurements of {len(replayed.logit_std)} layers, steps {first} to "
+        f"{last}. Alarm: the standard deviation of a layer's logits grew by more than a factor of "
+        f"{replayed.limit:.3g} in the last quarter of the training ({false_alarms:g} false alarms "
+        "per million steps)."
     )
     if not replayed.alarms:
         screen.print("No alarm.")
         return
     table = NumberTable("layer", keys=1, box=None, pad_edge=False)
-    for name in ("first alarm at step", "growth", "largest logit", "measurements beyond"):
+    for name in ("first alarm at step", "growth", "deviation", "measurements beyond"):
         table.add_column(name, justify="right")
     for alarm in replayed.alarms:
         table.add_row(
             alarm.layer,
             str(alarm.step),
             f"{alarm.growth:.3g}",
-            f"{alarm.max_logit:.4g}",
+            f"{alarm.logit_std:.4g}",
             str(alarm.measurements),
         )
     screen.print(table)

@@ -1,4 +1,4 @@
-"""LogitGrowth: how much each layer's largest logit grew in the last quarter of the training."""
+"""LogitGrowth: how much each layer's logits grew in the last quarter of the training."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ __all__ = ["LogitGrowth", "growth_limit"]
 FEWEST, AROUND = 16, 3
 #: Values of a layer that are stored at most; with more, every second one is dropped.
 STORED = 512
-#: False alarms per million steps, and the growth that healthy trainings exceed so often: from the
-#: controls of ``python -m benchmarks.instability report`` on which alarms are chosen.
-LIMITS = ((100.0, 17.0), (1000.0, 11.0))
+#: False alarms per million steps, and the logarithm of the growth that healthy trainings exceed so
+#: often: from the half of the controls of ``python -m benchmarks.instability report`` that alarms
+#: are chosen on.
+LIMITS = ((100.0, 0.39), (300.0, 0.34), (1000.0, 0.26), (3000.0, 0.16))
 
 
 def growth_limit(false_alarms: float) -> float:
-    """The growth of the largest logit that healthy training exceeds at a given rate.
+    """The growth of a layer's logits that healthy training exceeds at a given rate.
 
-    Linear in the logarithm of the rate between the measured points :data:`LIMITS`, and beyond
-    them.
+    The logarithm of the growth is linear in that of the rate between the measured points
+    :data:`LIMITS`, and beyond them.
 
     Args:
         false_alarms: alarms per million optimiser steps of healthy training.
 
     Returns:
-        Growth of the largest logit over the last quarter of a training.
+        The factor by which logits grow over the last quarter of a training.
 
     Raises:
         ValueError: if the rate is not above 0.
 
     Example:
-        >>> growth_limit(10) > growth_limit(100) > growth_limit(1000) > 0
+        >>> growth_limit(10) > growth_limit(100) > growth_limit(1000) > 1
         True
 
     Source:
@@ -47,7 +48,7 @@ def growth_limit(false_alarms: float) -> float:
     rates, limits = [math.log(point[0]) for point in LIMITS], [point[1] for point in LIMITS]
     right = min(max(int(np.searchsorted(rates, rate)), 1), len(rates) - 1)
     slope = (limits[right] - limits[right - 1]) / (rates[right] - rates[right - 1])
-    return max(0.0, limits[right] + slope * (rate - rates[right]))
+    return math.exp(max(0.0, limits[right] + slope * (rate - rates[right])))
 
 
 class _History:
@@ -74,10 +75,11 @@ class _History:
 
 
 class LogitGrowth:
-    """How much the largest logit of each layer grew in the last quarter of the training so far.
+    """By which factor the logits of each layer grew in the last quarter of the training so far.
 
-    A layer's largest logit is compared with the median of the three measurements around three
-    quarters of the measurements so far. There is no growth before the 17th measurement.
+    A layer's value is the standard deviation of a row's logits, averaged over rows and heads. It is
+    divided by the median of the three measurements around three quarters of the measurements so
+    far. There is no growth before the 17th measurement.
 
     Args:
         false_alarms: alarms per million optimiser steps of healthy training, which determine
@@ -90,34 +92,35 @@ class LogitGrowth:
         ValueError: if ``false_alarms`` is not above 0.
 
     Example:
-        The logit grows by 1 a measurement; measurement 20 is compared with number 15:
+        The logits grow by 10 % a measurement; measurement 20 is compared with number 15:
 
         >>> growth = LogitGrowth()
         >>> for step in range(21):
-        ...     grown = growth.update({"layer": float(step)})
-        >>> grown
-        {'layer': 5.0}
+        ...     grown = growth.update({"layer": 1.1**step})
+        >>> f"{grown['layer']:.3f}", f"{1.1**5:.3f}"
+        ('1.611', '1.611')
     """
 
     def __init__(self, false_alarms: float | None = 100.0) -> None:
         self.limit = math.inf if false_alarms is None else growth_limit(false_alarms)
         self._layers: dict[str, _History] = {}
 
-    def update(self, largest: Mapping[str, float]) -> dict[str, float]:
+    def update(self, deviations: Mapping[str, float]) -> dict[str, float]:
         """Add a measurement.
 
         Args:
-            largest: the largest logit by layer; values that are not finite are left out.
+            deviations: the mean standard deviation of a row's logits, by layer; values that are 0
+                or not finite are left out.
 
         Returns:
             The growth of each layer that has been measured often enough.
         """
         grown = {}
-        for layer, value in largest.items():
-            if math.isfinite(value):
-                growth = self._layers.setdefault(layer, _History()).add(float(value))
+        for layer, value in deviations.items():
+            if 0 < value < math.inf:
+                growth = self._layers.setdefault(layer, _History()).add(math.log(value))
                 if growth is not None:
-                    grown[layer] = growth
+                    grown[layer] = math.exp(growth)
         return grown
 
     def clear(self) -> None:

@@ -60,8 +60,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
     measured too. Training is unchanged bit for bit, unless ``provide`` is requested or the model
     is compiled: compiled models run uncompiled in measured steps.
 
-    A layer raises an alarm if its largest logit grew in the last quarter of the training by more
-    than in healthy training (:class:`~acutance.training.growth.LogitGrowth`), and a head if its
+    A layer raises an alarm if its logits grew in the last quarter of the training by more than in
+    healthy training (:class:`~acutance.training.growth.LogitGrowth`), and a head if its
     scores are not finite. There is one warning for each head and kind. Under ``torch.distributed``
     every rank takes part and all get the same record.
 

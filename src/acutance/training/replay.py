@@ -14,7 +14,7 @@ from acutance.training.growth import LogitGrowth
 
 __all__ = ["LayerAlarm", "Replay", "read_log", "replay"]
 
-_BEGIN, _END = "attention/", "/max_logit_max"
+_BEGIN, _END = "attention/", "/logit_std"
 #: Under which names the loss and the gradient's norm are logged.
 _LOSS = ("loss", "train/loss", "train_loss")
 _NORM = ("grad_norm", "train/grad_norm", "gradient_norm")
@@ -22,20 +22,20 @@ _NORM = ("grad_norm", "train/grad_norm", "gradient_norm")
 
 @dataclass(frozen=True)
 class LayerAlarm:
-    """A layer whose largest logit grew by more than the limit.
+    """A layer whose logits grew by more than the limit.
 
     Attributes:
         layer: name of its attention module.
         step: the first step beyond the limit.
-        growth: growth of the largest logit at that step.
-        max_logit: the largest logit at that step.
+        growth: the factor by which they grew, at that step.
+        logit_std: the mean standard deviation of a row's logits at that step.
         measurements: number of measurements beyond the limit.
     """
 
     layer: str
     step: int
     growth: float
-    max_logit: float
+    logit_std: float
     measurements: int
 
 
@@ -46,7 +46,8 @@ class Replay:
     Attributes:
         limit: growth beyond which there is an alarm.
         steps: the measured steps.
-        max_logit: the largest logit at each of them, by layer; NaN where it was not finite.
+        logit_std: the mean standard deviation of a row's logits at each of them, by layer; NaN
+            where it was not finite.
         growth: its growth, by layer; NaN where there were too few measurements.
         loss: loss by step, if it was logged.
         grad_norm: norm of the gradient by step, if it was logged.
@@ -55,7 +56,7 @@ class Replay:
 
     limit: float
     steps: tuple[int, ...]
-    max_logit: dict[str, tuple[float, ...]]
+    logit_std: dict[str, tuple[float, ...]]
     growth: dict[str, tuple[float, ...]]
     loss: dict[int, float] = field(default_factory=dict)
     grad_norm: dict[int, float] = field(default_factory=dict)
@@ -68,8 +69,8 @@ class Replay:
             "steps": list(self.steps),
             "alarms": [vars(alarm) for alarm in self.alarms],
             "layers": {
-                name: {"max_logit": _finite(values), "growth": _finite(self.growth[name])}
-                for name, values in self.max_logit.items()
+                name: {"logit_std": _finite(values), "growth": _finite(self.growth[name])}
+                for name, values in self.logit_std.items()
             },
         }
 
@@ -145,20 +146,20 @@ def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0)
 
     Args:
         records: records by step, as from :func:`read_log`: each with ``step`` and
-            ``attention/<layer>/max_logit_max``.
+            ``attention/<layer>/logit_std``.
         false_alarms: alarms per million steps of healthy training, as of
             :class:`acutance.training.AttentionMonitor`.
 
     Raises:
-        ValueError: if no record has a largest logit, or ``false_alarms`` is not above 0.
+        ValueError: if no record has a deviation of logits, or ``false_alarms`` is not above 0.
 
     Example:
-        >>> logits = [20.0] * 20 + [60.0]
-        >>> name = "attention/layers.0.attn/max_logit_max"
+        >>> logits = [2.0] * 20 + [6.0]
+        >>> name = "attention/layers.0.attn/logit_std"
         >>> records = [{"step": step, name: logit} for step, logit in enumerate(logits)]
         >>> (alarm,) = replay(records).alarms
-        >>> alarm.step, alarm.layer, alarm.growth
-        (20, 'layers.0.attn', 40.0)
+        >>> alarm.step, alarm.layer, round(alarm.growth, 6)
+        (20, 'layers.0.attn', 3.0)
     """
     follow = LogitGrowth(false_alarms)
     steps: list[int] = []
@@ -179,8 +180,8 @@ def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0)
             rows.append((largest, follow.update(largest)))
     if not rows:
         raise ValueError(
-            f"the log has no largest logits ({_BEGIN}<layer>{_END}): log them with an "
-            "AttentionMonitor whose metrics include 'max_logit'"
+            f"the log has no standard deviations of logits ({_BEGIN}<layer>{_END}): write it with "
+            "AttentionMonitor(log=...) of this version"
         )
     layers = list(dict.fromkeys(name for largest, _ in rows for name in largest))
     logits = {name: tuple(largest.get(name, math.nan) for largest, _ in rows) for name in layers}

@@ -1,4 +1,4 @@
-"""The figure of a replayed training: loss, largest logits and their growth, with the alarms.
+"""The figure of a replayed training: loss, logits and their growth, with the alarms.
 
 Needs matplotlib (the extra ``plots``).
 """
@@ -20,7 +20,7 @@ _AROUND = 0.25  # share of the training that is drawn before and after the alarm
 
 
 def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
-    """Draw loss or gradient norm, largest logits and their growth around the first alarm.
+    """Draw loss and gradient norm, logits and their growth around the first alarm.
 
     Without an alarm the whole training is drawn. Of many layers, those with alarms and those that
     grew most are drawn.
@@ -36,7 +36,7 @@ def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme 
     other = {"loss": replayed.loss, "gradient norm": replayed.grad_norm}
     other = {name: values for name, values in other.items() if values}
     figure, panels = new_figure(
-        "Largest logits of a training",
+        "Logits of a training",
         "Vertical lines: first alarm of each layer. Dashed: growth in the last quarter of the "
         "training beyond which there is an alarm.",
         panels=2 + len(other),
@@ -56,14 +56,14 @@ def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme 
     shown = (steps >= first) & (steps <= last)
     names = _drawn(replayed)
     for name, curve in zip(names, curves(len(names), theme), strict=True):
-        for axes, values in ((logits, replayed.max_logit), (growths, replayed.growth)):
+        for axes, values in ((logits, replayed.logit_std), (growths, replayed.growth)):
             axes.plot(
                 steps[shown], np.array(values[name])[shown], color=curve.colour, linewidth=1.5,
                 linestyle=curve.dash, label=name,
             )  # fmt: skip
     growths.axhline(replayed.limit, color=theme.ink, linewidth=1.0, linestyle="dashed")
-    label(logits, x="step", y="largest logit", title="largest logit of each layer")
-    label(growths, x="step", y="growth", title="growth in the last quarter")
+    label(logits, x="step", y="standard deviation", title="logits of each layer")
+    label(growths, x="step", y="factor", title="growth in the last quarter")
     for axes in panels:
         for alarm in replayed.alarms:
             reference(axes, theme, x=alarm.step)

@@ -32,7 +32,7 @@ Kind = Literal["logit_growth", "entropy_collapse", "large_logit", "not_finite"]
 #: Every kind of alarm, in the order in which they are told.
 KINDS: tuple[Kind, ...] = ("logit_growth", "entropy_collapse", "large_logit", "not_finite")
 #: Metrics that the thresholds are about.
-NEEDED = ("normalized_entropy", "max_logit", "lse", "n_keys")
+NEEDED = ("normalized_entropy", "max_logit", "lse", "n_keys", "logit_std")
 _NAMED = 3
 
 
@@ -47,16 +47,17 @@ class Alarm:
     Attributes:
         kind: "logit_growth", "entropy_collapse", "large_logit" or "not_finite".
         module: qualified name of the layer's module.
-        head: number of the head in its layer; of growth, the head with the layer's largest logit.
-        value: the measurement: growth of the layer's largest logit, mean of H / log n, largest
+        head: number of the head in its layer; of growth, the head
+            whose logits deviate most.
+        value: the measurement: factor by which the layer's logits grew, mean of H / log n, largest
             logit, or number of rows that are not finite.
         threshold: the threshold.
         step: the optimiser step.
 
     Example:
-        >>> print(Alarm("logit_growth", "layers.3.self_attn", 5, 21.34, 17.0, 300))
-        head 5 of layers.3.self_attn has a logit that grew by 21.3 in the last quarter of the
-        training, more than 17
+        >>> print(Alarm("logit_growth", "layers.3.self_attn", 5, 1.834, 1.5, 300))
+        head 5 of layers.3.self_attn has the largest logits of its layer, which grew by a factor of
+        1.83 in the last quarter of the training, more than 1.5
         >>> print(Alarm("large_logit", "layers.3.self_attn", 5, 214.2, 100.0, 300))
         head 5 of layers.3.self_attn has a logit of 214.2, above 100
     """
@@ -72,7 +73,7 @@ class Alarm:
     def place(self) -> tuple[str, str, int]:
         """Kind, module and head, by which repeated alarms are recognised.
 
-        A growth is that of the layer, whichever head has the largest logit: its head is 0.
+        A growth is that of the layer, whichever head has the largest logits: its head is 0.
         """
         return self.kind, self.module, 0 if self.kind == "logit_growth" else self.head
 
@@ -82,8 +83,9 @@ class Alarm:
             return f"{head} has a normalized entropy of {self.value:.2g}, below {self.threshold:g}"
         if self.kind == "logit_growth":
             return (
-                f"{head} has a logit that grew by {self.value:.3g} in the last quarter of the "
-                f"training, more than {self.threshold:.3g}"
+                f"{head} has the largest logits of its layer, which grew by a factor of "
+                f"{self.value:.3g} in the last quarter of the training, more than "
+                f"{self.threshold:.3g}"
             )
         if self.kind == "large_logit":
             return f"{head} has a logit of {self.value:.4g}, above {self.threshold:g}"
@@ -120,17 +122,17 @@ class Thresholds:
             growth: earlier measurements, to which this one is added.
             step: the optimiser step.
         """
-        column = summary.metrics.index("max_logit")
+        column = summary.metrics.index("logit_std")
+        found = list(self._exceeding(summary, step))
         layers = {
-            layer.module: summary.moments.high[start : start + layer.heads, column]
+            layer.module: (layer, summary.moments.heads(start, start + layer.heads))
             for layer, start in _layers(summary)
         }
-        found = list(self._exceeding(summary, step))
-        grown = growth.update({name: float(highs.max()) for name, highs in layers.items()})
-        heads = {layer.module: layer.numbers for layer in summary.layers}
+        grown = growth.update({name: _mean(heads, column) for name, (_, heads) in layers.items()})
         for module, value in grown.items():
             if value > growth.limit:
-                head = heads[module][int(layers[module].argmax())]
+                layer, heads = layers[module]
+                head = layer.numbers[int(heads.mean[:, column].nan_to_num(0.0).argmax())]
                 found.append(Alarm("logit_growth", module, head, value, growth.limit, step))
         return tuple(found)
 
@@ -219,6 +221,7 @@ def scalars(
     ``attention/<layer>/<metric>`` is the mean over rows and heads; ``<metric>_min`` and
     ``<metric>_max`` are the lowest and highest mean of a head. ``max_logit`` has only ``_max``, the
     largest logit of any row. ``attention/alarms/<kind>`` is the number of heads beyond a threshold.
+    ``logit_std``, which the alarm of growing logits follows, is always there with alarms.
     In the name of a second call, ``layer#1``, the ``#`` becomes ``_``: MLflow refuses it.
 
     Args:
@@ -237,6 +240,7 @@ def scalars(
         attention/MultiheadAttention/effective_keys 4.0
         attention/MultiheadAttention/effective_keys_min 4.0
         attention/MultiheadAttention/effective_keys_max 4.0
+        attention/MultiheadAttention/logit_std 0.0
         attention/alarms/logit_growth 0.0
         attention/alarms/entropy_collapse 0.0
         attention/alarms/large_logit 0.0
@@ -250,17 +254,28 @@ def scalars(
             counted = heads.count[:, column] > 0
             if not bool(counted.any()):
                 continue
-            means, weight = heads.mean[counted, column], heads.weight[counted, column]
+            means = heads.mean[counted, column]
             tag = f"{prefix}/{layer.module.replace('#', '_')}/{name}"
-            values[tag] = float((means * (weight / weight.sum())).sum())
+            values[tag] = _mean(heads, column)
             if name in _EXTREMES:
                 values[f"{tag}_max"] = float(heads.high[:, column].max())
             else:
                 values[f"{tag}_min"] = float(means.min())
                 values[f"{tag}_max"] = float(means.max())
+        if alarms is not None and "logit_std" in summary.metrics:  # what alarms follow
+            mean = _mean(heads, summary.metrics.index("logit_std"))
+            if not math.isnan(mean):
+                values[f"{prefix}/{layer.module.replace('#', '_')}/logit_std"] = mean
     for kind in () if alarms is None else KINDS:
         values[f"{prefix}/alarms/{kind}"] = float(sum(alarm.kind == kind for alarm in alarms or ()))
     return values
+
+
+def _mean(heads: Moments, column: int) -> float:
+    """Mean of a metric over rows and heads; NaN without rows."""
+    counted = heads.count[:, column] > 0
+    means, weight = heads.mean[counted, column], heads.weight[counted, column]
+    return float((means * (weight / weight.sum())).sum()) if len(means) else math.nan
 
 
 def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:
