@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,3 +72,24 @@ def test_a_keyword_that_changes_the_result_is_named(
     for line in summary.unread:
         assert "do not trust its rows" in line
         assert line.endswith("keywords that the probe does not know: register_logit")
+
+
+def test_a_keyword_that_changes_nothing_is_not_blamed(
+    llama_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model, ids = llama_models["eager"], random_tokens(2, 6)
+    right = modeling_llama.eager_attention_forward
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        output, weights = right(*args, **kwargs)
+        return output * 1.5, weights
+
+    wrong.__signature__ = inspect.signature(right)  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", wrong)
+    with torch.no_grad(), acutance.probe(model, verify=True) as probe:
+        model(ids, swallowed=2.0, absent=None)
+    assert {layer.status for layer in probe.summary().layers} == {"mismatch"}
+    for line in probe.unread:
+        assert line.endswith("of its size"), line

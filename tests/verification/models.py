@@ -49,7 +49,8 @@ def _config(kind: str, hf: Any, changes: dict[str, Any]) -> tuple[str, Any]:
         return "Gemma2ForCausalLM", hf.Gemma2Config(**BASE, head_dim=16, **{**options, **changes})
     if kind == "gemma3":
         options = {"sliding_window": 8, "layer_types": _MIXED, **changes}
-        return "Gemma3ForCausalLM", hf.Gemma3TextConfig(**BASE, head_dim=16, **options)
+        sizes = {**BASE, "vocab_size": options.pop("vocab_size", 96)}
+        return "Gemma3ForCausalLM", hf.Gemma3TextConfig(**sizes, head_dim=16, **options)
     if kind == "gpt_oss":
         experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}
         plain = {"rope_type": "default", "rope_theta": 1e4}

@@ -160,7 +160,7 @@ def read_interface_call(
         "scale": None if scale is None else float(scale),
         "dropout_p": float(arguments.get("dropout") or 0.0),
         "cross": is_cross(name, module),
-        "unknown": tuple(sorted(set(arguments) - _KNOWN)),
+        "unknown": _unknown(base_name(implementation), accepts, arguments),
         "packed": bool(arguments.get("packed")),
     }
     kind = base_name(implementation)
@@ -187,6 +187,17 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 def _reads_keyword(kind: str, accepts: frozenset[str], keyword: str) -> bool:
     """Whether the function reads a keyword, rather than ignoring it in ``**kwargs``."""
     return keyword in accepts or kind not in ("eager", "sdpa")
+
+
+def _unknown(kind: str, accepts: frozenset[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keywords that are not read and may change the rows: not absent, and not swallowed."""
+    return tuple(
+        name
+        for name in sorted(set(arguments) - _KNOWN)
+        if arguments[name] is not None
+        and arguments[name] is not False
+        and _reads_keyword(kind, accepts, name)
+    )
 
 
 def _mask(
