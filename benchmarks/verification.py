@@ -1,6 +1,6 @@
 """Verify every model type of the installed transformers, built small: where does it raise an alarm?
 
-``python -m benchmarks.verification [--json FILE] [TYPE ...]`` goes on where the record stops.
+``python benchmarks/verification.py --json FILE [TYPE ...]`` goes on where the record stops.
 Findings are differences between a model type and its configuration, or false alarms: read them.
 """
 
@@ -13,8 +13,6 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import sweep
 
