@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from importlib.metadata import version as installed_version
@@ -232,6 +233,28 @@ def skip_named_tuple_field(
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+# Each recipe is also a notebook: its blocks are run while the site is built, and their outputs are
+# written with them. tools/make_recipes.py does what myst-nb and a Jupyter kernel would, without
+# either: pages stay readable where they are, and the tests compare them with their outputs.
+
+
+def write_notebooks(app: Sphinx) -> None:
+    if app.builder.name != "html":
+        return
+    where = Path(__file__).parent.parent / "tools" / "make_recipes.py"
+    spec = importlib.util.spec_from_file_location("make_recipes", where)
+    recipes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipes)
+    for failure in recipes.write_notebooks(Path(app.outdir) / "recipes"):
+        logger.warning("a recipe does not run: %s", failure)
+
+
+def offer_notebook(app: Sphinx, name: str, source: list[str]) -> None:
+    folder, _, recipe = name.partition("/")
+    if folder == "recipes" and recipe != "index" and "```pycon" in source[0]:
+        source[0] += f'\n<a href="{recipe}.ipynb" download>Download as a notebook</a>\n'
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml",
@@ -239,6 +262,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
         block_renderers=(visit_display_math, None),
     )
     app.connect("source-read", name_repository)
+    app.connect("source-read", offer_notebook)
+    app.connect("builder-inited", write_notebooks)
     app.connect("autodoc-skip-member", skip_named_tuple_field)
     app.connect("doctree-resolved", keep_marks_with_formulas)
     app.add_directive("metrics-table", MetricsTable)
