@@ -61,9 +61,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
     is compiled: compiled models run uncompiled in measured steps.
 
     A layer raises an alarm if its logits grew in the last quarter of the training by more than in
-    healthy training (:class:`~acutance.training.growth.LogitGrowth`), and a head if its
-    scores are not finite. There is one warning for each head and kind. Under ``torch.distributed``
-    every rank takes part and all get the same record.
+    healthy training, and a head if its scores are not finite. There is one warning for each head
+    and kind. Under ``torch.distributed`` every rank takes part and all get the same record.
 
     Args:
         every: number of optimiser steps between two measurements.
@@ -74,8 +73,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
             then that of these rows.
         provide: let acutance's kernel compute the attention of measured steps, forward and
             backward; outputs are then equal up to rounding.
-        false_alarms: alarms of growing logits per million steps of healthy training, as in the
-            small decoders of the laboratory; fewer alarms come later. None turns them off.
+        false_alarms: alarms of growing logits per million steps of healthy training, as measured on
+            small decoders; fewer alarms come later. None turns them off.
         collapse: also raise an alarm if a head's mean of H / log n is below this bound.
         max_logit: also raise an alarm if a head has a logit above this bound, for instance where
             a dtype becomes too coarse.
@@ -128,7 +127,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         heads: Chosen | None = None,
         max_rows: int | None = None,
         provide: bool = False,
-        false_alarms: float | None = 100.0,
+        false_alarms: alarms of growing logits per million steps of healthy training, as measured on
+            small decoders; fewer alarms come later. None turns them off.
         collapse: float | None = None,
         max_logit: float | None = None,
         on_alarm: Callable[[Alarm], object] | None = None,
