@@ -127,8 +127,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         heads: Chosen | None = None,
         max_rows: int | None = None,
         provide: bool = False,
-        false_alarms: alarms of growing logits per million steps of healthy training, as measured on
-            small decoders; fewer alarms come later. None turns them off.
+        false_alarms: float | None = 100.0,
         collapse: float | None = None,
         max_logit: float | None = None,
         on_alarm: Callable[[Alarm], object] | None = None,
