@@ -1,4 +1,4 @@
-"""Sweep over every model type of the installed transformers; ``--help`` says how.
+"""Sweep over every model type of transformers, or over another library; ``--help`` says how.
 
 Each model type is built small in a process of its own, with limits of time and memory, run on input
 of its kind with and without a probe, and judged against an independent witness and against its own
@@ -19,14 +19,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from zoo.libraries import LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "_static" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 SCHEMA = "acutance.sweep/1"
+_HEAVY = {
+    "transformers": "transformers.modeling_utils",
+    "diffusers": "diffusers.models.transformers",
+}
 CPU_SECONDS, WALL_SECONDS, MEMORY = 120, 300, 6 << 30
 
 
@@ -34,25 +42,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all of them where none is named")
     parser.add_argument(
-        "--json", type=Path, default=RECORD, help="the record (default: %(default)s)"
-    )
+        "--library", default="transformers", choices=["transformers", *LIBRARIES],
+        help="what is swept (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="the record (default: that of the page)")
     parser.add_argument("--fresh", action="store_true", help="begin again, whatever the record has")
     parser.add_argument("--seconds", type=float, help="stop after so many seconds of process time")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     parser.add_argument(
         "--laws", action="store_true", help="only put laws on what the record has as read"
     )
+    parser.add_argument("--failed", action="store_true", help="again what did not build or run")
     chosen = parser.parse_args()
+    path, types = chosen.json or record_of(chosen.library), chosen.types
+    if chosen.failed:
+        known = json.loads(path.read_text(encoding="utf-8"))["models"].values()
+        types = [one["model_type"] for one in known if one["verdict"] in ("not built", "not run")]
     if chosen.laws:
-        laws(chosen.types, chosen.json, fresh=chosen.fresh, seconds=chosen.seconds)
+        laws(types, path, fresh=chosen.fresh, seconds=chosen.seconds)
     elif not chosen.page:
-        sweep(chosen.types, chosen.json, fresh=chosen.fresh, seconds=chosen.seconds)
-    record = json.loads(chosen.json.read_text(encoding="utf-8"))
+        sweep(types, path, fresh=chosen.fresh, seconds=chosen.seconds, library=chosen.library)
+    record = json.loads(path.read_text(encoding="utf-8"))
     from zoo import laws as under
     from zoo import page
 
-    if chosen.json == RECORD:
-        PAGE.write_text(page.render(record), encoding="utf-8")
+    if chosen.json is None:
+        PAGE.write_text(page.render(*records()), encoding="utf-8")
     counts = Counter(model["verdict"] for model in record["models"].values())
     print(", ".join(f"{verdict} {count}" for verdict, count in counts.most_common()))
     found = [
@@ -63,29 +78,43 @@ def main() -> int:
     return 1 if counts["wrong"] or faults else 0
 
 
+def record_of(library: str) -> Path:
+    """Where the record of a library lies."""
+    return RECORD if library == "transformers" else RECORD.with_stem(f"{RECORD.stem}-{library}")
+
+
+def records() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The record of transformers, and those of other libraries that there are."""
+    paths = {name: record_of(name) for name in LIBRARIES}
+    others = {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name, path in paths.items()
+        if path.exists()
+    }
+    return json.loads(RECORD.read_text(encoding="utf-8")), others
+
+
 def sweep(
     types: list[str],
     path: Path,
     *,
     fresh: bool,
     seconds: float | None,
+    library: str = "transformers",
     examined: Callable[[Any, str], dict[str, Any]] | None = None,
 ) -> None:
     """Examine model types that the record does not have yet, or all that are named."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    record = _begun(path, fresh)
-    record["registered"] = len(CONFIG_MAPPING_NAMES)
-    wanted = types or [
-        name for name in sorted(CONFIG_MAPPING_NAMES) if name not in record["models"]
-    ]
-    unknown = sorted(set(wanted) - set(CONFIG_MAPPING_NAMES))
+    names, total = _names(library)
+    record = _begun(path, fresh, library)
+    record["registered"] = total
+    wanted = types or [name for name in names if name not in record["models"]]
+    unknown = sorted(set(wanted) - set(names))
     if unknown:
-        raise SystemExit(f"transformers has no model type {', '.join(unknown)}")
-    spent, context = 0.0, _context()
+        raise SystemExit(f"{library} has no model type {', '.join(unknown)}")
+    spent, context = 0.0, _context(library)
     for name in wanted:
-        found = (examined or _examined)(context, name)
+        found = (examined or partial(_examined, library=library))(context, name)
         spent += found["seconds"]
         record["models"][name] = found
         record["models"] = dict(sorted(record["models"].items()))
@@ -94,6 +123,17 @@ def sweep(
         if seconds is not None and spent >= seconds:
             print(f"stopped after {spent:.0f} seconds of process time; run again to go on")
             return
+
+
+def _names(library: str) -> tuple[list[str], int]:
+    """What a sweep examines, and how many there are in all."""
+    if library != "transformers":
+        one = LIBRARIES[library]
+        names = one.names()
+        return names, one.total() if one.total is not None else len(names)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted(CONFIG_MAPPING_NAMES), len(CONFIG_MAPPING_NAMES)
 
 
 def laws(
@@ -108,7 +148,7 @@ def laws(
     os.environ["HF_HUB_OFFLINE"] = "1"
     from zoo.laws import Lawful
 
-    record = _begun(path, False)
+    record = _begun(path, False, "transformers")
     read = [name for name, model in record["models"].items() if model.get("read")]
     unread = sorted(set(types) - set(read))
     if unread:
@@ -129,14 +169,14 @@ def laws(
             return
 
 
-def _begun(path: Path, fresh: bool) -> dict[str, Any]:
+def _begun(path: Path, fresh: bool, library: str) -> dict[str, Any]:
     """The record to go on with: what was found with other versions does not count."""
     import torch
-    import transformers
 
+    package = LIBRARIES[library].package if library in LIBRARIES else library
     versions = {
         "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
+        library: metadata.version(package),
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
     if path.exists() and not fresh:
@@ -146,14 +186,17 @@ def _begun(path: Path, fresh: bool) -> dict[str, Any]:
     return {"schema": SCHEMA, "versions": versions, "models": {}}
 
 
-def _context() -> Any:
+def _context(library: str = "transformers") -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zoo.examine", "transformers.modeling_utils"])
+    heavy = _HEAVY.get(library, library.replace("-", "_"))
+    context.set_forkserver_preload(["zoo.examine", heavy])
     return context
 
 
-def _examined(context: Any, name: str, work: Any = None) -> dict[str, Any]:
-    found = _in_process(context, work or _work, name)
+def _examined(
+    context: Any, name: str, work: Any = None, library: str = "transformers"
+) -> dict[str, Any]:
+    found = _in_process(context, work or partial(_work, library=library), name)
     if "failed" in found:
         found = {"verdict": "not built", "reason": found["failed"], "seconds": found["seconds"]}
     found["model_type"] = name
@@ -185,13 +228,13 @@ def _in_process(context: Any, work: Any, name: str) -> dict[str, Any]:
     return found
 
 
-def _work(name: str, pipe: Connection) -> None:
+def _work(name: str, pipe: Connection, library: str = "transformers") -> None:
     """Judge one model type."""
     from zoo.examine import Examined, examine
 
     try:
         with _quiet():
-            found = examine(name)
+            found = examine(name, library)
     except BaseException as error:
         reason = f"the examination failed: {_line(error)}"
         found = Examined(name, "wrong", reason=reason)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,11 +16,16 @@ from acutance.capture.readers.torch_functions import NO_PRODUCT
 from acutance.comparison.measured import cpu_seconds
 from acutance.probing import Probe, ProbeError
 from acutance.probing.settings import ProbeSettings
-from zoo import inputs, small
+from zoo import inputs, parts, small
+from zoo.inputs import BATCH, LENGTH
 from zoo.inputs import run as _run
 from zoo.laws import Lawful, lawful
+from zoo.libraries import LIBRARIES
 from zoo.maps import alike, maps, row_entropy, same, tensors, tolerance
 from zoo.witness import watching
+
+#: Process time in which a model type must build and run, in seconds.
+SECONDS = 8.0
 
 #: What can be said of a model type.
 VERDICTS: dict[str, str] = {
@@ -99,12 +106,12 @@ class Rows(Probe):
         self._records.add = keep
 
 
-def examine(model_type: str) -> Examined:
+def examine(model_type: str, library: str = "transformers") -> Examined:
     """Everything about one model type; it does not raise, the reason is in what it returns."""
     start = cpu_seconds()
     examined = Examined(model_type)
     try:
-        _examine(examined)
+        _examine(examined, library)
     except small.TooLargeError as error:
         examined.reason = str(error)
     if examined.verdict == "not run" and not examined.reason:
@@ -113,16 +120,23 @@ def examine(model_type: str) -> Examined:
     return examined
 
 
-def _examine(examined: Examined) -> None:
-    found = runnable(examined.model_type, examined)
+def _examine(examined: Examined, library: str) -> None:
+    if library == "transformers":
+        found = runnable(examined.model_type, examined)
+    else:
+        found = runnable_in(library, examined.model_type, examined)
     if found is None:
         return
     model, config, kind, given = found
     examined.model, examined.inputs = type(model).__name__, kind
-    first = getattr(model.config, "_attn_implementation", None) or "eager"
-    eager = model if first == "eager" else _eager(type(model), config)
+    config_of = getattr(model, "config", None)
+    first = getattr(config_of, "_attn_implementation", None) or "eager"
+    if library != "transformers":
+        first, eager = "default", _by_hand(model)
+    else:
+        eager = model if first == "eager" else _eager(model, config)
     findings: list[str] = []
-    for name, each in {first: model, "eager": eager}.items():
+    for name, each in {first: model, **({"eager": eager} if eager is not model else {})}.items():
         if each is None:
             continue
         examined.implementations.append(name)
@@ -142,55 +156,119 @@ def under_laws(model_type: str) -> dict[str, Any]:
 
 
 def runnable(model_type: str, examined: Examined) -> tuple[Any, Any, str, dict[str, Any]] | None:
-    """The first small model that runs on some input."""
+    """The first small model that runs on some input, or the part of another that it is."""
+    for found in running(model_type, examined):
+        return found
+    config_class, reason = small.config_class_of(model_type), examined.reason
+    classes = small.classes_of(model_type, config_class)
+    for whole in parts.wholes(config_class):
+        for model, _, kind, given in running(whole, Examined(whole)):
+            with contextlib.suppress(Exception):
+                part = parts.called(model, given, config_class, classes)
+                if part is not None and _gives(inputs.run(*part)):
+                    examined.verdict, examined.reason = "not run", ""
+                    module, given = part
+                    return module, None, f"{kind}, as a part of {whole}", given
+    examined.reason = reason
+    return None
+
+
+def running(model_type: str, examined: Examined) -> Iterator[tuple[Any, Any, str, dict[str, Any]]]:
+    """Small models of a model type, each on the inputs that it runs on."""
     config_class = small.config_class_of(model_type)
     classes = small.classes_of(model_type, config_class)
     if not classes:
         examined.reason = "no class of a model takes its configuration"
-        return None
-    built, tried = False, cpu_seconds()
+        return
+    tried = cpu_seconds()
     for make in small.configurations(config_class):
         for model_class in classes[:3]:
-            if cpu_seconds() - tried > 5.0:
-                return None
+            if cpu_seconds() - tried > SECONDS:
+                return
             try:
                 config = make()
                 model = small.build(model_class, config, None)
             except Exception as error:
-                if not built and not examined.reason:
+                if examined.verdict == "not built" and not examined.reason:
                     examined.reason = _line(error)
                 continue
-            built, examined.verdict = True, "not run"
-            first = True
+            examined.verdict = "not run"
+            ran = False
             for kind, given in inputs.candidates(model):
                 try:
                     output = _run(model, given)
                 except Exception as error:
-                    if first:
+                    if not ran and not examined.reason.startswith("on "):
                         examined.reason = f"on {kind}: {_line(error)}"
-                    first = False
                     continue
-                if any(bool(part.isnan().any()) for part in tensors(output)):
+                if any(bool(part.isnan().any()) for part in itertools.islice(tensors(output), 1)):
                     examined.reason = f"on {kind}: its output is not a number"
-                    continue
-                if any(True for _ in tensors(output)):
-                    examined.reason = ""
-                    return model, config, kind, given
+                elif _gives(output):
+                    ran, examined.reason = True, ""
+                    yield model, config, kind, given
+            if ran:
+                return
+
+
+def runnable_in(
+    library: str, name: str, examined: Examined
+) -> tuple[Any, Any, str, dict[str, Any]] | None:
+    """The first small model of another library that runs on some input."""
+    for make in LIBRARIES[library].build(name):
+        try:
+            model, some = make()
+        except Exception as error:
+            if examined.verdict == "not built":
+                examined.reason = _line(error)
+            continue
+        examined.verdict, examined.reason = "not run", ""
+        for given in some:
+            try:
+                output = _run(model, given)
+            except Exception as error:
+                examined.reason = examined.reason or _line(error)
+                continue
+            if any(bool(part.isnan().any()) for part in tensors(output)):
+                examined.reason = "its output is not a number"
+            elif _gives(output):
+                examined.reason = ""
+                return model, None, ", ".join(given), given
     return None
 
 
-def _eager(model_class: Any, config: Any) -> Any:
+def _gives(output: Any) -> bool:
+    return any(True for _ in tensors(output))
+
+
+def _eager(model: Any, config: Any) -> Any:
+    """The same model with eager attention; None if there is no such thing."""
     try:
-        return small.build(model_class, copy.deepcopy(config), "eager")
+        if config is not None:
+            return small.build(type(model), copy.deepcopy(config), "eager")
+        part = copy.deepcopy(model)  # of another model, whose weights it shares no more
+        part.set_attn_implementation("eager")
+        return part
     except Exception:
         return None
 
 
+def _by_hand(model: Any) -> Any:
+    """The same model with its fused attention switched off, as timm has it; itself without."""
+    if not any(getattr(module, "fused_attn", False) for module in model.modules()):
+        return model
+    unfused = copy.deepcopy(model)
+    for module in unfused.modules():
+        if getattr(module, "fused_attn", False):
+            module.fused_attn = False
+    return unfused
+
+
 def _variants(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield given
-    if "input_ids" in given and "attention_mask" in given and given["attention_mask"].dim() == 2:
+    mask = given.get("attention_mask")
+    if "input_ids" in given and isinstance(mask, Tensor) and tuple(mask.shape) == (BATCH, LENGTH):
         yield {name: value for name, value in given.items() if name != "attention_mask"}
-        padded = given["attention_mask"].clone()
+        padded = mask.clone()
         padded[1, -4:] = 0
         yield given | {"attention_mask": padded}
 
@@ -284,7 +362,7 @@ def _against_maps(
             examined.notes += [note] if note not in examined.notes else []
             continue
         rows, counts = row_entropy(weights)
-        if mask is not None and tuple(mask.shape) == (rows.shape[0], rows.shape[2]):
+        if isinstance(mask, Tensor) and tuple(mask.shape) == (rows.shape[0], rows.shape[2]):
             counts = counts & mask.bool()[:, None, :]
         errors = []
         for module, entropy, largest in probe.kept:
@@ -329,4 +407,4 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-__all__ = ["VERDICTS", "Examined", "examine", "runnable", "under_laws"]
+__all__ = ["VERDICTS", "Examined", "examine", "runnable", "runnable_in", "under_laws"]

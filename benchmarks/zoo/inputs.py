@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -19,21 +21,50 @@ BATCH, LENGTH = 2, 12
 
 def candidates(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Kinds of input that the model's signature has a place for, the likeliest first."""
+    from zoo.given import GIVEN
+
     parameters = inspect.signature(model.forward).parameters
+    for given in GIVEN.get(getattr(model.config, "model_type", ""), ()):
+        with contextlib.suppress(Exception):  # it is for another class of this model type
+            named = given(model)
+            if set(named) <= set(parameters):
+                yield _kind(named), named
+                yield _kind(named), named | _rest(model, parameters, named)
     main = getattr(model, "main_input_name", "input_ids")
     makers = [maker for maker in _MAKERS if maker[1] in parameters]
     makers.sort(key=lambda maker: maker[1] != main)
+    if set(parameters) & set(_GRIDS):
+        for kind, name, _ in makers:
+            if name in ("pixel_values", "hidden_states"):
+                for packed in _packed(model):
+                    given = {name: packed}
+                    yield f"{kind} of patches", given | _rest(model, parameters, given)
     for kind, name, make in makers:
-        for given in make(model):
-            rest = _rest(model, parameters, {name: given})
-            yield kind, {name: given, **rest}
-            if masks := _masks(parameters, given):
-                yield kind, {name: given, **rest, **masks}
+        yield from _single(model, parameters, kind, name, next(iter(make(model))))
     for kind, name, make in makers:  # both towers of a model of two
         for other, second, also in makers:
             if name < second and {name, second} != {"input_ids", "inputs_embeds"}:
                 given = {name: next(iter(make(model))), second: next(iter(also(model)))}
                 yield f"{kind} and {other}", given | _rest(model, parameters, given)
+    for kind, name, make in makers:
+        for one in itertools.islice(make(model), 1, None):
+            yield from _single(model, parameters, kind, name, one)
+
+
+def _single(
+    model: Any, parameters: Any, kind: str, name: str, one: Tensor
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One main input with what goes with it, without masks and with them."""
+    given = {name: one, **_rest(model, parameters, {name: one})}
+    yield kind, given
+    for masks in _masks(parameters, one):
+        yield kind, given | masks
+
+
+def _kind(given: dict[str, Any]) -> str:
+    """Kinds of some inputs, in words."""
+    kinds = [kind for kind, name, _ in _MAKERS if name in given]
+    return " and ".join(dict.fromkeys(kinds)) or "states"
 
 
 def run(model: Any, given: dict[str, Any], **extra: Any) -> Any:
@@ -45,14 +76,26 @@ def run(model: Any, given: dict[str, Any], **extra: Any) -> Any:
         return model(**copy.deepcopy(given), **extra)
 
 
-def _masks(parameters: Any, given: Tensor) -> dict[str, Any]:
+def _masks(parameters: Any, given: Tensor) -> Iterator[dict[str, Any]]:
     """Masks of everything for features, which some models cannot do without."""
     names = ("input_features_mask", "feature_attention_mask", "padding_mask", "attention_mask")
-    if given.dim() != 3:
-        return {}
-    length = max(given.shape[1:])
-    mask = torch.ones(BATCH, length, dtype=torch.long)
-    return {name: mask for name in names if name in parameters}
+    names = tuple(name for name in names if name in parameters)
+    if given.dim() == 3 and names:
+        for length in sorted(set(given.shape[1:]), reverse=True):
+            yield dict.fromkeys(names, torch.ones(BATCH, length, dtype=torch.long))
+
+
+def _packed(model: Any) -> Iterator[Tensor]:
+    """Patches of two images of 4 by 4, one after another, as wide as the model embeds them."""
+    channels = _number(model, 3, "num_channels", "in_channels", "in_chans")
+    patch = _number(model, 8, "patch_size")
+    area = channels * patch * patch
+    for width in (area * _number(model, 1, "temporal_patch_size"), area, 2 * area):
+        yield noise(2 * 16, width)
+        yield noise(1, 2 * 16, width)
+    yield noise(2 * 16, channels, patch, patch)
+    yield noise(1, 2 * 16, channels, patch, patch)
+    yield noise(2 * 16, _number(model, 64, "hidden_size", "embed_dim"))
 
 
 def _rest(model: Any, parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +150,7 @@ def _pixels(model: Any) -> Iterator[Tensor]:
     frames = _number(model, 4, "num_frames")
     yield noise(BATCH, channels, side, side)
     yield noise(BATCH, frames, channels, side, side)
+    yield noise(BATCH, 2, channels, side, side)
     patch = _number(model, 8, "patch_size")
     yield noise(BATCH, 16, channels * patch * patch)
     for other in (32, 64, 128, 224):
@@ -115,7 +159,9 @@ def _pixels(model: Any) -> Iterator[Tensor]:
 
 
 def _features(model: Any) -> Iterator[Tensor]:
-    bins = _number(model, 80, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels")
+    bins = _number(
+        model, 80, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim"
+    )
     positions = _number(model, 24, "max_source_positions")
     yield noise(BATCH, bins, 2 * positions)
     yield noise(BATCH, 48, bins)
@@ -136,6 +182,8 @@ def _states(model: Any) -> Iterator[Tensor]:
     width = _number(model, 64, "hidden_size", "d_model", "embed_dim")
     yield noise(BATCH, LENGTH, width)
     yield noise(LENGTH * BATCH, width)
+    yield noise(BATCH, width, LENGTH)
+    yield noise(BATCH, 1, 20 * LENGTH)
 
 
 def _past(model: Any) -> Iterator[Tensor]:
@@ -183,13 +231,22 @@ _MAKERS = [
     ("audio samples", "input_values", _values),
     ("video", "pixel_values_videos", _pixels),
     ("series", "past_values", _past),
+    ("spectrogram", "spectrogram", _features),
+    ("spectrogram", "mel_spectrogram", _features),
+    ("latents", "latents", _states),
     ("states", "hidden_states", _states),
     ("states", "inputs_embeds", _states),
     ("states", "query_embeds", _states),
     ("any", "inputs", _states),
 ]  # fmt: skip
 
+_GRIDS = ("grid_thw", "image_grid_thw", "grid_thws", "image_grid_hw")
 _REQUIRED: dict[str, Any] = {
+    "pixel_values": lambda model: next(iter(_pixels(model))),
+    "input_ids": lambda model: ids(model),
+    "qformer_input_ids": lambda model: ids(model),
+    "merge_sizes": lambda model: torch.tensor([1, 1]),
+    "merge_size": lambda model: 2,
     "grid_thw": lambda model: torch.tensor([[1, 4, 4], [1, 4, 4]]),
     "image_grid_thw": lambda model: torch.tensor([[1, 4, 4], [1, 4, 4]]),
     "encoder_hidden_states": lambda model: next(iter(_states(model))),

@@ -8,11 +8,14 @@ import dataclasses
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from zoo.special import CONFIGS
 
 VOCABULARY = 199
 WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 64, 4, 2, 16
@@ -37,7 +40,7 @@ SIZES: dict[str, int] = {
         "memory_attention_feed_forward_hidden_size neck_hidden_size"),
         (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
         "decoder_attention_heads attention_heads decoder_num_attention_heads heads "
-        "encoder_num_attention_heads linear_num_value_heads index_n_heads "
+        "encoder_num_attention_heads linear_num_value_heads linear_num_heads index_n_heads "
         "cross_attention_heads memory_attention_num_attention_heads swa_num_attention_heads "
         "num_decoder_attention_heads num_encoder_attention_heads"),
         (KEY_HEADS, "num_key_value_heads n_kv_heads num_kv_heads encoder_num_key_value_heads "
@@ -51,7 +54,7 @@ SIZES: dict[str, int] = {
         "num_fusion_layers vision_layers text_layers d_coarse_layers num_relation_heads"),
         (HEAD_WIDTH, "head_dim d_kv d_head attention_head_size kv_channels kv_lora_rank "
         "qk_nope_head_dim v_head_dim global_head_dim linear_key_head_dim linear_value_head_dim "
-        "index_head_dim d_kv_dim attention_head_dim resampler_dim_head swa_head_dim num_mel_bins "
+        "linear_head_dim index_head_dim d_kv_dim attention_head_dim resampler_dim_head swa_head_dim num_mel_bins "
         "state_size mamba_d_state input_feat_per_channel num_conv_pos_embeddings ssm_state_size "
         "resampler_head_dim hidden_size_per_layer_input vocab_size_per_layer index_topk"),
         (8, "qk_rope_head_dim patch_size encoder_patch_size rotary_dim"),
@@ -73,14 +76,28 @@ class TooLargeError(Exception):
     """A model that no small configuration makes small."""
 
 
-def options(config_class: Any, sizes: dict[str, int], depth: int | None = None) -> dict[str, Any]:
-    """Keyword arguments that make a configuration small, those inside it too."""
+def options(
+    config_class: Any, sizes: dict[str, int], depth: int | None = None, rough: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments that make a configuration small, those inside it too.
+
+    Args:
+        config_class: a configuration's class.
+        sizes: fields by name, and what they become.
+        depth: number of layers.
+        rough: make every field small whose name sounds like a size, and set those of ``sizes``
+            that are None.
+    """
     given: dict[str, Any] = {}
     fields = _defaults(config_class)
     specials = iter(range(VOCABULARY - 1, 0, -1))
     for name, default in fields.items():
         if name in sizes and isinstance(default, int) and not isinstance(default, bool):
             given[name] = min(sizes[name], default) if default > 0 else default
+        elif rough and name in sizes and default is None:
+            given[name] = sizes[name]
+        elif rough and (found := _roughly(name, default)) is not None:
+            given[name] = found
         elif name in sizes and isinstance(default, list | tuple) and name.startswith("image_size"):
             given[name] = type(default)(sizes[name] for _ in default)
         elif name in _LISTS and isinstance(default, list | tuple):
@@ -90,11 +107,39 @@ def options(config_class: Any, sizes: dict[str, int], depth: int | None = None) 
     if depth is not None:
         given |= {name: depth for name in _DEPTHS if name in given}
     for name, inner in _inner(config_class).items():
-        given[name] = {"model_type": inner.model_type, **options(inner, sizes, depth)}
+        given[name] = {"model_type": inner.model_type, **options(inner, sizes, depth, rough)}
     for name, value in _TOGETHER.items():
         if name in fields and value[0] in fields:
             given[name] = value[1]
-    return given
+    return _merged(given, CONFIGS.get(getattr(config_class, "model_type", ""), {}))
+
+
+def _merged(given: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with others over them, those of inner configurations too."""
+    merged = dict(given)
+    for name, value in over.items():
+        inner = merged.get(name)
+        both = isinstance(value, dict) and isinstance(inner, dict) and "model_type" in inner
+        merged[name] = _merged(inner, value) if both and isinstance(inner, dict) else value
+    return merged
+
+
+def _roughly(name: str, default: Any) -> Any:
+    """A small value of a field whose name sounds like a size; None for any other."""
+    if "vocab" in name or "position" in name or "image" in name:
+        return None
+    if _SIZE.search(name):
+        if type(default) is int and default > WIDTH:
+            return WIDTH
+        if isinstance(default, list | tuple) and all(type(one) is int for one in default):
+            return type(default)(min(one, WIDTH // 2) for one in default)
+    if _COUNT.search(name) and type(default) is int and default > 2:
+        return HEADS if "heads" in name else 2
+    return None
+
+
+_SIZE = re.compile(r"(size|dim|width|channel|plane|hidden|inner|latents|model|dff)s?$")
+_COUNT = re.compile(r"(heads|layers|depth|blocks)$")
 
 
 #: Fields that must agree with another, or that matter where they are None: set where both exist.
@@ -105,6 +150,8 @@ _TOGETHER: dict[str, tuple[str, Any]] = {
     "attn_layer_indices": ("mamba_d_state", [1]),
     "attn_layer_period": ("attn_layer_offset", 2),
     "attn_layer_offset": ("attn_layer_period", 1),
+    "window_size": ("fullatt_block_indexes", 32),
+    "fullatt_block_indexes": ("window_size", [1]),
     "prediction_length": ("context_length", 4),
 }
 
@@ -159,6 +206,7 @@ def configurations(config_class: Any) -> Iterator[Any]:
         yield lambda depth=depth: _mended(config_class(**options(config_class, SIZES, depth)))
     few = {name: SIZES[name] for name in _DEPTHS}
     few |= dict.fromkeys(("decoder_layers", "num_experts", "n_routed_experts"), 2)
+    yield lambda: _mended(config_class(**options(config_class, SIZES, deeper, rough=True)))
     yield lambda: _mended(config_class(**options(config_class, few, deeper)))
     yield config_class
 
@@ -197,6 +245,8 @@ def _mended(config: Any) -> Any:
     for part in _parts(config):
         rope = getattr(part, "rope_parameters", None)
         ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+        if ropes and "mrope_section" in _source(type(part)):
+            ropes[0].setdefault("mrope_section", [2, 3, 3])
         for each in ropes:
             sections = each.get("mrope_section") if isinstance(each, dict) else None
             if sections:
@@ -258,6 +308,12 @@ def _modules(config_class: Any) -> Iterator[Any]:
                 yield importlib.import_module(f"{package}.{file.stem}")
 
 
+def _source(config_class: Any) -> str:
+    """Code of the models beside a configuration."""
+    folder = Path(inspect.getfile(config_class)).parent
+    return "".join(f.read_text(encoding="utf-8") for f in sorted(folder.glob("modeling_*.py")))
+
+
 def build(model_class: Any, config: Any, implementation: str | None) -> Any:
     """A model with uneven attention, in evaluation mode.
 
@@ -274,7 +330,14 @@ def build(model_class: Any, config: Any, implementation: str | None) -> Any:
         raise TooLargeError(f"{size / 1e6:.0f} million parameters where 40 are the most")
     torch.manual_seed(0)
     extra = {} if implementation is None else {"attn_implementation": implementation}
-    return uneven(model_class._from_config(config, **extra)).eval()
+    model = uneven(model_class._from_config(config, **extra)).eval()
+    if type(model).forward is torch.nn.Module.forward:
+        if hasattr(model, "encode"):  # a tokenizer of images or sounds
+            model.forward = model.encode
+        else:  # a row of models, of which each has its turn
+            parts = [part for part in model.children() if hasattr(part, "main_input_name")]
+            model.forward = parts[0].forward
+    return model
 
 
 def uneven(model: Any) -> Any:
@@ -287,6 +350,8 @@ def uneven(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
+                continue
+            if not parameter.numel():
                 continue
             if not bool(parameter.isfinite().all()):
                 parameter.zero_()

@@ -1,0 +1,259 @@
+"""Libraries other than transformers: what each has, built small, with the inputs it runs on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zoo.inputs import noise
+from zoo.small import HEADS, LARGEST, VOCABULARY, WIDTH, TooLargeError, uneven
+
+#: A model, and inputs to try with it.
+Built = tuple[Any, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library.
+
+    Attributes:
+        package: its name on PyPI.
+        names: what of it is swept.
+        total: how many there are, where that is more.
+        build: a model of each name, several ways until one runs.
+        unit: what the names are, in the plural.
+    """
+
+    package: str
+    names: Callable[[], list[str]]
+    build: Callable[[str], Iterator[Callable[[], Built]]]
+    unit: str
+    total: Callable[[], int] | None = None
+
+
+def ready(model: Any) -> Any:
+    """A model with uneven attention, in evaluation mode, unless it is large."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > 2.5 * LARGEST:
+        raise TooLargeError(f"{size / 1e6:.0f} million parameters where 100 are the most")
+    return uneven(model).eval()
+
+
+def _images(model: Any, *sides: int) -> list[dict[str, Any]]:
+    name = next(iter(inspect.signature(model.forward).parameters))
+    return [{name: noise(2, 3, side, side)} for side in sides]
+
+
+def _timm_names() -> list[str]:
+    """Of each module of timm, up to two architectures: small ones of different families."""
+    import timm
+
+    small = ("test", "tiny", "nano", "pico", "small", "xxs", "xs", "mini", "_s", "base")
+    names = []
+    for module in timm.list_modules():
+        families: dict[str, str] = {}
+        listed = timm.list_models(module=module)
+        listed.sort(key=lambda name: min([i for i, w in enumerate(small) if w in name] or [99]))
+        for name in listed:
+            families.setdefault(name.split("_")[0], name)
+        names += list(families.values())[:2]
+    return sorted(names)
+
+
+def _timm(name: str) -> Iterator[Callable[[], Built]]:
+    import timm
+
+    for options in ({"img_size": 64, "depth": 2}, {"depth": 2}, {"img_size": 64}, {}):
+
+        def make(options: dict[str, Any] = options) -> Built:
+            torch.manual_seed(0)
+            model = ready(timm.create_model(name, num_classes=10, **options))
+            usual = model.default_cfg.get("input_size", (3, 224, 224))[-1]
+            return model, _images(model, options.get("img_size", 64), 128, usual)
+
+        yield make
+
+
+def _torchvision_names() -> list[str]:
+    """Of each module of torchvision, two models."""
+    from torchvision import models
+
+    modules: dict[str, list[str]] = {}
+    for name in models.list_models():
+        modules.setdefault(models.get_model_builder(name).__module__, []).append(name)
+    return sorted(name for names in modules.values() for name in names[:2])
+
+
+def _torchvision_total() -> int:
+    from torchvision import models
+
+    return len(models.list_models())
+
+
+def _torchvision(name: str) -> Iterator[Callable[[], Built]]:
+    from torchvision import models
+
+    def make() -> Built:
+        torch.manual_seed(0)
+        builder = models.get_model_builder(name)
+        options = {"weights": None}
+        if "weights_backbone" in inspect.signature(builder).parameters:
+            options["weights_backbone"] = None
+        model = ready(builder(**options))
+        names = list(inspect.signature(model.forward).parameters)
+        if names[0] == "image1":
+            return model, [{"image1": noise(1, 3, 128, 128), "image2": noise(1, 3, 128, 128)}]
+        if names[0] == "images":
+            return model, [{"images": [noise(3, 64, 64)]}]
+        videos = [{names[0]: noise(1, 3, frames, 224, 224)} for frames in (16,)]
+        return model, [*_images(model, 64, 128, 224), *videos]
+
+    yield make
+
+
+def _open_clip_names() -> list[str]:
+    """Configurations that still differ when they are small."""
+    import open_clip
+
+    distinct: dict[str, str] = {}
+    for name in open_clip.list_models():
+        distinct.setdefault(json.dumps(_clip_config(name), sort_keys=True), name)
+    return sorted(distinct.values())
+
+
+def _open_clip_total() -> int:
+    import open_clip
+
+    return len(open_clip.list_models())
+
+
+def _clip_config(name: str) -> dict[str, Any]:
+    """A configuration with a few narrow layers."""
+    from open_clip import factory
+
+    config = {**factory.get_model_config(name), "embed_dim": WIDTH}
+    for tower in ("vision_cfg", "text_cfg", "multimodal_cfg"):
+        if tower in config:
+            config[tower] = _tower(config[tower])
+    return {key: value for key, value in config.items() if not key.startswith("preprocess")}
+
+
+def _open_clip(name: str) -> Iterator[Callable[[], Built]]:
+    from open_clip import model as models
+    from open_clip.coca_model import CoCa
+
+    def make() -> Built:
+        torch.manual_seed(0)
+        config = _clip_config(name)
+        custom = config.pop("custom_text", False)
+        made = CoCa if "multimodal_cfg" in config else models.CLIP
+        if made is models.CLIP and (custom or "hf_model_name" in config["text_cfg"]):
+            made = models.CustomTextCLIP
+        model = ready(made(**{k: v for k, v in config.items() if k in _parameters(made)}))
+        side = config["vision_cfg"].get("image_size", 224)
+        side = side[0] if isinstance(side, list | tuple) else side
+        length = config["text_cfg"].get("context_length", 77)
+        text = torch.randint(3, VOCABULARY - 1, (2, length))
+        return model, [{"image": noise(2, 3, side, side), "text": text}]
+
+    yield make
+
+
+def _tower(config: dict[str, Any]) -> dict[str, Any]:
+    """A tower of a few narrow layers."""
+    config = dict(config)
+    if isinstance(config.get("layers", 2), int):
+        config |= {"layers": 2} | ({"width": WIDTH} if "timm_model_name" not in config else {})
+        config |= {"heads": HEADS} if "heads" in config else {}
+        config |= {"head_width": WIDTH // HEADS} if "image_size" in config else {}
+    if "image_size" in config and "timm_model_name" not in config:
+        config["image_size"] = 64 if isinstance(config.get("layers"), int) else 128
+        config["patch_size"] = 16
+    if "vocab_size" in config:
+        config["vocab_size"] = VOCABULARY
+    return config
+
+
+def _x_names() -> list[str]:
+    """Every switch of attention and of its layers, each on alone."""
+    from x_transformers.x_transformers import Attention, AttentionLayers
+
+    off = ("verbose", "onnxable", "causal", "cross_attend", "only_cross", "on_attn")
+    names = ["decoder", "encoder", "encoder-decoder", "decoder: kv_heads=2"]
+    for prefix, made in (("attn_", Attention), ("", AttentionLayers)):
+        names += [
+            f"decoder: {prefix}{name}"
+            for name, parameter in inspect.signature(made.__init__).parameters.items()
+            if parameter.default is False and name not in off
+        ]
+    return names + ["decoder: attn_sparse_topk=4", "decoder: attn_num_mem_kv=4",
+                    "decoder: attn_max_attend_past=4"]  # fmt: skip
+
+
+def _x(name: str) -> Iterator[Callable[[], Built]]:
+    import x_transformers as x
+
+    def make() -> Built:
+        torch.manual_seed(0)
+        kind, _, option = name.partition(": ")
+        key, _, value = option.partition("=")
+        key = "attn_kv_heads" if key == "kv_heads" else key
+        options = {key: int(value) if value else True} if key else {}
+        sizes: dict[str, Any] = {"dim": WIDTH, "depth": 2, "heads": HEADS, "attn_dim_head": 16}
+        if kind == "encoder-decoder":
+            model = x.XTransformer(
+                dim=WIDTH, enc_num_tokens=VOCABULARY, enc_depth=2, enc_heads=HEADS,
+                enc_max_seq_len=64, dec_num_tokens=VOCABULARY, dec_depth=2, dec_heads=HEADS,
+                dec_max_seq_len=64,
+            )  # fmt: skip
+            ids = torch.randint(3, 150, (2, 12))
+            return ready(model), [{"src": ids, "tgt": ids}]
+        layers = (x.Encoder if kind == "encoder" else x.Decoder)(**sizes, **options)
+        wrapper = x.TransformerWrapper(
+            num_tokens=VOCABULARY, max_seq_len=64, attn_layers=layers
+        )  # fmt: skip
+        return ready(wrapper), [{"x": torch.randint(3, 150, (2, 12))}]
+
+    yield make
+
+
+def _parameters(made: Any) -> Any:
+    return inspect.signature(made.__init__).parameters
+
+
+def _timm_total() -> int:
+    import timm
+
+    return len(timm.list_models())
+
+
+def _diffusers_names() -> list[str]:
+    from diffusers.models import transformers as models
+
+    return sorted(name for name in dir(models) if isinstance(getattr(models, name), type))
+
+
+def _diffusers(name: str) -> Iterator[Callable[[], Built]]:
+    from zoo import diffusion
+
+    return diffusion.models(name)
+
+
+LIBRARIES: dict[str, Library] = {
+    "diffusers": Library("diffusers", _diffusers_names, _diffusers, "transformers"),
+    "timm": Library("timm", _timm_names, _timm, "architectures", _timm_total),
+    "torchvision": Library(
+        "torchvision", _torchvision_names, _torchvision, "models", _torchvision_total
+    ),
+    "open_clip": Library(
+        "open_clip_torch", _open_clip_names, _open_clip, "configurations", _open_clip_total
+    ),
+    "x-transformers": Library("x-transformers", _x_names, _x, "options"),
+}
+
+__all__ = ["LIBRARIES", "Library", "ready"]
