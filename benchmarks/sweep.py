@@ -169,7 +169,7 @@ def laws(
             return
 
 
-def _begun(path: Path, fresh: bool, library: str) -> dict[str, Any]:
+def _begun(path: Path, fresh: bool, library: str = "transformers") -> dict[str, Any]:
     """The record to go on with: what was found with other versions does not count."""
     import torch
 

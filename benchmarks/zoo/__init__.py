@@ -9,7 +9,7 @@ _DECLARED: list[Any] = []  # a library of operators goes when nothing holds it
 
 
 def _torchvision() -> None:
-    """Declare two operators that a CUDA build of torchvision cannot load beside PyTorch for CPUs."""
+    """Declare two operators that torchvision for CUDA cannot load beside PyTorch for CPUs."""
     if find_spec("torchvision") is None:
         return
     try:

@@ -79,8 +79,10 @@ def _inputs(model: Any, sizes: dict[str, Any]) -> Iterator[dict[str, Any]]:
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (2, 4)]
     useful = [n for n in parameters if n in _USEFUL and n not in required]
     channels = int(sizes.get("in_channels") or CHANNELS)
-    shapes = [(2, channels, 8, 8), (2, channels, 4, 8, 8), (2, 4, channels, 8, 8), (2, 16, channels),
-              (2, channels, 16), (2, 16, WIDTH), (2, WIDTH)]  # fmt: skip
+    shapes = [
+        *((2, channels, 8, 8), (2, channels, 4, 8, 8), (2, 4, channels, 8, 8)),
+        *((2, 16, channels), (2, channels, 16), (2, 16, WIDTH), (2, WIDTH)),
+    ]
     main = required[0] if required else "hidden_states"
     without = [name for name in required + useful if name not in _SELDOM]
     for shape, names, whole in itertools.product(

@@ -19,9 +19,9 @@ from acutance.probing.settings import ProbeSettings
 from zoo import inputs, parts, small
 from zoo.inputs import BATCH, LENGTH
 from zoo.inputs import run as _run
-from zoo.laws import Lawful, lawful
-from zoo.libraries import LIBRARIES
-from zoo.maps import alike, maps, row_entropy, same, tensors, tolerance
+from zoo.laws import Lawful, lawful, line
+from zoo.libraries import by_hand, runnable_in
+from zoo.maps import alike, gives, maps, row_entropy, same, tensors, tolerance
 from zoo.witness import watching
 
 #: Process time in which a model type must build and run, in seconds.
@@ -132,7 +132,7 @@ def _examine(examined: Examined, library: str) -> None:
     config_of = getattr(model, "config", None)
     first = getattr(config_of, "_attn_implementation", None) or "eager"
     if library != "transformers":
-        first, eager = "default", _by_hand(model)
+        first, eager = "default", by_hand(model)
     else:
         eager = model if first == "eager" else _eager(model, config)
     findings: list[str] = []
@@ -165,7 +165,7 @@ def runnable(model_type: str, examined: Examined) -> tuple[Any, Any, str, dict[s
         for model, _, kind, given in running(whole, Examined(whole)):
             with contextlib.suppress(Exception):
                 part = parts.called(model, given, config_class, classes)
-                if part is not None and _gives(inputs.run(*part)):
+                if part is not None and gives(inputs.run(*part)):
                     examined.verdict, examined.reason = "not run", ""
                     module, given = part
                     return module, None, f"{kind}, as a part of {whole}", given
@@ -190,7 +190,7 @@ def running(model_type: str, examined: Examined) -> Iterator[tuple[Any, Any, str
                 model = small.build(model_class, config, None)
             except Exception as error:
                 if examined.verdict == "not built" and not examined.reason:
-                    examined.reason = _line(error)
+                    examined.reason = line(error)
                 continue
             examined.verdict = "not run"
             ran = False
@@ -199,45 +199,15 @@ def running(model_type: str, examined: Examined) -> Iterator[tuple[Any, Any, str
                     output = _run(model, given)
                 except Exception as error:
                     if not ran and not examined.reason.startswith("on "):
-                        examined.reason = f"on {kind}: {_line(error)}"
+                        examined.reason = f"on {kind}: {line(error)}"
                     continue
                 if any(bool(part.isnan().any()) for part in itertools.islice(tensors(output), 1)):
                     examined.reason = f"on {kind}: its output is not a number"
-                elif _gives(output):
+                elif gives(output):
                     ran, examined.reason = True, ""
                     yield model, config, kind, given
             if ran:
                 return
-
-
-def runnable_in(
-    library: str, name: str, examined: Examined
-) -> tuple[Any, Any, str, dict[str, Any]] | None:
-    """The first small model of another library that runs on some input."""
-    for make in LIBRARIES[library].build(name):
-        try:
-            model, some = make()
-        except Exception as error:
-            if examined.verdict == "not built":
-                examined.reason = _line(error)
-            continue
-        examined.verdict, examined.reason = "not run", ""
-        for given in some:
-            try:
-                output = _run(model, given)
-            except Exception as error:
-                examined.reason = examined.reason or _line(error)
-                continue
-            if any(bool(part.isnan().any()) for part in tensors(output)):
-                examined.reason = "its output is not a number"
-            elif _gives(output):
-                examined.reason = ""
-                return model, None, ", ".join(given), given
-    return None
-
-
-def _gives(output: Any) -> bool:
-    return any(True for _ in tensors(output))
 
 
 def _eager(model: Any, config: Any) -> Any:
@@ -250,17 +220,6 @@ def _eager(model: Any, config: Any) -> Any:
         return part
     except Exception:
         return None
-
-
-def _by_hand(model: Any) -> Any:
-    """The same model with its fused attention switched off, as timm has it; itself without."""
-    if not any(getattr(module, "fused_attn", False) for module in model.modules()):
-        return model
-    unfused = copy.deepcopy(model)
-    for module in unfused.modules():
-        if getattr(module, "fused_attn", False):
-            module.fused_attn = False
-    return unfused
 
 
 def _variants(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -403,8 +362,4 @@ def _conclude(examined: Examined, model: Any, findings: list[str]) -> None:
         examined.verdict, examined.reason = "unverified", ""
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-__all__ = ["VERDICTS", "Examined", "examine", "runnable", "runnable_in", "under_laws"]
+__all__ = ["VERDICTS", "Examined", "examine", "runnable", "under_laws"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,33 @@ def _instructed(model: Any, token: int, *frames: int) -> dict[str, Any]:
         "qformer_input_ids": ids(model),
         "input_ids": _placed(model, token, count),
     }
+
+
+def _prompted(model: Any) -> dict[str, Any]:
+    """Two images with a point on each."""
+    side = model.config.prompt_encoder_config.image_size
+    return {
+        "pixel_values": noise(2, 3, side, side),
+        "input_points": torch.tensor([[[[20.0, 30.0]]]] * 2),
+        "input_labels": torch.ones(2, 1, 1, dtype=torch.long),
+    }
+
+
+def _session(model: Any) -> dict[str, Any]:
+    """Two frames of a video with a point on the first."""
+    module = sys.modules[type(model).__module__]
+    (made,) = [value for name, value in vars(module).items() if name.endswith("InferenceSession")]
+    side = model.config.prompt_encoder_config.image_size
+    session = made(
+        video=noise(2, 3, side, side), video_height=side, video_width=side, dtype=torch.float32
+    )
+    inputs = {
+        "point_coords": torch.tensor([[[[20.0, 30.0]]]]),
+        "point_labels": torch.ones(1, 1, 1, dtype=torch.int32),
+    }
+    session.add_point_inputs(session.obj_id_to_idx(1), 0, inputs)
+    session.obj_with_new_inputs = [1]
+    return {"inference_session": session, "frame_idx": 0}
 
 
 def _two_codecs(model: Any) -> dict[str, Any]:
@@ -151,7 +179,7 @@ GIVEN: dict[str, tuple[Given, ...]] = {
             "image_grid_thw": _shapes(1, 4, 4),
         },
     ),
-    "inkling_audio": (lambda m: {"audio_input_ids": _codes(m, 16, 12) % 8},),
+    "inkling_audio": (lambda m: {"audio_input_ids": _codes(m, 80, 12) % 8},),
     "instructblip": (lambda m: _instructed(m, m.config.image_token_index),),
     "instructblipvideo": (lambda m: _instructed(m, m.config.video_token_index, 4),),
     "jev": (
@@ -247,6 +275,22 @@ GIVEN: dict[str, tuple[Given, ...]] = {
         },
     ),
     "qwen3_omni_moe_audio_encoder": (_packed_sounds,),
+    "sam": (_prompted,),
+    "sam_hq": (_prompted,),
+    "sam2": (_prompted,),
+    "sam3_tracker": (_prompted,),
+    "edgetam": (_prompted,),
+    "sam3": (
+        lambda m: {
+            "pixel_values": noise(2, 3, 64, 64),
+            "input_ids": ids(m),
+            "input_boxes": torch.tensor([[[0.4, 0.4, 0.3, 0.3]]] * 2),
+            "input_boxes_labels": torch.ones(2, 1, dtype=torch.long),
+        },
+    ),
+    "sam2_video": (_session,),
+    "sam3_tracker_video": (_session,),
+    "edgetam_video": (_session,),
     "seggpt": (
         lambda m: dict.fromkeys(
             ("pixel_values", "prompt_pixel_values", "prompt_masks"),

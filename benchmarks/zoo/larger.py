@@ -32,7 +32,7 @@ _PROJECTIONS: dict[str, tuple[str, ...]] = {
 #: What is added to the query before its products, and a second query whose products are added.
 _BESIDE = (
     *("q_bias", "r_w_bias", "r_r_bias", "r_s_bias", "bias_u", "bias_v", "pos_bias_u", "pos_bias_v"),
-    "layout_query",
+    *("layout_query", "add_q_proj"),
 )
 
 #: The output of a module, or a tensor, and which power of the factor multiplies it.
@@ -103,7 +103,7 @@ def _normed(module: nn.Module, heads: int) -> list[Part]:
         for form in _NORMS:
             norm = getattr(module, form.format(part), None)
             if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
-                return [(norm, power)]
+                return [(norm, power), *_alone(module, (form.format("added_q"),))]
     return _made(module, heads)
 
 

@@ -28,6 +28,8 @@ MakeLaw = Callable[[Any, float], acutance.Applied]
 FACTOR = 1.5
 AGREES = 1e-3  # of what the law moves: a wrong slice or a missed layer is off by as much as moves
 ROUNDING = 1e-14  # of an output's largest entry
+ROUNDING_32 = 1e-6  # likewise, of a model that does not run in float64
+SPREAD = 1e-6  # nats: rows as near to none, or to the most, do not change with a factor
 
 
 @dataclass
@@ -89,17 +91,20 @@ def lawful(model: Any, given: dict[str, Any], law: MakeLaw | None = None) -> Law
         if not found.refused:
             _at_factor(found, model, given, heads, law)
     except Exception as error:
-        found.failed = _line(error)
+        found.failed = line(error)
     return found
 
 
 def _at_one(found: Lawful, model: Any, given: dict[str, Any], law: MakeLaw) -> dict[str, int]:
     """The same bits as without; number of heads by module that was scaled."""
     plain = run(model, given)
-    with acutance.probe(model, metrics=["entropy"]) as probe:
+    with acutance.probe(model, metrics=["entropy", "information"]) as probe:
         run(model, given)
     heads = {one.module.partition("#")[0]: one.heads for one in probe.summary().layers}
     found.read = len(heads)
+    spread, focus = (probe.summary().mean(name).nan_to_num() for name in ("entropy", "information"))
+    if bool(((spread < SPREAD) | (focus.abs() < SPREAD)).all()):
+        found.left = "each of its rows has all its weight on one key, or the same on all"
     try:
         with law(model, 1.0) as applied:
             found.moved_at_1 = not same(plain, run(model, given))
@@ -121,7 +126,7 @@ def _at_factor(
     with law(model, FACTOR):
         scaled = run(model, given)
     found.moved = _difference(scaled, plain)
-    if found.moved < ROUNDING:
+    if found.moved < (ROUNDING if found.dtype == "float64" else ROUNDING_32):
         before = _inside(model, given, heads)
         with law(model, FACTOR):
             inside = _difference(_inside(model, given, heads), before)
@@ -129,6 +134,8 @@ def _at_factor(
             found.left = f"its attention moves by {inside:.1e}, and its outputs do not"
         elif found.moved:
             found.left = "its outputs move by rounding alone"
+        return
+    if found.left:
         return
     found.left = "what makes its queries is not known"
     for by, parts in ways(model, heads):
@@ -195,8 +202,8 @@ def _difference(left: Any, right: Any) -> float:
     return worst
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-__all__ = ["AGREES", "FACTOR", "Lawful", "lawful"]
+__all__ = ["AGREES", "FACTOR", "Lawful", "lawful", "line"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -10,7 +12,9 @@ from typing import Any
 
 import torch
 
-from zoo.inputs import noise
+from zoo.inputs import noise, run
+from zoo.laws import line
+from zoo.maps import gives, tensors
 from zoo.small import HEADS, LARGEST, VOCABULARY, WIDTH, TooLargeError, uneven
 
 #: A model, and inputs to try with it.
@@ -26,13 +30,11 @@ class Library:
         names: what of it is swept.
         total: how many there are, where that is more.
         build: a model of each name, several ways until one runs.
-        unit: what the names are, in the plural.
     """
 
     package: str
     names: Callable[[], list[str]]
     build: Callable[[str], Iterator[Callable[[], Built]]]
-    unit: str
     total: Callable[[], int] | None = None
 
 
@@ -41,6 +43,8 @@ def ready(model: Any) -> Any:
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > 2.5 * LARGEST:
         raise TooLargeError(f"{size / 1e6:.0f} million parameters where 100 are the most")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return model  # only its size was asked for
     return uneven(model).eval()
 
 
@@ -191,8 +195,8 @@ def _x_names() -> list[str]:
             for name, parameter in inspect.signature(made.__init__).parameters.items()
             if parameter.default is False and name not in off
         ]
-    return names + ["decoder: attn_sparse_topk=4", "decoder: attn_num_mem_kv=4",
-                    "decoder: attn_max_attend_past=4"]  # fmt: skip
+    figures = ("sparse_topk=4", "num_mem_kv=4", "max_attend_past=4")
+    return [*names, *(f"decoder: attn_{figure}" for figure in figures)]
 
 
 def _x(name: str) -> Iterator[Callable[[], Built]]:
@@ -245,15 +249,51 @@ def _diffusers(name: str) -> Iterator[Callable[[], Built]]:
 
 
 LIBRARIES: dict[str, Library] = {
-    "diffusers": Library("diffusers", _diffusers_names, _diffusers, "transformers"),
-    "timm": Library("timm", _timm_names, _timm, "architectures", _timm_total),
-    "torchvision": Library(
-        "torchvision", _torchvision_names, _torchvision, "models", _torchvision_total
-    ),
-    "open_clip": Library(
-        "open_clip_torch", _open_clip_names, _open_clip, "configurations", _open_clip_total
-    ),
-    "x-transformers": Library("x-transformers", _x_names, _x, "options"),
+    "diffusers": Library("diffusers", _diffusers_names, _diffusers),
+    "timm": Library("timm", _timm_names, _timm, _timm_total),
+    "torchvision": Library("torchvision", _torchvision_names, _torchvision, _torchvision_total),
+    "open_clip": Library("open_clip_torch", _open_clip_names, _open_clip, _open_clip_total),
+    "x-transformers": Library("x-transformers", _x_names, _x),
 }
 
-__all__ = ["LIBRARIES", "Library", "ready"]
+
+def runnable_in(
+    library: str, name: str, examined: Any
+) -> tuple[Any, Any, str, dict[str, Any]] | None:
+    """The first small model of another library that runs on some input."""
+    for make in LIBRARIES[library].build(name):
+        try:
+            with contextlib.suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+                make()  # a large one says so before it takes memory
+            model, some = make()
+        except Exception as error:
+            if examined.verdict == "not built":
+                examined.reason = line(error)
+            continue
+        examined.verdict, examined.reason = "not run", ""
+        for given in some:
+            try:
+                output = run(model, given)
+            except Exception as error:
+                examined.reason = examined.reason or line(error)
+                continue
+            if any(bool(part.isnan().any()) for part in tensors(output)):
+                examined.reason = "its output is not a number"
+            elif gives(output):
+                examined.reason = ""
+                return model, None, ", ".join(given), given
+    return None
+
+
+def by_hand(model: Any) -> Any:
+    """The same model with its fused attention switched off, as timm has it; itself without."""
+    if not any(getattr(module, "fused_attn", False) for module in model.modules()):
+        return model
+    unfused = copy.deepcopy(model)
+    for module in unfused.modules():
+        if getattr(module, "fused_attn", False):
+            module.fused_attn = False
+    return unfused
+
+
+__all__ = ["LIBRARIES", "Library", "by_hand", "ready", "runnable_in"]

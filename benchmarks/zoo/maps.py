@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["alike", "maps", "row_entropy", "same", "tensors", "tolerance"]
+__all__ = ["alike", "gives", "maps", "row_entropy", "same", "tensors", "tolerance"]
 
 
 def tolerance(largest: float, keys: int) -> float:
@@ -68,6 +68,11 @@ def tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from tensors(value)
+
+
+def gives(output: Any) -> bool:
+    """Whether there is a tensor in an output."""
+    return any(True for _ in tensors(output))
 
 
 def same(left: Any, right: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.laws import Lawful
+from zoo.special import REASONS
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 _DTYPES = {"float64": "", "float32": " These do not run in float64."}
@@ -33,12 +34,18 @@ DIFFER = (
     "in eager only.\n\n"
 )
 UNDER_A_LAW = (
-    "Each model type whose attention is read also ran under {func}`acutance.apply`, including "
+    "Most model types whose attention is read also ran under {func}`acutance.apply`, including "
     "layers with windows: once with a factor of 1 for all heads, and once with 1.5. The output "
     "with 1.5 is compared with that of the model without a law whose queries were multiplied by "
     "1.5 in the model itself: in the weights and biases of their projection, or in the output of "
     "a normalisation that follows it. Where a query is also used for something else, such as a "
     "position bias, or is not the output of a projection, the keys were multiplied instead.\n\n"
+)
+OTHERS = (
+    "Models of other libraries, examined in the same way: `python benchmarks/sweep.py --library "
+    "NAME`. Of diffusers all classes of transformers are examined, of x-transformers each switch "
+    "of attention and of its layers alone. *Listed* are those of which the probe names what it "
+    "does not read.\n\n"
 )
 _TITLES = {
     "verified": "Read and verified",
@@ -53,8 +60,13 @@ _TITLES = {
 }
 
 
-def render(record: dict[str, Any]) -> str:
-    """The page, MyST Markdown."""
+def render(record: dict[str, Any], others: dict[str, dict[str, Any]] | None = None) -> str:
+    """The page, MyST Markdown.
+
+    Args:
+        record: of transformers.
+        others: records of other libraries, by name.
+    """
     models = list(record["models"].values())
     with_maps = [m for m in models if m.get("maps") and m["verdict"] != "caught"]
     moved = sum(bool(model.get("moved")) for model in models)
@@ -87,13 +99,46 @@ def render(record: dict[str, Any]) -> str:
         )
     laws = {m["model_type"]: Lawful(**m["law"]) for m in models if m.get("law")}
     held = [law for law in laws.values() if not law.refused and not law.fault]
-    facts |= {"laws": len(laws), "held": len(held)}
+    facts |= {
+        "laws": len(laws),
+        "held": len(held),
+        "read": sum(bool(m.get("read")) for m in models),
+    }
     if laws:
         text += f"\n## Under a law\n\n{UNDER_A_LAW}{_laws(laws, held)}"
+    text += _libraries(others or {})
     template = TEMPLATE.read_text(encoding="utf-8")
     for name, value in {**facts, "groups": text}.items():
         template = template.replace(f"{{{name}}}", str(value))
     return template
+
+
+def _libraries(others: dict[str, dict[str, Any]]) -> str:
+    """What other libraries' models gave: a row each, and below it what was not verified."""
+    if not others:
+        return ""
+    rows, listed = [], []
+    for name, record in others.items():
+        models = list(record["models"].values())
+        counts = Counter(model["verdict"] for model in models)
+        ran = [m for m in models if m["verdict"] not in ("not run", "not built")]
+        attends = len(ran) - counts["attention-free"]
+        rows.append(
+            (f"{name} {record['versions'][name]}", record["registered"], len(models), len(ran),
+             attends, counts["verified"], counts["unverified"],
+             counts["in part"] + counts["not read"], counts["caught"], counts["wrong"])
+        )  # fmt: skip
+        listed += [
+            (name, _code(m["model_type"]), _TITLES[m["verdict"]].lower(), _plain(m["reason"]))
+            for m in models
+            if m["verdict"] not in ("verified", "unverified", "attention-free")
+        ]
+    names = ("library", "names", "examined", "ran", "with attention", "verified", "unverified",
+             "listed", "caught", "wrong")  # fmt: skip
+    return (
+        f"\n## Other libraries\n\n{OTHERS}{_table(names, rows)}\n"
+        f"{_table(('library', 'name', '', 'reason'), listed)}"
+    )
 
 
 def _laws(laws: dict[str, Lawful], held: list[Lawful]) -> str:
@@ -133,7 +178,10 @@ def _group(verdict: str, models: list[dict[str, Any]]) -> str:
     if verdict in ("not built", "not run"):
         return _table(
             ("model type", "reason"),
-            [(_code(m["model_type"]), _plain(m["reason"])) for m in models],
+            [
+                (_code(m["model_type"]), _plain(REASONS.get(m["model_type"], m["reason"])))
+                for m in models
+            ],
         )
     if verdict == "attention-free":
         rows = [(_code(m["model_type"]), m["model"], _plain(m["reason"])) for m in models]

@@ -54,7 +54,8 @@ SIZES: dict[str, int] = {
         "num_fusion_layers vision_layers text_layers d_coarse_layers num_relation_heads"),
         (HEAD_WIDTH, "head_dim d_kv d_head attention_head_size kv_channels kv_lora_rank "
         "qk_nope_head_dim v_head_dim global_head_dim linear_key_head_dim linear_value_head_dim "
-        "linear_head_dim index_head_dim d_kv_dim attention_head_dim resampler_dim_head swa_head_dim num_mel_bins "
+        "linear_head_dim index_head_dim d_kv_dim attention_head_dim resampler_dim_head "
+        "swa_head_dim num_mel_bins "
         "state_size mamba_d_state input_feat_per_channel num_conv_pos_embeddings ssm_state_size "
         "resampler_head_dim hidden_size_per_layer_input vocab_size_per_layer index_topk"),
         (8, "qk_rope_head_dim patch_size encoder_patch_size rotary_dim"),

@@ -30,11 +30,11 @@ _VIBE = {"num_filters": 4, "n_filters": 4, "downsampling_ratios": [2, 2], "depth
 _HIERA: dict[str, Any] = {
     "hidden_size": 16,
     "num_attention_heads": 1,
-    "blocks_per_stage": [1, 1, 1, 1],
+    "blocks_per_stage": [1, 1, 2, 1],
     "embed_dim_per_stage": [16, 32, 64, 128],
     "num_attention_heads_per_stage": [1, 2, 4, 8],
     "window_size_per_stage": [4, 2, 4, 2],
-    "global_attention_blocks": [2],
+    "global_attention_blocks": [3],
     "window_positional_embedding_background_size": [4, 4],
     "image_size": [64, 64],
 }
@@ -45,6 +45,15 @@ _SAM2 = {
     "fpn_hidden_size": 64,
     "image_size": 64,
 }
+_SAM = {
+    "output_channels": 64, "image_size": 64, "patch_size": 16, "window_size": 2,
+    "num_hidden_layers": 2, "global_attn_indexes": [1], "num_pos_feats": 32,
+}  # fmt: skip
+_MEMORY = {
+    "memory_attention_rope_feat_sizes": [4, 4], "image_size": 64, "memory_encoder_hidden_size": 64,
+    "memory_encoder_output_channels": 64, "mask_downsampler_embed_dim": 64,
+    "memory_fuser_embed_dim": 64, "memory_fuser_intermediate_dim": 64,
+}  # fmt: skip
 _STAGES = ["stage1", "stage2", "stage3", "stage4"]
 _RESNET: dict[str, Any] = {
     "model_type": "resnet",
@@ -103,6 +112,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "edgetam_vision_model": {
         "backbone_config": {
             "architecture": "repvit_m1",
+            "num_labels": 2,
             "model_args": {"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]},
         }
     },
@@ -141,7 +151,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ngram_vocab_size_base": 200,
         "split_ngram_parts": 2,
     },
+    "sam_vision_model": _SAM,
+    "sam_hq_vision_model": _SAM,
+    "sam_prompt_encoder": {"image_size": 64, "patch_size": 16, "image_embedding_size": 4},
+    "sam_hq_prompt_encoder": {"image_size": 64, "patch_size": 16, "image_embedding_size": 4},
+    "sam_hq_mask_decoder": {"vit_dim": 64},
     "sam2_prompt_encoder": {"image_size": 64, "patch_size": 16},
+    "sam2_video_prompt_encoder": {"image_size": 64, "patch_size": 16},
+    "edgetam_prompt_encoder": {"image_size": 64, "patch_size": 16},
+    "edgetam_video_prompt_encoder": {"image_size": 64, "patch_size": 16},
+    "sam2_video": _MEMORY,
+    "edgetam_video": _MEMORY,
+    "sam3_tracker_video": _MEMORY,
     "seggpt": {"image_size": [64, 32]},
     "shieldgemma2": {"yes_token_index": 7, "no_token_index": 8},
     "table-transformer": {**_LAST, "use_timm_backbone": False},
@@ -192,7 +213,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "adapter_in_dim": 64,
     },
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 2], "attn_resolutions": [2]},
-    "fast_vlm": {"vision_config": {"architecture": "resnet18", "hidden_size": 512}},
+    "fast_vlm": {
+        "vision_config": {"architecture": "resnet18", "hidden_size": 512, "num_labels": 2}
+    },
     "fastspeech2_conformer_with_hifigan": {"vocoder_config": {"model_in_dim": 16}},
     "instructblip": {"image_token_index": 9},
     "instructblipvideo": {"video_token_index": 9},
@@ -263,3 +286,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"num_hidden_layers": 6, "layer_types": _HYBRID, "num_mem_blocks": 1},
 }
+
+_SESSION = "takes a session of video frames, which is no tensor"
+_PART = "is no model: the sweep does not reach it through the model it belongs to"
+
+#: Why some model types are not built, or not run.
+REASONS: dict[str, str] = {
+    "dinat": "needs natten, which is not installed",
+    "layoutlmv2": "needs detectron2, which is not installed",
+    "layoutxlm": "is a name for LayoutLMv2's model, which needs detectron2",
+    "higgs_audio_v2_tokenizer": "needs torchaudio, of which there is no version for this PyTorch",
+    "nougat": "is a name for the vision-encoder-decoder's model",
+    "rag": "is a composite of two models and a retriever's documents",
+    "gemma4_assistant": "drafts on the key-value cache of another model",
+    "gemma4_unified_assistant": "drafts on the key-value cache of another model",
+    "sam2_video": _SESSION,
+    "sam3_video": _SESSION,
+    "sam3_tracker_video": _SESSION,
+    "edgetam_video": _SESSION,
+    **dict.fromkeys(
+        (
+            "edgetam_video_mask_decoder", "edgetam_video_prompt_encoder",
+            "sam2_video_mask_decoder", "sam2_video_prompt_encoder",
+            "sam3_tracker_video_mask_decoder", "sam3_tracker_video_prompt_encoder",
+            "gemma4_unified_audio", "gemma4_unified_vision", "idefics_perciever",
+            "pp_chart2table", "pp_chart2table_vision", "sapiens2_head", "vibevoice_diffusion",
+        ),
+        _PART,
+    ),
+}  # fmt: skip

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FUSED = (
+    "scaled_dot_product_attention",  # as a whole in inference mode
     "_scaled_dot_product",
     "_native_multi_head_attention",
     "_transformer_encoder_layer_fwd",
     "flex_attention",
 )
 _SOFTMAX = {"_softmax", "_safe_softmax", "softmax"}
-_PRODUCTS = {"bmm", "baddbmm"}  # two dimensions are a linear layer
+_PRODUCTS = {"bmm", "baddbmm", "matmul"}  # two dimensions are a linear layer
 
 
 @dataclass

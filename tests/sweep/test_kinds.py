@@ -138,3 +138,70 @@ def test_the_witness_sees_what_is_attention_and_nothing_else() -> None:
         witness_of = torch.nn.functional.scaled_dot_product_attention
         witness_of(*[torch.randn(1, 2, 5, 4)] * 3)
     assert witness.attention.total() == 1
+
+
+def test_a_part_is_examined_on_what_its_whole_gives_it() -> None:
+    from zoo.examine import examine
+
+    found = examine("sam_mask_decoder")  # its forward takes the embeddings of an encoder
+    assert (found.verdict, found.model) == ("verified", "SamMaskDecoder")
+    assert "as a part of sam" in found.inputs
+    assert found.read == found.calls > 0
+    assert not found.moved
+
+
+@pytest.mark.parametrize(
+    ("model_type", "inputs"),
+    [
+        ("qwen2_vl_vision", "states of patches"),  # two images, as packed patches
+        ("siglip2_vision_model", "pixels"),  # patches with their mask and the images' shapes
+        ("musicgen", "ids"),  # a row of codes for each codebook
+        ("dots1", "ids"),  # sizes that are None in its configuration
+    ],
+)
+def test_inputs_and_sizes_that_a_signature_does_not_say(model_type: str, inputs: str) -> None:
+    from zoo.examine import Examined, runnable
+
+    found = runnable(model_type, Examined(model_type))
+    assert found is not None
+    assert found[2] == inputs
+
+
+def test_a_name_that_sounds_like_a_size_is_made_small() -> None:
+    from zoo.small import WIDTH, _roughly
+
+    assert _roughly("upsample_initial_channel", 1536) == WIDTH
+    assert _roughly("stage_out_channels", [256, 16]) == [WIDTH // 2, 16]
+    assert _roughly("num_fusion_layers", 12) == 2
+    for name, default in (("max_position_embeddings", 512), ("vocab_size", 999), ("eps", 1)):
+        assert _roughly(name, default) is None
+
+
+def test_another_library_is_examined_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo import libraries
+    from zoo.examine import examine
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.fused_attn = torch.nn.Linear(16, 48), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+            if self.fused_attn:
+                y = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+            else:
+                y = (query @ key.mT / 2).softmax(-1) @ value
+            return x + y.transpose(1, 2).flatten(2)
+
+    def build(name: str) -> Any:
+        yield lambda: (libraries.ready(Layer()), [{"y": 1}, {"x": torch.randn(2, 6, 16)}])
+
+    library = libraries.Library("torch", lambda: ["layer"], build)
+    monkeypatch.setitem(libraries.LIBRARIES, "stand-in", library)
+    found = examine("layer", "stand-in")
+    assert (found.verdict, found.calls, found.read) == ("verified", 1, 1)
+    assert found.implementations == ["default", "eager"]
+    limit = torch.nn.Linear(20000, 20000, device="meta")
+    with pytest.raises(Exception, match="400 million parameters where 100 are the most"):
+        libraries.ready(limit)
