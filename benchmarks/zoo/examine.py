@@ -345,7 +345,8 @@ def _conclude(examined: Examined, model: Any, findings: list[str]) -> None:
     findings = list(dict.fromkeys(findings))
     if findings:
         examined.verdict, examined.reason = "wrong", "; ".join(findings)[:600]
-        if all("do not trust its rows" in finding for finding in findings):
+        said = ("do not trust its rows", "after the softmax")  # by the probe, with a mismatch
+        if all(any(words in finding for words in said) for finding in findings):
             examined.verdict = "caught"
         if all("another each time" in finding for finding in findings):
             examined.verdict = "not run"
