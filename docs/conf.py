@@ -245,7 +245,7 @@ def write_notebooks(app: Sphinx) -> None:
     spec = importlib.util.spec_from_file_location("make_recipes", where)
     recipes = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipes)
-    for failure in recipes.write_notebooks(Path(app.outdir) / "recipes"):
+    for failure in recipes.write_notebooks(Path(app.outdir) / "recipes", recipes.pages()):
         logger.warning("a recipe does not run: %s", failure)
 
 

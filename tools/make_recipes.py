@@ -126,11 +126,11 @@ def notebook(text: str) -> dict[str, Any]:
     }
 
 
-def write_notebooks(folder: Path, names: list[str] | None = None) -> list[str]:
+def write_notebooks(folder: Path, recipes: list[Path]) -> list[str]:
     """Run recipes and write each as a notebook; return what failed, a sentence each."""
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
-    for page in pages(names):
+    for page in recipes:
         if not FENCE.search(page.read_text(encoding="utf-8")):  # commands, for a model of one's own
             continue
         try:
@@ -150,7 +150,7 @@ def main() -> None:
     options.add_argument("--notebooks", type=Path)
     chosen = options.parse_args()
     if chosen.notebooks is not None:
-        sys.exit("\n".join(write_notebooks(chosen.notebooks.resolve(), chosen.names)) or 0)
+        sys.exit("\n".join(write_notebooks(chosen.notebooks.resolve(), pages(chosen.names))) or 0)
     for page in pages(chosen.names):
         text = page.read_text(encoding="utf-8")
         if not FENCE.search(text):

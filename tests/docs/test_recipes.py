@@ -79,7 +79,8 @@ def test_figures_are_those_of_recipes() -> None:
 
 
 def test_a_page_becomes_a_notebook(tmp_path: Path) -> None:
-    assert tool().write_notebooks(tmp_path, ["exploding-gradients"]) == []
+    recipes = tool()
+    assert recipes.write_notebooks(tmp_path, recipes.pages(["exploding-gradients"])) == []
     written = json.loads((tmp_path / "exploding-gradients.ipynb").read_text(encoding="utf-8"))
     assert written["nbformat"] == 4
     code = [cell for cell in written["cells"] if cell["cell_type"] == "code"]
@@ -87,11 +88,10 @@ def test_a_page_becomes_a_notebook(tmp_path: Path) -> None:
     compile("\n".join(cell["source"] for cell in code), "notebook", "exec")
 
 
-def test_a_recipe_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = tool()
-    (tmp_path / "broken.md").write_text("# Why?\n\n```pycon\n>>> 1 / 0\n```\n")
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
-    [failure] = recipes.write_notebooks(tmp_path)
+def test_a_recipe_that_fails_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.md"
+    broken.write_text("# Why?\n\n```pycon\n>>> 1 / 0\n```\n")
+    [failure] = tool().write_notebooks(tmp_path, [broken])
     assert failure.startswith("broken.md failed:")
     assert "ZeroDivisionError" in failure
 
