@@ -98,6 +98,8 @@ def _two_codecs(model: Any) -> dict[str, Any]:
     return {"input_values": noise(2, 1, 6400), "input_features": noise(2, 20, 160)}
 
 
+_PE_VIDEO = noise(2, 4, 3, 56, 56)
+
 #: Inputs by model type, each a function of the model.
 GIVEN: dict[str, tuple[Given, ...]] = {
     "bridgetower_vision_model": (lambda m: {"image": noise(2, 3, 64, 64)},),
@@ -118,6 +120,12 @@ GIVEN: dict[str, tuple[Given, ...]] = {
     ),
     "dia": (lambda m: {"input_ids": ids(m), "decoder_input_ids": _codes(m, 9)},),
     "dia_decoder": (lambda m: {"input_ids": _codes(m, 9)},),
+    "dots3_note_audio_encoder": (
+        lambda m: {
+            "input_features": noise(2, m.config.feature_size, 96),
+            "chunk_sample_lengths": torch.tensor([96, 96]) * m.config.hop_length,
+        },
+    ),
     "emu3_vqgan": (
         lambda m: {"pixel_values": noise(2, 3, 64, 64), "image_sizes": _shapes(64, 64)},
     ),
@@ -179,6 +187,13 @@ GIVEN: dict[str, tuple[Given, ...]] = {
             "image_grid_thw": _shapes(1, 4, 4),
         },
     ),
+    "inkling_vision": (
+        lambda m: {
+            "pixel_values": noise(
+                4, m.config.temporal_patch_size, m.config.patch_size, m.config.patch_size, 3
+            )
+        },
+    ),
     "inkling_audio": (lambda m: {"audio_input_ids": _codes(m, 80, 12) % 8},),
     "instructblip": (lambda m: _instructed(m, m.config.image_token_index),),
     "instructblipvideo": (lambda m: _instructed(m, m.config.video_token_index, 4),),
@@ -227,11 +242,21 @@ GIVEN: dict[str, tuple[Given, ...]] = {
         lambda m: {"input_ids": ids(m, 4), "last_hidden_state": noise(2, 1, m.config.input_size)},
     ),
     "muse_glimmer_assistant": (
-        lambda m: {"noise_embeds": noise(2, 6, 64), "context_hidden_states": noise(2, 6, 320)},
+        lambda m: {
+            "noise_embeds": noise(2, 6, 64),
+            "context_hidden_states": noise(2, 6, 320),
+            "attention_mask": torch.ones(2, 12, dtype=torch.long),
+        },
     ),
     "musicgen": (lambda m: {"input_ids": ids(m), "decoder_input_ids": ids(m, 7).repeat(4, 1)},),
     "musicgen_melody": (
         lambda m: {"input_ids": ids(m), "decoder_input_ids": ids(m, 7).repeat(4, 1)},
+    ),
+    "nemotron3_5_transcribe_audio": (
+        lambda m: {
+            "input_features": noise(2, 48, 16),
+            "input_features_mask": torch.ones(2, 48, dtype=torch.long),
+        },
     ),
     "neucodec": (_two_codecs,),
     "oneformer": (
@@ -246,8 +271,30 @@ GIVEN: dict[str, tuple[Given, ...]] = {
             "grid_thw": _shapes(1, 4, 4),
         },
     ),
+    "pe_audio": (lambda m: {"input_ids": ids(m), "input_values": noise(2, 1, 4000)},),
+    "pe_audio_encoder": (lambda m: {"input_values": noise(2, 1, 4000)},),
+    "pe_audio_video": (
+        lambda m: {
+            "input_ids": ids(m),
+            "input_values": noise(2, 1, 4000),
+            "pixel_values_videos": _PE_VIDEO,
+        },
+    ),
+    "pe_audio_video_encoder": (
+        lambda m: {"input_values": noise(2, 1, 4000), "pixel_values_videos": _PE_VIDEO},
+    ),
+    "pe_video": (lambda m: {"input_ids": ids(m), "pixel_values_videos": _PE_VIDEO},),
+    "pe_video_encoder": (lambda m: {"pixel_values_videos": _PE_VIDEO},),
     "phi4_multimodal_audio": (
         lambda m: {"hidden_states": noise(2, 48, m.config.input_size), "mask": None},
+    ),
+    "pi0": (
+        lambda m: {
+            "action_embeds": noise(2, 5, m.config.dit_config.hidden_size),
+            "input_ids": ids(m),
+            "pixel_values": noise(2, 1, 3, 64, 64),
+            "attention_mask": torch.ones(2, 12, dtype=torch.long),
+        },
     ),
     "pix2struct": (
         lambda m: {
@@ -299,9 +346,17 @@ GIVEN: dict[str, tuple[Given, ...]] = {
     ),
     "siglip2": (lambda m: {"input_ids": ids(m), **_patches(m.config.vision_config)},),
     "siglip2_vision_model": (lambda m: _patches(m.config),),
-    "tvp": (lambda m: {"input_ids": ids(m), "pixel_values": noise(2, 2, 3, 64, 64)},),
+    "tvp": (  # its column embeddings allow a batch of one alone
+        lambda m: {"input_ids": ids(m)[:1], "pixel_values": noise(1, 2, 3, 64, 64)},
+    ),
     "unlimited_ocr_vision_encoder": (
         lambda m: {"patch_embeds": noise(2, m.config.hidden_size, 8, 8)},
+    ),
+    "voxtral_realtime": (
+        lambda m: {
+            "input_ids": ids(m),
+            "input_features": noise(2, m.config.audio_config.num_mel_bins, 96),
+        },
     ),
     "wav2vec2-bert": (
         lambda m: {"input_features": noise(2, 24, m.config.feature_projection_input_dim)},

@@ -64,8 +64,10 @@ def _holds(whole: Any, part: Any, depth: int = 3) -> bool:
 
 
 def _of(module: nn.Module, config_class: Any) -> bool:
-    """Whether a module is made from a configuration of a class."""
+    """Whether a module is made from a configuration of a class, or has its name."""
     if type(getattr(module, "config", None)) is config_class:
+        return True
+    if type(module).__name__.startswith(config_class.__name__.removesuffix("Config")):
         return True
     names = {config_class, config_class.__name__}
     parameters = inspect.signature(type(module).__init__).parameters.values()

@@ -341,6 +341,11 @@ def build(model_class: Any, config: Any, implementation: str | None) -> Any:
     return model
 
 
+#: Weights left alone: logarithms of a box's sides, and convolutions without normalisations. Larger
+#: ones overflow.
+_AS_DRAWN = ("enc_out_bbox_embed", "dac_encoder")
+
+
 def uneven(model: Any) -> Any:
     """Scale matrices so that a layer keeps its input's size, and give vectors some spread.
 
@@ -352,7 +357,7 @@ def uneven(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
                 continue
-            if not parameter.numel():
+            if not parameter.numel() or any(part in name for part in _AS_DRAWN):
                 continue
             if not bool(parameter.isfinite().all()):
                 parameter.zero_()

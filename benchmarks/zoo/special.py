@@ -25,7 +25,7 @@ _ASSISTANT = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
 }
-_AUDIO_LIKE_TEXT = {"head_config": {"audio_hidden_size": 64, "text_hidden_size": 64}}
+_DIARIZATION = {"diarization_config": {"head_config": {"audio_hidden_size": 64}}}
 _VIBE = {"num_filters": 4, "n_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 _HIERA: dict[str, Any] = {
     "hidden_size": 16,
@@ -65,7 +65,7 @@ _RESNET: dict[str, Any] = {
 _LAST = {"backbone_config": {**_RESNET, "out_features": ["stage4"]}}
 _THREE = {"backbone_config": {**_RESNET, "out_features": _STAGES[1:]}}
 _ALL = {**_RESNET, "out_features": _STAGES}
-_DEFAULT = {"backbone_config": None}
+_SAM3_SIZES = {"backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
 _PE = {
     "architecture": "vit_pe_core_large_patch14_336",
     "model_args": {
@@ -85,6 +85,47 @@ _SWIN = {
     "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8], "out_features": _STAGES,
 }  # fmt: skip
 _NECK = {"neck_hidden_sizes": [16] * 4, "fusion_hidden_size": 16}
+_OUT_OF = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64,
+    "image_size": 64, "patch_size": 16, "out_indices": [1, 2, 3, 4], "apply_layernorm": True,
+}  # fmt: skip
+_RT_DETR = {
+    "backbone_config": {**_RESNET, "model_type": "rt_detr_resnet", "out_features": _STAGES[1:]},
+    "encoder_in_channels": [32, 64, 64],
+    "decoder_in_channels": [64, 64, 64],
+}
+_CONVOLUTIONS = {
+    **{
+        f"{way}_{size}ratio": [kernel, [1, 1], [side // 2 for side in kernel]]
+        for size, length in (("long", 7), ("mid", 5), ("short", 3))
+        for way, kernel in (
+            ("vertical_long_to_small_conv", [length, 1]),
+            ("horizontal_small_to_long_conv", [1, length]),
+            ("symmetric_conv_long", [length, length]),
+        )
+    },
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+}
+_TEXT_FINDER = {
+    "backbone_config": {
+        "model_type": "hgnet_v2", "out_features": _STAGES, "stem_channels": [3, 8, 16],
+        "stage_in_channels": [16, 16, 32, 64], "stage_mid_channels": [8, 8, 16, 16],
+        "stage_out_channels": [16, 32, 64, 64], "stage_num_blocks": [1, 1, 1, 1],
+        "stage_numb_of_layers": [1, 1, 1, 1],
+    },
+    "intraclass_block_config": _CONVOLUTIONS,
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+    "neck_out_channels": 64,
+}  # fmt: skip
+_REPVIT = {
+    "model_type": "timm_wrapper",
+    "architecture": "repvit_m1",
+    "num_classes": 2,
+    "label_names": ["a", "b"],
+    "model_args": {"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]},
+}
 _HYBRID = ["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid"]
 
 #: Fields by model type, wherever its configuration stands.
@@ -110,11 +151,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, 64]},
     "depth_pro": {"intermediate_hook_ids": [1, 0]},
     "edgetam_vision_model": {
-        "backbone_config": {
-            "architecture": "repvit_m1",
-            "num_labels": 2,
-            "model_args": {"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]},
-        }
+        "backbone_config": _REPVIT,
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     },
     "gemma3n_vision": {"architecture": "resnet18"},
     "idefics": {"use_resampler": True},
@@ -132,10 +170,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "omdet-turbo": {"backbone_config": {"model_type": "timm_backbone", "backbone": "resnet18"}},
     "perception_lm": {"vision_config": {**_PE, "num_labels": 2}},
     "pe_video_encoder": {"vision_config": _PE},
-    "pp_ocrv5_server_det": _DEFAULT,
-    "pp_ocrv6_medium_det": _DEFAULT,
-    "pp_ocrv6_small_det": _DEFAULT,
-    "uvdoc": _DEFAULT,
+    "pp_ocrv5_server_det": _TEXT_FINDER,
+    "pp_ocrv6_medium_det": _TEXT_FINDER,
+    "pp_ocrv6_small_det": {
+        "backbone_config": {"model_type": "pp_lcnet_v4", "out_features": _STAGES},
+        "layer_list_out_channels": [96, 96, 192, 384],
+    },
+    "rt_detr": _RT_DETR,
+    "rt_detr_v2": _RT_DETR,
+    "uvdoc": {
+        "backbone_config": {
+            "model_type": "uvdoc_backbone",
+            "out_features": [*_STAGES, "stage5", "stage6"],
+        }
+    },
+    "chmv2": {
+        "backbone_config": {
+            **_OUT_OF,
+            "model_type": "dinov3_vit",
+            "reshape_hidden_states": True,
+            "return_class_token": True,
+        },
+        "post_process_channels": [16] * 4,
+        "fusion_hidden_size": 16,
+        "head_hidden_size": 16,
+    },
+    "tipsv2_dpt": {
+        "backbone_config": {
+            **_OUT_OF,
+            "model_type": "tipsv2_vision_model",
+            "reshape_hidden_states": False,
+        },
+        **_NECK,
+    },
+    "sam3_tracker": {"vision_config": _SAM3_SIZES},
     "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
     "qwen4_exp_text": {
         "num_hidden_layers": 2,
@@ -162,7 +230,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "edgetam_video_prompt_encoder": {"image_size": 64, "patch_size": 16},
     "sam2_video": _MEMORY,
     "edgetam_video": _MEMORY,
-    "sam3_tracker_video": _MEMORY,
+    "sam3_tracker_video": {**_MEMORY, "vision_config": _SAM3_SIZES},
     "seggpt": {"image_size": [64, 32]},
     "shieldgemma2": {"yes_token_index": 7, "no_token_index": 8},
     "table-transformer": {**_LAST, "use_timm_backbone": False},
@@ -270,8 +338,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "nemo_speechlm": _AUDIO_LIKE_TEXT,
-    "nemotron3_5_transcribe_audio": _AUDIO_LIKE_TEXT,
+    "nemotron3_5_transcribe_audio": _DIARIZATION,
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "pix2struct_text_model": {"initializer_range": 0.02},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
@@ -284,7 +351,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": _VIBE,
     "vibevoice_acoustic_tokenizer_decoder": _VIBE,
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"num_hidden_layers": 6, "layer_types": _HYBRID, "num_mem_blocks": 1},
+    "zamba2": {"num_hidden_layers": 6, "layers_block_type": _HYBRID, "num_mem_blocks": 1},
 }
 
 _SESSION = "takes a session of video frames, which is no tensor"
@@ -302,14 +369,12 @@ REASONS: dict[str, str] = {
     "gemma4_unified_assistant": "drafts on the key-value cache of another model",
     "sam2_video": _SESSION,
     "sam3_video": _SESSION,
-    "sam3_tracker_video": _SESSION,
     "edgetam_video": _SESSION,
     **dict.fromkeys(
         (
             "edgetam_video_mask_decoder", "edgetam_video_prompt_encoder",
             "sam2_video_mask_decoder", "sam2_video_prompt_encoder",
-            "sam3_tracker_video_mask_decoder", "sam3_tracker_video_prompt_encoder",
-            "gemma4_unified_audio", "gemma4_unified_vision", "idefics_perciever",
+            "gemma4_unified_audio", "gemma4_unified_vision",
             "pp_chart2table", "pp_chart2table_vision", "sapiens2_head", "vibevoice_diffusion",
         ),
         _PART,
