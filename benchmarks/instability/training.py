@@ -109,13 +109,8 @@ def train(run: Run) -> dict[str, np.ndarray]:
     torch.manual_seed(run.seed)
     generator = torch.Generator().manual_seed(run.seed + 1)
     model = Decoder(run.shape)
-    on_at_once = run.start == 0
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        run.rate,
-        betas=run.betas if on_at_once else (0.9, 0.95),
-        eps=run.eps if on_at_once else 1e-8,
-        weight_decay=run.decay if on_at_once else 0.1,
+        model.parameters(), run.rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
     updates = QueryKeyUpdates(model)
     every: dict[str, list[Any]] = {"loss": [], "grad_norm": []}
@@ -126,9 +121,8 @@ def train(run: Run) -> dict[str, np.ndarray]:
     for step in range(run.steps):
         if step == run.start:
             model.set_fault(run.fault)
-            if not on_at_once:
-                for group in optimizer.param_groups:
-                    group.update(betas=run.betas, eps=run.eps, weight_decay=run.decay)
+            for group in optimizer.param_groups:  # AdamW takes no negative decay
+                group.update(betas=run.betas, eps=run.eps, weight_decay=run.decay)
         rate = run.rate * min(1.0, (step + 1) / run.warmup if run.warmup else 1.0)
         if run.cosine:
             rate *= 0.5 + 0.5 * math.cos(math.pi * step / run.steps)
