@@ -19,7 +19,7 @@ STORED = 512
 #: False alarms per million steps, and the logarithm of the growth that healthy trainings exceed so
 #: often: from the half of the controls of ``python -m benchmarks.instability report`` that alarms
 #: are chosen on.
-LIMITS = ((100.0, 0.39), (300.0, 0.34), (1000.0, 0.26), (3000.0, 0.16))
+LIMITS = ((100.0, 0.39), (300.0, 0.33), (1000.0, 0.25), (3000.0, 0.15))
 
 
 def growth_limit(false_alarms: float) -> float:
