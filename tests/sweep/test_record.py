@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs/_static/compatibility.json").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
 FEWEST = {"verified": 590, "unverified": 95, "attention-free": 55}
-MOST_LEFT = 39  # neither built nor run
+MOST_LEFT = 28  # neither built nor run
 
 
 def test_the_page_is_the_records(sweep: ModuleType) -> None:
