@@ -87,7 +87,7 @@ def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
         screen.print("No alarm.")
         return
     table = NumberTable("layer", keys=1, box=None, pad_edge=False)
-    for name in ("first alarm at step", "growth", "deviation", "measurements beyond"):
+    for name in ("first alarm", "growth", "deviation", "beyond limit"):
         table.add_column(name, justify="right")
     for alarm in replayed.alarms:
         table.add_row(
