@@ -93,6 +93,26 @@ def test_a_cache_that_cannot_be_read_is_named_and_the_engine_runs_on() -> None:
         served.summary()
 
 
+def test_metadata_of_another_form_is_named_and_the_engine_runs_on() -> None:
+    reader = VllmReader(ServedRows(every=1), None, 1e9)
+    layer = Attention("model.layers.0.self_attn.attn", Impl())
+    forward = reader.wrap(layer, lambda *args, **options: "output")
+    query = torch.zeros(1, HEADS, WIDTH)
+    for _ in range(2):
+        assert forward(layer, query, query, query, layer.cache, object()) == "output"
+    (sentence,) = reader.served.unread
+    assert sentence.startswith("model.layers.0.self_attn: AttributeError:")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_and_serving_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    served, _ = serve([Impl()])
+    reader = VllmReader(served, file / "below", 1e9)
+    with pytest.warns(UserWarning, match=r"attention was not written to .*below: "):
+        reader.write()
+
+
 def test_a_share_of_the_rows_is_read() -> None:
     served, _ = serve([Impl(), Impl()], every=3)
     summary = served.summary()

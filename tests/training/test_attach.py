@@ -391,6 +391,13 @@ def test_bad_logs(given: dict[str, Any], message: str) -> None:
         AttentionMonitor(**given)
 
 
+def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing"):
+        AttentionMonitor(log=tmp_path / "missing" / "run.jsonl")
+    with pytest.raises(IsADirectoryError, match=r"log must be a file, but .* is a folder"):
+        AttentionMonitor(log=tmp_path)
+
+
 def test_bad_optimisers() -> None:
     model, monitor = GPT(), AttentionMonitor()
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer .* got GPT"):

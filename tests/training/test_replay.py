@@ -103,6 +103,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "layers.1.attn" in result.stdout
     assert "layers.0.attn" not in result.stdout
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert set(report["loss"]["values"]) == {2.0}
+    assert report["grad_norm"] == {"steps": [], "values": []}
     assert [(one["layer"], one["step"]) for one in report["alarms"]] == [("layers.1.attn", 180)]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "No alarm." in run(log, "--false-alarms", 0.01).stdout

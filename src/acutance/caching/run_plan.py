@@ -21,7 +21,7 @@ from acutance.caching.planned_cache import (
     take_pending,
 )
 from acutance.caching.stores import Attend
-from acutance.calibration.in_force import ApplyError, InForce
+from acutance.calibration.in_force import ApplyError, CountedChange
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.kernel_functions import calls
 from acutance.capture.module_names import class_name, named_modules, unwrap
@@ -35,7 +35,7 @@ from acutance.masks import hides
 __all__ = ["AppliedPlan"]
 
 
-class AppliedPlan(InForce, Changer):
+class AppliedPlan(CountedChange, Changer):
     """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.
 
     Attributes:
@@ -43,7 +43,7 @@ class AppliedPlan(InForce, Changer):
         calls: attention calls that ran under it, by module name.
     """
 
-    _noun = "plan"
+    _noun = "this plan"
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.plan = plan

@@ -17,7 +17,7 @@ from acutance.calibration.factors import (
     query_factor,
     situation_of,
 )
-from acutance.calibration.in_force import ApplyError, InForce
+from acutance.calibration.in_force import ApplyError, CountedChange
 from acutance.calibration.law import AnyLaw, Change, Law
 from acutance.calibration.plain_calls import PlainCalls
 from acutance.calibration.windowed_calls import WindowedCall, rotary_of_layers
@@ -84,7 +84,7 @@ class _Thread(threading.local):
         self.factors = KnownFactors()
 
 
-class Applied(InForce, PlainCalls):
+class Applied(CountedChange, PlainCalls):
     """A law applied to a model: what :func:`apply` returns.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ApplyError", "InForce"]
+__all__ = ["ApplyError", "CountedChange", "InForce"]
 
 
 class ApplyError(RuntimeError):
@@ -19,31 +19,47 @@ class ApplyError(RuntimeError):
 
 
 class InForce(ABC):
-    """A change that a subclass installs when it is created.
+    """A change that a subclass installs when it is created."""
+
+    #: What removes it; None once that was done.
+    _context: ExitStack | None
+    #: What it is, in messages.
+    _noun = "this law"
+
+    def restore(self) -> None:
+        """Remove the change from the model with all its hooks. Later calls have no effect.
+
+        Warns:
+            UserWarning: if nothing ran that it could change.
+        """
+        try:
+            self.__exit__(None, None, None)
+        except ApplyError as error:
+            warnings.warn(str(error), stacklevel=2)
+
+    def __enter__(self) -> Self:
+        if self._context is None:
+            raise ApplyError(f"{self._noun} was removed from its model: apply it again")
+        return self
+
+    @abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the change; raise ApplyError if nothing ran that it could change."""
+
+
+class CountedChange(InForce):
+    """A change that counts the calls that it changes.
 
     Attributes:
         calls: number of changed calls by module name.
     """
 
     calls: dict[str, int]
-    #: What removes it; None once that was done.
-    _context: ExitStack | None
-    #: What it is, in messages.
-    _noun = "law"
-
-    def restore(self) -> None:
-        """Remove the change from the model with all its hooks. Later calls have no effect.
-
-        Warns:
-            UserWarning: if no call was changed.
-        """
-        if self._remove() and not self.calls:
-            warnings.warn(self._did_nothing(), stacklevel=2)
-
-    def __enter__(self) -> Self:
-        if self._context is None:
-            raise ApplyError(f"this {self._noun} was removed from its model: apply it again")
-        return self
 
     def __exit__(
         self,

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, overload
 import torch
 
 from acutance.calibration import apply_law
-from acutance.calibration.apply_law import Applied, ApplyError
+from acutance.calibration.apply_law import Applied
+from acutance.calibration.in_force import ApplyError, InForce
 from acutance.calibration.law import AnyLaw, Change, Law
 from acutance.calibration.named_law import named_law
 from acutance.judging.remedies import HeadsOff, LawRemedy, PlanRemedy, named_remedy
@@ -93,7 +94,7 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
     return apply_law.apply(model, law, windowed=windowed)
 
 
-class AppliedChange:
+class AppliedChange(InForce):
     """RoPE settings or heads off, applied to a model: what :func:`acutance.apply` returns.
 
     Args:
@@ -102,30 +103,14 @@ class AppliedChange:
     """
 
     def __init__(self, name: str, context: AbstractContextManager[Any]) -> None:
-        self._name = name
+        self._noun = name
         with ExitStack() as stack:
             stack.enter_context(context)
-            self._context: ExitStack | None = stack.pop_all()
+            self._context = stack.pop_all()
 
     def __repr__(self) -> str:
         state = "removed" if self._context is None else "applied"
-        return f"<{self._name}, {state}>"
-
-    def restore(self) -> None:
-        """Undo the change. Later calls have no effect.
-
-        Warns:
-            UserWarning: if the model did not run meanwhile.
-        """
-        try:
-            self.__exit__(None, None, None)
-        except ApplyError as error:
-            warnings.warn(str(error), stacklevel=2)
-
-    def __enter__(self) -> AppliedChange:
-        if self._context is None:
-            raise ApplyError(f"{self._name} was removed from its model: apply it again")
-        return self
+        return f"<{self._noun}, {state}>"
 
     def __exit__(
         self,

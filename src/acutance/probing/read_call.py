@@ -393,9 +393,6 @@ def _check_not_batched(*tensors: Tensor) -> None:
 
 
 def _head_numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:
-    """Numbers, in their layer, of the chosen ``heads`` of this rank, whose first is ``first``.
-
-    Empty if they are 0, 1, 2, ….
-    """
+    """Numbers, in their layer, of the chosen heads of this rank; empty if they are 0, 1, 2, …."""
     numbers = tuple(first + head for head in heads)
     return () if numbers == tuple(range(len(numbers))) else numbers

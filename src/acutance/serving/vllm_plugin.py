@@ -10,8 +10,10 @@ import atexit
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +70,15 @@ def read_vllm(
 
     Raises:
         ImportError: if vLLM is not installed.
+        OSError: if the folder cannot be created.
         ValueError: if ``every`` is below 1.
     """
     global _reader
     if _reader is None:
         from vllm.model_executor.layers.attention import Attention
 
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
         _reader = VllmReader(ServedRows(every=every), folder, seconds)
         _reader.install(Attention)
         atexit.register(_reader.write)
@@ -164,19 +169,29 @@ class VllmReader:
             result = forward(
                 of, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-            self._follow(name, _Seen(layer, query, result, kv_cache, attn_metadata))
+            try:
+                self._follow(name, _Seen(layer, query, result, kv_cache, attn_metadata))
+            except Exception as error:  # serving goes on
+                self._pass = None
+                self._refuse([name], error)
             return result
 
         return wrapped
 
     def write(self) -> None:
-        """Write the files, if there is anything to write and a folder to write to."""
+        """Write the files, if there is anything to write and a folder to write to.
+
+        Warns:
+            UserWarning: if they cannot be written; serving goes on.
+        """
         if self._folder is None:
             return
         try:
             self.served.write(self._folder, f"attention-rank{_rank()}", about={"engine": "vLLM"})
         except ValueError:  # no row yet
             return
+        except OSError as error:
+            warnings.warn(f"attention was not written to {self._folder}: {error}", stacklevel=2)
 
     def _follow(self, name: str, seen: _Seen) -> None:
         """Note that a layer ran: the first one begins a pass, and after the last one it is read.
@@ -228,6 +243,7 @@ class VllmReader:
 
     def _refuse(self, names: list[str], error: Exception) -> None:
         """Read these layers no more, and say why."""
+        names = [name for name in names if name not in self._refused]
         self._refused.update(names)
         reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         self.served.unread.extend(f"{name}: {reason}" for name in names)

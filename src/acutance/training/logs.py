@@ -24,6 +24,10 @@ class JsonLines:
     Args:
         path: the file. It is created with the first record.
 
+    Raises:
+        FileNotFoundError: if its folder does not exist.
+        IsADirectoryError: if it is a folder.
+
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "attention.jsonl"
@@ -35,6 +39,12 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"log must be a file, but {self.path} is a folder")
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(
+                f"log is {self.path}, but there is no folder {self.path.parent}"
+            )
 
     def __call__(self, scalars: Mapping[str, float], step: int) -> None:
         """Append one line."""

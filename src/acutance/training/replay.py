@@ -72,6 +72,8 @@ class Replay:
                 name: {"logit_std": _finite(values), "growth": _finite(self.growth[name])}
                 for name, values in self.logit_std.items()
             },
+            "loss": {"steps": list(self.loss), "values": list(self.loss.values())},
+            "grad_norm": {"steps": list(self.grad_norm), "values": list(self.grad_norm.values())},
         }
 
 
@@ -170,21 +172,21 @@ def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0)
         step = record["step"]
         _note(loss, step, record, _LOSS)
         _note(norm, step, record, _NORM)
-        largest = {
+        deviations = {
             name[len(_BEGIN) : -len(_END)]: _number(value)
             for name, value in record.items()
             if name.startswith(_BEGIN) and name.endswith(_END)
         }
-        if largest:
+        if deviations:
             steps.append(step)
-            rows.append((largest, follow.update(largest)))
+            rows.append((deviations, follow.update(deviations)))
     if not rows:
         raise ValueError(
             f"the log has no standard deviations of logits ({_BEGIN}<layer>{_END}): write it with "
             "AttentionMonitor(log=...) of this version"
         )
-    layers = list(dict.fromkeys(name for largest, _ in rows for name in largest))
-    logits = {name: tuple(largest.get(name, math.nan) for largest, _ in rows) for name in layers}
+    layers = list(dict.fromkeys(name for deviations, _ in rows for name in deviations))
+    logits = {name: tuple(row.get(name, math.nan) for row, _ in rows) for name in layers}
     growth = {name: tuple(grown.get(name, math.nan) for _, grown in rows) for name in layers}
     alarms = []
     for name in layers:

@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hides
 from acutance.probing.faults import visible_keys
-from acutance.verification.expectation import Expectation, masks_of_padding
+from acutance.verification.expectation import Expectation
 
 __all__ = ["Difference", "Pass", "argument_differences", "counted_rows", "expected_call"]
 
@@ -72,7 +72,9 @@ class Pass:
 
     def real_keys(self, keys: int) -> Tensor | None:
         """Boolean (B, S), False on padding keys; None if all are real."""
-        return None if self.real is None else masks_of_padding(self.real[:, -keys:])
+        if self.real is None or bool(self.real[:, -keys:].all()):
+            return None
+        return self.real[:, -keys:]
 
 
 def expected_call(call: AttentionCall, expected: Expectation, facts: Pass) -> AttentionCall:
@@ -187,7 +189,7 @@ def _heads(call: AttentionCall, expected: Expectation) -> Iterator[Difference]:
     if torch.equal(key, key[:, :wanted].repeat(1, group, 1, 1)):
         text = (
             f"the {wanted} key heads are repeated in turn (0, 1, …, 0, 1, …), but query heads "
-            f"{group * 0}–{group - 1} share key head 0"
+            f"0–{group - 1} share key head 0"
         )
         yield Difference("heads grouped differently", text)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from acutance.verification.rope import Rope, configured_rope
@@ -42,7 +41,7 @@ class Expectation:
         rope: rotary positions; None for none.
         rope_problem: why the rotary positions are not known; empty if they are.
         other_ropes: rotary positions of other types of layers.
-        masks_problem: why they do not; empty if they do.
+        masks_problem: why the keys that a row sees are not known; empty if they are.
         interleaved: whether rotated pairs are neighbours, not of two halves; None if unknown.
         folded: a scale that queries, or queries and keys, are multiplied by before; None for none.
     """
@@ -216,8 +215,3 @@ def layer_index(name: str) -> int | None:
     """
     numbers = [int(part) for part in name.partition("#")[0].split(".") if part.isdigit()]
     return numbers[-1] if numbers else None
-
-
-def masks_of_padding(real: Tensor | None) -> Tensor | None:
-    """A mask over keys, or None where all are real."""
-    return None if real is None or bool(real.all()) else real.to(torch.bool)
