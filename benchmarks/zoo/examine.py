@@ -17,9 +17,9 @@ from acutance.comparison.measured import cpu_seconds
 from acutance.probing import Probe, ProbeError
 from acutance.probing.settings import ProbeSettings
 from zoo import inputs, parts, small
-from zoo.inputs import BATCH, LENGTH
+from zoo.inputs import BATCH, LENGTH, run_fused
 from zoo.inputs import run as _run
-from zoo.laws import Lawful, lawful, line
+from zoo.laws import FUSED, Lawful, lawful, line
 from zoo.libraries import by_hand, runnable_in
 from zoo.maps import alike, gives, maps, row_entropy, same, tensors, tolerance
 from zoo.witness import watching
@@ -253,6 +253,8 @@ def _judge(
     if not same(plain, probed):
         examined.moved = True
         wrong.append("the output is another while it is probed")
+    if counted:
+        wrong += _against_fused(examined, plain, run_fused(model, given))
     layers = probe.summary().layers if probe.kept else ()
     for layer in layers:
         if layer.status == "mismatch":
@@ -287,6 +289,16 @@ def _judge(
             f"{', '.join(n for n in read if read[n] > seen.get(n, 0))[:200]}"
         )
     return wrong + _against_maps(examined, probe, model, eager, given, plain, bool(missed))
+
+
+def _against_fused(examined: Examined, plain: Any, fused: Any) -> list[str]:
+    """Note where PyTorch's fused inference rounds otherwise; more than that is wrong."""
+    if same(plain, fused):
+        return []
+    if not alike(plain, fused):
+        return ["without PyTorch's fused inference, which a probe turns off, its output is another"]
+    examined.notes.append(FUSED)
+    return []
 
 
 def _against_maps(

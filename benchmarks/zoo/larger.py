@@ -16,7 +16,7 @@ from acutance.training.projections import NAMES, Projections, find_layouts
 
 _NORMS = (
     *("{0}_norm", "{0}_layernorm", "{0}_layer_norm", "{0}_ln", "norm_{0}", "ln_{0}"),
-    "{0}_b_norm",
+    *("{0}_b_norm", "pool_{0}"),
 )
 _PROJECTIONS: dict[str, tuple[str, ...]] = {
     "query": (
@@ -65,7 +65,13 @@ def ways(model: Any, heads: dict[str, int]) -> Iterator[tuple[str, list[Part]]]:
 def normalises(model: Any, names: Iterable[str]) -> bool:
     """Whether code of one of some modules divides by a norm, which undoes any factor before."""
     modules = {label(model, name): module for name, module in model.named_modules()}
-    return any("normalize(" in inspect.getsource(type(modules[name])) for name in names)
+    for kind in {type(modules[name]) for name in names}:
+        forward = kind.forward
+        used = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+        for code in (kind, *filter(inspect.isfunction, used)):
+            if "normalize(" in inspect.getsource(code):
+                return True
+    return False
 
 
 @contextmanager
@@ -97,14 +103,16 @@ def _times(output: Any, factor: float) -> Any:
     return output * factor
 
 
-def _normed(module: nn.Module, heads: int) -> list[Part]:
+def _normed(module: nn.Module, heads: int, *, of: str = "query") -> list[Part]:
     """Normalisations after the projection: of the query, or one that queries and keys share."""
-    for part, power in (("q", 1.0), ("query", 1.0), ("qk", 0.5)):
+    names = {"query": (("q", 1.0), ("query", 1.0), ("qk", 0.5)), "key": (("k", 1.0),)}
+    for part, power in names[of]:
         for form in _NORMS:
             norm = getattr(module, form.format(part), None)
+            norm = getattr(norm, "norm_act", norm)  # the last step of a pooling
             if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
-                return [(norm, power), *_alone(module, (form.format("added_q"),))]
-    return _made(module, heads)
+                return [(norm, power), *_alone(module, (form.format(f"added_{part}"),))]
+    return _made(module, heads, of=of)
 
 
 def _made(module: nn.Module, heads: int, *, of: str = "query", layout: int = 0) -> list[Part]:
@@ -118,6 +126,14 @@ def _made(module: nn.Module, heads: int, *, of: str = "query", layout: int = 0) 
     if found and of == "query":
         for name in _BESIDE:
             found += _alone(module, (name,))
+    return found
+
+
+def _with_positions(module: nn.Module, heads: int) -> list[Part]:
+    """Keys, and the tables of relative positions whose products with the queries are added."""
+    found = _normed(module, heads, of="key")
+    for name in ("rel_pos_h", "rel_pos_w", "rel_pos_t"):
+        found += _alone(module, (name,)) if found else []
     return found
 
 
@@ -158,6 +174,8 @@ _WAYS: tuple[tuple[str, Callable[[nn.Module, int], list[Part]]], ...] = (
     ("queries", _made),
     ("queries", partial(_made, layout=1)),
     ("keys", partial(_made, of="key")),
+    ("keys", partial(_normed, of="key")),
+    ("keys", _with_positions),
     ("keys", partial(_made, of="key", layout=1)),
 )
 

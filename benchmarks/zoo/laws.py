@@ -23,6 +23,9 @@ from zoo.inputs import run
 from zoo.larger import larger, normalises, ways
 from zoo.maps import same, tensors
 
+#: Where an output differs in its last digits between a plain and a probed run.
+FUSED = "without PyTorch's fused inference, which a probe turns off, its outputs are rounded anew"
+
 #: Applies a factor to a model.
 MakeLaw = Callable[[Any, float], acutance.Applied]
 FACTOR = 1.5
@@ -206,4 +209,4 @@ def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-__all__ = ["AGREES", "FACTOR", "Lawful", "lawful", "line"]
+__all__ = ["AGREES", "FACTOR", "FUSED", "Lawful", "lawful", "line"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from zoo.laws import Lawful
+from zoo.laws import FUSED, Lawful
 from zoo.special import REASONS
 
 TEMPLATE = Path(__file__).with_suffix(".md")
@@ -44,8 +44,14 @@ UNDER_A_LAW = (
 OTHERS = (
     "Models of other libraries, examined in the same way: `python benchmarks/sweep.py --library "
     "NAME`. Of diffusers all classes of transformers are examined, of x-transformers each switch "
-    "of attention and of its layers alone. *Listed* are those of which the probe names what it "
-    "does not read.\n\n"
+    "of attention and of its layers alone, of torchvision and timm up to two small models of each "
+    "module, and of open_clip the configurations that differ when their towers are small. *Listed* "
+    "are those of which the probe names what it does not read.\n\n"
+)
+FUSED_HERE = (
+    "{fused} of them run PyTorch's fused inference of its own transformer layers, which a probe "
+    "turns off: their outputs then differ in the last digits, and they were compared bit by bit "
+    "with a plain run in which it is off too."
 )
 _TITLES = {
     "verified": "Read and verified",
@@ -135,10 +141,15 @@ def _libraries(others: dict[str, dict[str, Any]]) -> str:
         ]
     names = ("library", "names", "examined", "ran", "with attention", "verified", "unverified",
              "listed", "caught", "wrong")  # fmt: skip
-    return (
-        f"\n## Other libraries\n\n{OTHERS}{_table(names, rows)}\n"
-        f"{_table(('library', 'name', '', 'reason'), listed)}"
+    text = f"\n## Other libraries\n\n{OTHERS}{_table(names, rows)}\n"
+    fused = sum(
+        FUSED in model.get("notes", ())
+        for record in others.values()
+        for model in record["models"].values()
     )
+    if fused:
+        text += f"{FUSED_HERE.format(fused=fused)}\n\n"
+    return f"{text}{_table(('library', 'name', '', 'reason'), listed)}"
 
 
 def _laws(laws: dict[str, Lawful], held: list[Lawful]) -> str:

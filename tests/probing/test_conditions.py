@@ -73,13 +73,14 @@ def test_packed_documents_are_read_as_if_alone(
     assert {layer.provided for layer in summary.layers} == {int(provide and kind == "sdpa")}
 
 
-@pytest.mark.parametrize("max_rows", [None, 8])
-def test_cumulative_lengths_of_flash_attention_are_read(
+@pytest.mark.parametrize(("max_rows", "lengths"), [(None, True), (8, True), (None, False)])
+def test_packed_documents_of_flash_attention_are_read(
     llama_models: Any,
     entropies: Any,
     random_tokens: Any,
     monkeypatch: pytest.MonkeyPatch,
     max_rows: int | None,
+    lengths: bool,
 ) -> None:
     def packed(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -89,7 +90,7 @@ def test_cumulative_lengths_of_flash_attention_are_read(
             is_causal=True,
             scale=kwargs["scaling"],
             enable_gqa=True,
-            cu_seqlens=kwargs["cu_seq_lens_k"],
+            cu_seqlens=EDGES,
         )
         return out.transpose(1, 2), None
 
@@ -97,11 +98,12 @@ def test_cumulative_lengths_of_flash_attention_are_read(
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "my_flash_attention", packed)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "my_flash_attention", flash_attention_mask)
     monkeypatch.setattr(model.config, "_attn_implementation", "my_flash_attention")
-    given = {
-        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        **{f"cu_seq_lens_{part}": EDGES for part in "qk"},
-        **{f"max_length_{part}": max(LENGTHS) for part in "qk"},
+    given: dict[str, Any] = {
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]
     }
+    if lengths:  # otherwise it is for the positions alone to tell
+        given |= {f"cu_seq_lens_{part}": EDGES for part in "qk"}
+        given |= {f"max_length_{part}": max(LENGTHS) for part in "qk"}
     with (
         torch.no_grad(),
         acutance.probe(model, verify=True, max_rows=max_rows, metrics=["entropy"]) as probe,

@@ -147,6 +147,20 @@ def test_a_call_that_fits_twice_is_read_as_others_are(first: bool) -> None:
     assert torch.allclose(entropy, wanted, atol=1e-4) is not first
 
 
+def test_one_head_in_a_batch_of_one_is_read_alike_either_way() -> None:
+    class One(nn.Module):
+        num_heads = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
+
+    x = 2.0 * torch.randn(1, 1, 9, WIDTH)
+    heads, entropy, unread = read(One(), x)
+    assert (heads, unread) == (1, [])
+    wanted = torch.distributions.Categorical(logits=x @ x.mT / WIDTH**0.5).entropy().sum()
+    torch.testing.assert_close(entropy[0], wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_what_no_call_decides_is_listed() -> None:
     (line,) = read(Copied(), tokens(HEADS, 9))[2]
     assert f"fits its {HEADS} heads in more than one way" in line

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 import acutance
+from acutance.verification.inputs import KINDS
 from tests.verification.models import IDS, build, with_function
 from tests.verification.planted import FAULTS
 
@@ -52,13 +53,21 @@ def test_a_planted_fault_is_found_and_named(name: str) -> None:
 @pytest.mark.parametrize("kind", CLEAN)
 def test_a_model_without_a_fault_has_no_finding(kind: str) -> None:
     names = ("eager", "sdpa") if kind in ("llama", "bert") else ("eager",)
-    found = acutance.verify(build(kind), IDS, implementations=names, backward=True)
+    kinds = [each for each in KINDS if (kind, each) != ("gpt_oss", "packed")]
+    found = acutance.verify(build(kind), IDS, implementations=names, kinds=kinds, backward=True)
     assert found.ok, str(found)
     made = {check.name for check in found.checks}
     assert {"arguments", "output", "gradients"} <= made
     assert ("positions" in made) == (kind != "bert")
     assert "cache" in made or kind == "bert"
     assert not [note for note in found.notes if "not checked" in note], found.notes
+
+
+def test_masks_that_do_not_separate_documents_as_flash_attention_does() -> None:
+    """gpt-oss gives its masks no position_ids, and its attention function does get them."""
+    (finding,) = acutance.verify(build("gpt_oss"), IDS, kinds=["packed"]).findings
+    assert finding.cause == "documents mixed"
+    assert len(finding.layers) == 2
 
 
 def test_the_attention_that_faults_are_planted_in_is_right() -> None:

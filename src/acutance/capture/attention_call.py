@@ -51,6 +51,8 @@ class AttentionCall:
         unknown: keywords of the call that were ignored.
         moved: whether rows read keys at other positions, so that only statistics are known.
         packed: whether its sequences are packed, so that masks over a batch's tokens do not fit.
+        positions: the ``position_ids`` that it was given; flash attention tells documents apart by
+            them, other implementations ignore them.
     """
 
     module: str
@@ -74,6 +76,7 @@ class AttentionCall:
     unknown: tuple[str, ...] = ()
     moved: bool = False
     packed: bool = False
+    positions: Tensor | None = None
 
     def unknown_keywords(self) -> str:
         """The end of a sentence that names the ignored keywords; empty if there are none."""

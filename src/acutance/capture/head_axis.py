@@ -162,7 +162,8 @@ def decide_head_axis(
     """Index of the head dimension among four, and whether evidence rather than convention decided.
 
     Only dimensions that are not queries are considered: first one with ``heads`` entries, then the
-    one that the product with the values shows to be heads.
+    one that the product with the values shows to be heads. Adjacent dimensions of one entry give
+    the same rows whichever of them is heads.
 
     Args:
         shape: shape of the scores, keys last.
@@ -172,6 +173,8 @@ def decide_head_axis(
     Example:
         >>> decide_head_axis((2, 4, 4, 9), 4, ProductAxes(queries=1))
         (2, True)
+        >>> decide_head_axis((1, 1, 9, 9), 1, ProductAxes())
+        (1, True)
         >>> (
         ...     decide_head_axis((4, 4, 9, 9), 4, ProductAxes()),
         ...     decide_head_axis((3, 5, 9, 9), None, ProductAxes()),
@@ -183,7 +186,8 @@ def decide_head_axis(
     choice = fitting or among
     if product.heads is not None and product.heads in choice:
         return product.heads, True
-    return 1 if 1 in choice else choice[-1], len(fitting) < 2
+    same = heads == 1 and all(size == 1 for size in shape[choice[0] : choice[-1] + 1])
+    return 1 if 1 in choice else choice[-1], same or len(fitting) < 2
 
 
 def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width: int) -> int | None:

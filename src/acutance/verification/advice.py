@@ -16,8 +16,8 @@ _ADVICE = {
     "padding": "Pass attention_mask with 1 on real tokens, and hide the keys where it is 0.",
     "hidden keys": "Give hidden keys a score of minus infinity, not 0.",
     "mask": "Compare the mask that the attention function gets with the one of eager attention.",
-    "documents": "Pass position_ids that start anew in each document and no attention_mask, or "
-    "the documents' cu_seqlens.",
+    "documents": "Pass position_ids, starting anew in each document, to the function that makes "
+    "the masks, and no attention_mask; or use flash attention, which reads them itself.",
     "not causal": "Pass is_causal=True or a causal mask.",
     "causal by mistake": "Pass is_causal=False where no mask is passed.",
     "implementations differ": "Compare the masks that the model makes for each implementation.",

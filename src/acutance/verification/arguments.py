@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.interface_call import packed_lengths
 from acutance.masks import hides
 from acutance.probing.faults import visible_keys
 from acutance.verification.expectation import Expectation
@@ -43,6 +44,8 @@ class Pass:
         positions: of the tokens of the pass, (B, L); None if the model was not given any.
         documents: cumulative lengths of packed documents; None for one document in each row.
         is_text: whether every attention of the model reads these tokens, so that masks are known.
+        separates: whether the model's code makes its masks from the positions. Otherwise only a
+            call that is given them is to tell documents apart, as flash attention does.
     """
 
     inputs: str
@@ -52,6 +55,7 @@ class Pass:
     positions: Tensor | None = None
     documents: Tensor | None = None
     is_text: bool = False
+    separates: bool = False
 
     def knows_masks(self, call: AttentionCall) -> bool:
         """Whether the keys that a call's rows see follow from this."""
@@ -63,6 +67,11 @@ class Pass:
             and queries <= keys <= self.past + self.tokens
             and (self.real is None or len(self.real) == len(call.query))
         )
+
+    def promises(self, call: AttentionCall) -> bool:
+        """Whether a call's masks are to tell the documents apart, or there are none."""
+        told = packed_lengths(call.positions, call.query) is not None
+        return self.documents is None or self.separates or told
 
     def real_rows(self, call: AttentionCall) -> Tensor | None:
         """Boolean (B, L), False on padding queries; None if all are real."""

@@ -99,8 +99,9 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
             yield Kind("left padding", lambda read: text.padded(read, left=True))
     if not _is_causal(model):
         return
-    if packs(model) and ids.shape[1] >= 12:
-        yield Kind("packed", text.packed)
+    if "position_ids" in names and ids.shape[1] >= 12:
+        separates = makes_masks_from_positions(model)
+        yield Kind("packed", lambda read: text.packed(read, separates))
     if {"past_key_values", "use_cache"} <= names and ids.shape[1] >= 12:
         steps = [ids.shape[1] - _STEPS, *([1] * _STEPS)]
         yield Kind("cache by token", lambda read: text.cached(read, "cache by token", steps), True)
@@ -126,10 +127,8 @@ def _is_causal(model: torch.nn.Module) -> bool:
     return bool(flags) and all(flags)
 
 
-def packs(model: torch.nn.Module) -> bool:
-    """Whether a model makes its masks from position_ids too, and so tells documents apart."""
-    if "position_ids" not in _parameters(model):
-        return False
+def makes_masks_from_positions(model: torch.nn.Module) -> bool:
+    """Whether a model's code makes masks from position_ids, and so tells documents apart."""
     for module in model.modules():
         try:
             source = inspect.getsource(type(module).forward)
@@ -173,7 +172,7 @@ class _Text:
         facts = self._facts("left padding" if left else "right padding", ids, real, positions)
         return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
 
-    def packed(self, read: Reader) -> Any:
+    def packed(self, read: Reader, separates: bool) -> Any:
         """Read three documents in one row."""
         ids = self._ids[:1]
         length = ids.shape[1]
@@ -181,7 +180,8 @@ class _Text:
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
         positions = positions[None].to(ids.device)
         facts = self._facts("packed", ids, torch.ones_like(ids, dtype=torch.bool), positions)
-        facts = replace(facts, documents=torch.tensor(ends, device=ids.device))
+        documents = torch.tensor(ends, device=ids.device)
+        facts = replace(facts, documents=documents, separates=separates)
         return read(facts, self._arguments(ids, positions))
 
     def cached(self, read: Reader, name: str, sizes: list[int], *, padded: bool = False) -> Any:

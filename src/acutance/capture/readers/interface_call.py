@@ -18,6 +18,7 @@ __all__ = [
     "InterfaceCall",
     "base_name",
     "is_cross",
+    "packed_lengths",
     "read_interface_call",
     "stored_keys",
     "uses_flash_masks",
@@ -163,6 +164,8 @@ def read_interface_call(
         "unknown": _unknown(base_name(implementation), accepts, arguments),
         "packed": bool(arguments.get("packed")),
     }
+    if isinstance(positions := arguments.get("position_ids"), Tensor):
+        call["positions"] = positions
     kind = base_name(implementation)
     if uses_flash_masks(implementation):
         return AttentionCall(**call, **_flash_masks(arguments, query, key, mask, module))
@@ -271,6 +274,8 @@ def _flash_masks(
     causal = arguments.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     lengths = arguments.get("cu_seq_lens_k")
+    if lengths is None and mask is None:
+        lengths = packed_lengths(arguments.get("position_ids"), query)
     return {
         "is_causal": bool(causal),
         "query_offset": keys - queries,
@@ -280,6 +285,33 @@ def _flash_masks(
         "sinks": arguments.get("s_aux"),
         "cu_seqlens": lengths if isinstance(lengths, Tensor) else None,
     }
+
+
+def packed_lengths(positions: Any, query: Tensor) -> Tensor | None:
+    """Cumulative lengths of the documents that flash attention tells apart by ``position_ids``.
+
+    As in transformers: only in a batch of one sequence, and each document begins at the lowest
+    position.
+
+    Args:
+        positions: of the tokens, (1, L); anything else tells nothing.
+        query: (B, Hq, L, E).
+
+    Returns:
+        Lengths (documents + 1,), of int32; None for one document.
+
+    Example:
+        >>> packed_lengths(torch.tensor([[0, 1, 2, 0, 1]]), torch.zeros(1, 4, 5, 8))
+        tensor([0, 3, 5], dtype=torch.int32)
+    """
+    if not isinstance(positions, Tensor) or tuple(positions.shape) != (1, query.shape[2]):
+        return None
+    row = positions[0]
+    starts = (row == row.min()).nonzero().flatten()
+    if query.shape[0] != 1 or len(starts) < 2:
+        return None
+    ends = starts.new_tensor([len(row)])
+    return torch.cat([starts, ends]).to(torch.int32)
 
 
 def _sinks(kind: str, arguments: dict[str, Any], module: Any) -> Tensor | None:
