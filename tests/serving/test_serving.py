@@ -12,14 +12,25 @@ from torch.testing import assert_close
 
 import acutance
 from acutance.serving import CacheLayout, ServedRows, prometheus_text, register
-from acutance.serving.vllm_plugin import VllmReader
+from acutance.serving.runs import Rows, Runs
+from acutance.serving.vllm_reader import VllmReader
 from tests.serving.vllm_stand_in import BLOCK, HEADS, WIDTH, Attention, Engine, Impl
 
 LENGTHS, PROMPTS = [40, 21, 9], [33, 17, 1]
 
 
-def serve(impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+def serve(
+    impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
     """Run layers with these implementations under a reader, and return both."""
+    served, engine = prepare(impls, every, dtype, **options)
+    engine.run()
+    return served, engine
+
+
+def prepare(
+    impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[ServedRows, Engine]:
     reader = VllmReader(ServedRows(every=every), None, 1e9)
 
     class Layer(Attention):
@@ -29,22 +40,38 @@ def serve(impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32) 
     layers = [
         Layer(f"model.layers.{i}.self_attn.attn", impl, dtype) for i, impl in enumerate(impls)
     ]
-    engine = Engine(layers, LENGTHS, PROMPTS)
-    engine.run()
-    return reader.served, engine
+    lengths, prompts = options.pop("lengths", LENGTHS), options.pop("prompts", PROMPTS)
+    return reader.served, Engine(layers, list(lengths), list(prompts), **options)
 
 
-def expected(engine: Engine, layer: int, **options: Any) -> dict[str, torch.Tensor]:
-    """Means of metrics by head, over all rows of all sequences."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    for query, key, _ in engine.inputs[layer]:
-        stats = acutance.row_statistics(
+def expected(
+    engine: Engine, layer: int, without: set[tuple[int, int]] | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Means of metrics by head, over all rows that the engine computed, except some."""
+    stats = [
+        acutance.row_statistics(
             query.transpose(0, 1)[None].double(), key.transpose(0, 1)[None].double(),
             is_causal=True, enable_gqa=True, **options,
-        )  # fmt: skip
-        for name in ("entropy", "effective_keys", "max_logit", "sink_mass", "n_keys"):
-            parts.setdefault(name, []).append(stats[name][0].double())
-    return {name: torch.cat(part, 1).mean(1) for name, part in parts.items()}
+        )
+        for query, key, _ in engine.inputs[layer]
+    ]  # fmt: skip
+    rows = [place for place in engine.computed if place not in (without or ())]
+    return {
+        name: torch.stack([stats[i][name][0, :, at].double() for i, at in rows]).mean(0)
+        for name in ("entropy", "effective_keys", "max_logit", "sink_mass", "n_keys")
+    }
+
+
+def check(served: ServedRows, engine: Engine, **options: Any) -> None:
+    """All rows that the engine computed were read, and they are right."""
+    summary, layers = served.summary(), len(engine.layers)
+    assert summary.unread == ()
+    assert {layer.status for layer in summary.layers} == {"checked"}
+    assert {layer.rows for layer in summary.layers} == {len(engine.computed)}
+    for layer in range(layers):
+        heads = slice(layer * HEADS, (layer + 1) * HEADS)
+        for name, value in expected(engine, layer, **options).items():
+            assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
 
 
 SINKS, SLOPES = torch.tensor([0.5, 1.0, -1.0, 2.0]), torch.tensor([0.5, 0.25, 0.1, 0.01])
@@ -75,6 +102,91 @@ def test_all_rows_are_those_of_whole_sequences(impl: dict[str, Any], options: An
             assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
 
 
+MANY = {"lengths": [70, 41, 52, 20, 64, 33], "prompts": [33, 17, 1, 19, 40, 32]}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 10}, {"prefix": 16, "batch": 3}])
+def test_sequences_end_at_any_time_and_nothing_is_lost(options: dict[str, Any]) -> None:
+    served, engine = serve([Impl(), Impl()], **(MANY | {"batch": 2} | options))
+    check(served, engine)
+
+
+def test_sequences_that_share_a_prefix_are_not_confused() -> None:
+    served, engine = prepare([Impl()], lengths=[60, 60, 60], prompts=[32, 33, 40], prefix=32)
+    engine.batch = 1
+    engine.step()  # the first prompt is in the cache when the others begin
+    engine.batch = 3
+    engine.run()
+    assert (1, 0) not in engine.computed
+    check(served, engine)
+
+
+def test_a_preempted_sequence_is_computed_again() -> None:
+    served, engine = prepare([Impl()], **MANY, batch=3)
+    for _ in range(5):
+        engine.step()
+    engine.stop(0, again=True)
+    engine.run()
+    assert engine.computed.count((0, 36)) == 2
+    check(served, engine)
+
+
+def test_rows_whose_keys_are_overwritten_are_not_read() -> None:
+    options = {"lengths": [40, 20], "prompts": [33, 17], "batch": 1}
+    served, engine = serve([Impl(), Impl()], latest_first=True, **options)
+    summary = served.summary()
+    lost = {(0, at) for at in range(33, 40)}  # they waited for row 47
+    assert {(layer.rows, layer.skipped) for layer in summary.layers} == {(53, 7)}
+    for layer in range(2):
+        heads = slice(layer * HEADS, (layer + 1) * HEADS)
+        for name, value in expected(engine, layer, lost).items():
+            assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [20, 32, 33])
+def test_blocks_outside_of_a_window_may_be_freed(window: int) -> None:
+    options = {"lengths": [100, 90, 80], "prompts": [3, 40, 50], "window": window}
+    served, engine = prepare([Impl(window), Impl(window)], latest_first=True, **options)
+    while engine.step():
+        served.summary()  # else the rows that wait would be lost where a sequence ends
+    check(served, engine, window=window)
+
+
+def test_a_summary_in_between_has_all_rows_so_far() -> None:
+    served, engine = prepare([Impl(), Impl()], **MANY, batch=2)
+    for _ in range(12):
+        engine.step()
+        check(served, engine)
+    engine.run()
+    check(served, engine)
+
+
+def test_little_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("acutance.serving.vllm_reader._MOST_BYTES", 1)
+    check(*serve([Impl(), Impl()], **MANY, batch=2))
+
+
+def test_every_row_has_the_same_chance() -> None:
+    served, total = ServedRows(every=4), 800
+    hits = torch.zeros(3, 100)
+    for block in (16, 64):
+        for _ in range(total):
+            runs = Runs(served.draw)
+            for step in range(35):  # prompts of 40, 1 and 17 tokens, then 34 decoded
+                first = [(0, 40), (0, 1), (0, 17)]
+                now = first if step == 0 else [(of[1] + step - 1, 1) for of in first]
+                places = [(1000 * i + at, count) for i, (at, count) in enumerate(now)]
+                rows = [
+                    Rows(at, count, slot, slot + count - 1)
+                    for (at, count), (slot, _) in zip(now, places, strict=True)
+                ]
+                for _, sequence, start, count in runs.follow(rows, block).pieces:
+                    at = now[sequence][0] + start - sum(count for _, count in now[:sequence])
+                    hits[sequence, at : at + count] += 1
+    for sequence, length in enumerate((74, 35, 51)):
+        assert float((hits[sequence, :length] / (2 * total) - 0.25).abs().max()) < 0.05
+
+
 def test_an_engine_that_forgets_a_window_is_caught() -> None:
     served, _ = serve([Impl(window=7, forgets_window=True), Impl(window=7)])
     summary = served.summary()
@@ -86,8 +198,8 @@ def test_an_engine_that_forgets_a_window_is_caught() -> None:
 def test_a_cache_that_cannot_be_read_is_named_and_the_engine_runs_on() -> None:
     served, _ = serve([Impl()], dtype=torch.int8)
     assert served.unread == [
-        "model.layers.0.self_attn: a cache of shape (64, 2, 8, 32) and torch.int8 does not consist "
-        "of blocks of 2 heads with keys of width 16 and values of 16"
+        "model.layers.0.self_attn: a cache of shape (64, 2, 16, 32) and torch.int8 does not "
+        "consist of blocks of 2 heads with keys of width 16 and values of 16"
     ]
     with pytest.raises(ValueError, match="no row of attention was read yet"):
         served.summary()
@@ -114,23 +226,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_and_serving_goes_on(tmp_pat
 
 
 def test_a_share_of_the_rows_is_read() -> None:
-    served, _ = serve([Impl(), Impl()], every=3)
+    served, engine = serve([Impl(), Impl()], every=3, **MANY)
     summary = served.summary()
     read = summary.layers[0].rows
-    assert 0 < read < sum(LENGTHS)
-    assert summary.layers[0].skipped == sum(LENGTHS) - read
+    assert 0 < read < len(engine.computed)
+    assert summary.layers[0].skipped == len(engine.computed) - read
     assert summary.sampled
     assert bool((summary.sampling_error("entropy") > 0).all())
-
-
-def test_every_row_has_the_same_chance() -> None:
-    served, total, hits = ServedRows(every=4), 4000, torch.zeros(3, 40)
-    for _ in range(total):
-        for run in served.choose([40, 1, 17]):
-            hits[run.sequence, run.start : run.start + run.rows] += 1
-    shares = torch.cat([hits[0], hits[1, :1], hits[2, :17]]) / total
-    assert float((shares - 0.25).abs().max()) < 0.03
-    assert served.rows == 58 * total
 
 
 @pytest.mark.parametrize("order", ["plain", "interleaved", "shuffled"])
@@ -154,7 +256,7 @@ def test_layouts_are_discovered(order: str) -> None:
     write(key, value, cache[2:3], torch.arange(tokens))
     for part, wanted in (("key", key), ("value", value)):
         out = torch.empty(heads, tokens, width, dtype=torch.bfloat16)
-        layout.read(cache, [2], out, part)
+        layout.read(cache, torch.tensor([2]), out, part)
         assert torch.equal(out, wanted.transpose(0, 1))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, HEADS, KEY_HEADS, WIDTH = 8, 4, 2, 16
+BLOCK, HEADS, KEY_HEADS, WIDTH = 16, 4, 2, 16
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Metadata:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    slot_mapping: Tensor
     causal: bool = True
 
 
@@ -118,9 +119,24 @@ class Attention:
 
 
 class Engine:
-    """Runs random queries, keys and values of several sequences through layers."""
+    """Runs random queries, keys and values of several sequences through layers.
 
-    def __init__(self, layers: list[Attention], lengths: list[int], prompts: list[int]) -> None:
+    Args:
+        layers: the layers.
+        lengths: of the sequences, in tokens.
+        prompts: how many of a sequence's tokens come at once; then one in each pass.
+        batch: most sequences that run at the same time.
+        latest_first: whether the block that was freed last is used first.
+        prefix: number of tokens that later sequences share with the first one, whose keys they
+            find in its blocks.
+        chunk: most tokens of a prompt in one pass.
+        window: blocks outside of this window are freed.
+    """
+
+    def __init__(
+        self, layers: list[Attention], lengths: list[int], prompts: list[int], *, batch: int = 8,
+        latest_first: bool = False, prefix: int = 0, chunk: int = 1000, window: int | None = None,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         self.layers, self.lengths, self.prompts = layers, lengths, prompts
         self.inputs = [
@@ -133,35 +149,84 @@ class Engine:
             ]
             for _ in layers
         ]
-        order = torch.randperm(64, generator=generator)
-        self.table = order[: 8 * len(lengths)].view(len(lengths), 8).int()
+        for layer in self.inputs:
+            for sequence in layer[1:]:
+                for part, first in zip(sequence, layer[0], strict=True):
+                    part[:prefix] = first[:prefix]
+        self.free = torch.randperm(64, generator=generator).tolist()
+        self.blocks: list[list[int]] = [[] for _ in lengths]
+        self.done = [0] * len(lengths)
+        self.waiting, self.running = list(range(len(lengths))), list[int]()
+        self.computed: list[tuple[int, int]] = []  # sequence and position of each row
+        self.batch, self.latest_first, self.prefix = batch, latest_first, prefix
+        self.chunk, self.window = chunk, window
 
     def run(self) -> None:
-        """Prompts in one pass, then a token of every unfinished sequence in each."""
-        done = [0] * len(self.lengths)
-        while any(now < length for now, length in zip(done, self.lengths, strict=True)):
-            running = [i for i, now in enumerate(done) if now < self.lengths[i]]
-            new = [self.prompts[i] if done[i] == 0 else 1 for i in running]
-            starts = torch.tensor([0, *new]).cumsum(0).int()
-            ends = torch.tensor([done[i] + count for i, count in zip(running, new, strict=True)])
-            metadata = Metadata(int(starts[-1]), starts, ends.int(), self.table[running])
-            for layer, inputs in zip(self.layers, self.inputs, strict=True):
-                query, key, value = (
-                    torch.cat(
-                        [
-                            inputs[i][part][done[i] : done[i] + count]
-                            for i, count in zip(running, new, strict=True)
-                        ]
-                    )
-                    for part in range(3)
-                )
-                slots = [
-                    int(self.table[i, at // BLOCK]) * BLOCK + at % BLOCK
-                    for i, count in zip(running, new, strict=True)
-                    for at in range(done[i], done[i] + count)
-                ]
-                cache, out = layer.cache, torch.empty_like(query)
-                layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor(slots))
-                layer.impl.forward(layer, query, key, value, cache, metadata, output=out)
-            for i, count in zip(running, new, strict=True):
-                done[i] += count
+        """Pass by pass until all sequences have ended."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """One pass; False if there is nothing to compute."""
+        for i in [i for i in self.running if self.done[i] == self.lengths[i]]:
+            self.stop(i)
+        while self.waiting and len(self.running) < self.batch:
+            i = self.waiting.pop(0)
+            self.running.append(i)
+            if i and self.prefix and self.blocks[0]:
+                self.done[i] = self.prefix
+                self.blocks[i] = self.blocks[0][: self.prefix // BLOCK]
+        if self.running:
+            self._pass()
+        return bool(self.running)
+
+    def stop(self, i: int, again: bool = False) -> None:
+        """End a sequence, or preempt it to compute all its rows again."""
+        self.running.remove(i)
+        shared = self.prefix // BLOCK if i else 0
+        for block in reversed(self.blocks[i][shared:]):
+            self._release(block)
+        self.blocks[i] = []
+        if again:
+            self.prompts[i], self.done[i] = self.done[i], 0
+            self.waiting.append(i)
+
+    def _release(self, block: int) -> None:
+        if block >= 0:
+            self.free.insert(0 if self.latest_first else len(self.free), block)
+
+    def _pass(self) -> None:
+        done, running = self.done, self.running
+        new = [
+            min(self.prompts[i] - done[i], self.chunk) if done[i] < self.prompts[i] else 1
+            for i in running
+        ]
+        rows = [
+            (i, at)
+            for i, count in zip(running, new, strict=True)
+            for at in range(done[i], done[i] + count)
+        ]
+        for i, count in zip(running, new, strict=True):
+            out_of_window = max(done[i] - (self.window or 1000) + 1, 0) // BLOCK
+            for place in range(out_of_window):
+                self._release(self.blocks[i][place])
+                self.blocks[i][place] = -1
+            while len(self.blocks[i]) * BLOCK < done[i] + count:
+                self.blocks[i].append(self.free.pop(0))
+        self.computed += rows
+        table = torch.zeros(len(running), 8, dtype=torch.int32)
+        for place, i in enumerate(running):
+            table[place, : len(self.blocks[i])] = torch.tensor(self.blocks[i]).clamp(min=0)
+        slots = torch.tensor([self.blocks[i][at // BLOCK] * BLOCK + at % BLOCK for i, at in rows])
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        ends = torch.tensor([done[i] + count for i, count in zip(running, new, strict=True)])
+        metadata = Metadata(len(rows), starts, ends.int(), table, slots)
+        for layer, inputs in zip(self.layers, self.inputs, strict=True):
+            query, key, value = (
+                torch.stack([inputs[i][part][at] for i, at in rows]) for part in range(3)
+            )
+            cache, out = layer.cache, torch.empty_like(query)
+            layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+            layer.impl.forward(layer, query, key, value, cache, metadata, output=out)
+        for i, count in zip(running, new, strict=True):
+            done[i] += count

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class CacheLayout:
         >>> layout = CacheLayout.discover(write, cache, heads=3, width=8, value_width=8)
         >>> cache[2, :, 0] = 1.0
         >>> key = torch.empty(3, 8, 8)
-        >>> layout.read(cache, [4, 2], key)  # a sequence in two blocks
+        >>> layout.read(cache, torch.tensor([4, 2]), key)  # a sequence in two blocks
         >>> key[0, :, 0]
         tensor([0., 0., 0., 0., 1., 1., 1., 1.])
     """
@@ -103,57 +104,100 @@ class CacheLayout:
             value.view(value_shape).transpose(0, 1).contiguous(),
         )
 
-    def read(self, cache: Tensor, blocks: Sequence[int], out: Tensor, part: str = "key") -> None:
+    def read(self, cache: Tensor, blocks: Tensor, out: Tensor, part: str = "key") -> None:
         """Write the keys or values of one sequence into ``out``.
 
         Args:
             cache: (blocks, ...).
-            blocks: the numbers of the sequence's blocks, in order.
-            out: (H, W·T, E) for W blocks, contiguous in each head.
+            blocks: the numbers of the sequence's W blocks, in order, (W,) on the cache's device.
+            out: (H, W·T, E), contiguous.
             part: ``"key"`` or ``"value"``.
         """
         index: Tensor = getattr(self, part)
-        heads, tokens, _ = index.shape
-        sizes, strides, offset = self._digits[part]
-        row, regular = cache.stride(0), bool(sizes) and cache[0].is_contiguous()
-        for place, block in enumerate(blocks):
-            into = out[:, place * tokens : (place + 1) * tokens]
-            if not regular:
-                into.copy_(cache[block].flatten()[index])
-                continue
-            start = cache.storage_offset() + block * row + offset
-            into.view(heads, *sizes).copy_(cache.as_strided((heads, *sizes), strides, start))
+        heads, tokens, width = index.shape
+        order = self._orders[part]
+        if order is None or not cache[0].is_contiguous():
+            found = cache.index_select(0, blocks).flatten(1)[:, index]
+            out.view(heads, len(blocks), tokens, width).copy_(found.transpose(0, 1))
+            return
+        halves = cache.dtype.itemsize == 2, cache.stride(0) % 2, cache.storage_offset() % 2
+        if order.pairs and halves == (True, 0, 0):
+            cache, out, order = cache.view(torch.int32), out.view(torch.int32), order.of_pairs()
+        sizes, strides = (len(cache), *order.sizes), (cache.stride(0), *order.strides)
+        # the blocks in their order in memory, then in the order of the keys: both are fast
+        start = cache.storage_offset() + order.offset
+        found = cache.as_strided(sizes, strides, start).index_select(0, blocks)
+        found = found.permute(0, *(1 + dim for dim in order.back)).transpose(0, 1)
+        out.view(found.shape).copy_(found)
 
     @cached_property
-    def _digits(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
-        return {part: _digits_of(getattr(self, part)) for part in ("key", "value")}
+    def _orders(self) -> dict[str, _Order | None]:
+        return {part: _order_of(getattr(self, part)) for part in ("key", "value")}
 
 
-def _digits_of(index: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Sizes and strides of an index (H, T, E), with T and E written as products; and its offset.
+class _Order(NamedTuple):
+    """A regular order of the numbers of a block in memory: each number at a sum of strides.
+
+    Attributes:
+        sizes: of its dimensions, those with the largest strides first.
+        strides: of its dimensions.
+        offset: of the first number.
+        back: the permutation of the dimensions that gives the order (head, token, channel).
+        pairs: whether numbers of 16 bits lie in pairs of neighbouring channels.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    back: tuple[int, ...]
+    pairs: bool
+
+    def of_pairs(self) -> _Order:
+        """The order of pairs of numbers."""
+        return _Order(
+            (*self.sizes[:-1], self.sizes[-1] // 2),
+            (*(stride // 2 for stride in self.strides[:-1]), 1),
+            self.offset // 2,
+            self.back,
+            False,
+        )
+
+
+def _order_of(index: Tensor) -> _Order | None:
+    """The order of an index (H, T, E), with T and E written as products; None if it has none.
 
     Kernels interleave tokens and channels by powers of two. The order is then regular in the digits
-    of t and e. No sizes if it is not.
+    of t and e.
     """
     heads = index.shape[0]
     offset = int(index[0, 0, 0])
-    sizes: list[int] = []
-    strides = [int(index[1, 0, 0]) - offset if heads > 1 else 0]
+    dims = [(heads, int(index[1, 0, 0]) - offset if heads > 1 else 0)]
     for line in (index[0, :, 0], index[0, 0, :]):
+        digits: list[tuple[int, int]] = []
         factors = _factors(len(line))
         for place, size in enumerate(factors):
             step = math.prod(factors[place + 1 :])
             stride = int(line[step]) - offset if size > 1 else 0
-            sizes.append(size)
-            strides.append(stride)
+            if digits and digits[-1][1] == size * stride:  # one dimension with the digit before it
+                digits[-1] = digits[-1][0] * size, stride
+            else:
+                digits.append((size, stride))
+        dims += digits
     regular = torch.full((), offset, device=index.device)
-    for dim, (size, stride) in enumerate(zip((heads, *sizes), strides, strict=True)):
-        shape = [1] * len(strides)
+    for dim, (size, stride) in enumerate(dims):
+        shape = [1] * len(dims)
         shape[dim] = size
         regular = regular + (torch.arange(size, device=index.device) * stride).view(shape)
-    if not torch.equal(regular.expand(heads, *sizes).reshape(index.shape), index):
-        return (), (), 0
-    return tuple(sizes), tuple(strides), offset
+    if not torch.equal(regular.reshape(index.shape), index) or any(s < 0 for _, s in dims):
+        return None
+    order = sorted(
+        range(len(dims)), key=lambda dim: -dims[dim][1] if dims[dim][1] else -index.numel()
+    )
+    sizes, strides = zip(*(dims[dim] for dim in order), strict=True)
+    last = order[-1] == len(dims) - 1 and strides[-1] == 1  # neighbours are channels
+    even = all(number % 2 == 0 for number in (sizes[-1], offset, *strides[:-1]))
+    back = tuple(order.index(dim) for dim in range(len(dims)))
+    return _Order(sizes, strides, offset, back, last and even)
 
 
 def _factors(size: int) -> list[int]:

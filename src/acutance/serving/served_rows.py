@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,38 +24,33 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import Layer, Status
 from acutance.summary.moments import Moments, summarise
 
-__all__ = ["RUN", "SERVED", "Run", "ServedRows"]
+__all__ = ["SERVED", "ServedRows"]
 
 #: The metrics that are recorded unless others are named.
 SERVED = (
     *("n_keys", "entropy", "normalized_entropy", "effective_keys", "top_weight", "first_weight"),
     *("sink_mass", "max_logit", "lse", "logit_mean", "logit_std", "varentropy"),
 )
-#: Most consecutive rows of a sequence that are chosen together.
-RUN = 16
-#: Most runs of a layer that are collected before they are summarised.
-_MOST_PENDING = 256
+#: Rows, each of one head, that are collected before they are summarised: what fits into caches.
+_MOST_PENDING = 1 << 15
 
 
-class Run(NamedTuple):
-    """Consecutive rows of one sequence that are read.
+class _Record(NamedTuple):
+    """The summarised rows of layers that are read together.
 
     Attributes:
-        sequence: index of the sequence in the pass.
-        start: the first row, counted from the sequence's first row in the pass.
+        calls: number of runs.
         rows: number of rows.
+        moments: of their heads, one layer after the other.
     """
 
-    sequence: int
-    start: int
+    calls: int
     rows: int
+    moments: Moments
 
 
 class ServedRows:
     """Reads one row in ``every`` of a model's attention, and accumulates their statistics.
-
-    Rows are chosen in runs of up to 16 consecutive rows of a sequence, each with probability
-    1/``every``; a decoded token is a run of one row.
 
     Args:
         every: one row in so many is read.
@@ -66,19 +61,16 @@ class ServedRows:
     Attributes:
         rows: number of rows of each layer that the model has computed.
         unread: attention that could not be read, one sentence each, with the reason.
+        finish: called before each summary, to add the rows that wait; None if none wait.
 
     Raises:
         TypeError: if ``every`` or ``seed`` is not a whole number.
         ValueError: if ``every`` is below 1, or a metric does not exist.
 
     Example:
-        >>> served = ServedRows(every=1)
-        >>> served.choose([20, 1])  # a prompt of 20 tokens, and a decoded one
-        [Run(sequence=0, start=0, rows=16), Run(sequence=0, start=16, rows=4), Run(...)]
         >>> served = ServedRows(every=16)
-        >>> read = sum(run.rows for _ in range(1000) for run in served.choose([100] * 10))
-        >>> read, served.rows
-        (64180, 1000000)
+        >>> sum(served.draw() for _ in range(100_000))
+        6323
     """
 
     def __init__(
@@ -92,36 +84,29 @@ class ServedRows:
                 raise ValueError(f"metrics must be among {', '.join(known)}, got {name!r}")
         self.every, self.rows = every, 0
         self.unread: list[str] = []
+        self.finish: Callable[[], None] | None = None
         self._random = random.Random(seed)
         self._metrics = tuple(name for name in known if name in (metrics or SERVED))
-        self._records: dict[str, tuple[Layer, Moments]] = {}
+        self._records: dict[tuple[Layer, ...], _Record] = {}
         self._pending: defaultdict[tuple[Layer, ...], list[RowStatistics]] = defaultdict(list)
+        self._waiting = 0
         self._verified: dict[tuple[str, bool], tuple[Status, float]] = {}
 
-    def choose(self, lengths: Sequence[int]) -> list[Run]:
-        """Choose the runs that are read of a forward pass.
+    def draw(self) -> bool:
+        """Whether the next rows are read: True for one call in ``every``, at random."""
+        return self._random.random() * self.every < 1.0
 
-        Args:
-            lengths: number of rows of each sequence in the pass.
-        """
-        self.rows += sum(lengths)
-        share, draw = 1.0 / self.every, self._random.random
-        return [
-            Run(sequence, start, min(RUN, length - start))
-            for sequence, length in enumerate(lengths)
-            for start in range(0, length, RUN)
-            if draw() < share
-        ]
-
-    def to_verify(self, names: Sequence[str], one_row: bool) -> bool:
-        """Whether a layer's output was not yet compared: for runs of one row, or of several."""
-        return any((name, one_row) not in self._verified for name in names)
+    def to_verify(self, names: Sequence[str], decoded: bool) -> bool:
+        """Whether a layer's output was not yet compared: for decoded rows, or those of prompts."""
+        return any((name, decoded) not in self._verified for name in names)
 
     def add(
         self,
         names: Sequence[str],
         call: AttentionCall,
         output: Tensor | None,
+        *,
+        decoded: bool = False,
         chosen: tuple[int, ...] = (),
     ) -> None:
         """Add the rows of one run in several layers.
@@ -131,9 +116,9 @@ class ServedRows:
             call: its queries and keys, a sequence for each layer: (layers, Hq, L, E).
             output: the model's output (layers, Hq, L, Ev), which is compared with the one computed
                 from the call; None to compare nothing.
+            decoded: whether the rows came one by one.
             chosen: numbers of the heads, if they are not 0, 1, 2, ….
         """
-        one_row = call.query.shape[2] == 1
         if output is None:
             stats = call.statistics(False)
         else:
@@ -141,22 +126,22 @@ class ServedRows:
             counted = torch.ones(rebuilt.shape[:3], dtype=torch.bool, device=rebuilt.device)
             errors, tolerance = differences(call, rebuilt, stats.state.m, output, counted)
             for name, error, bound in zip(names, errors, tolerance, strict=True):
-                self._compared(name, one_row, float(error.max()), bool((error <= bound).all()))
+                self._compared(name, decoded, float(error.max()), bool((error <= bound).all()))
         heads, source = call.query.shape[1], call.source
         layers = tuple(Layer(name, heads, source=source, chosen=chosen) for name in names)
-        waiting = self._pending[layers]
-        waiting.append(stats)
-        if len(waiting) >= _MOST_PENDING:
-            self._summarise(layers)
+        self._pending[layers].append(stats)
+        self._waiting += stats.state.n.numel()
+        if self._waiting >= _MOST_PENDING:
+            self._summarise_all()
 
-    def _compared(self, name: str, one_row: bool, error: float, agrees: bool) -> None:
+    def _compared(self, name: str, decoded: bool, error: float, agrees: bool) -> None:
         """Note the result of a comparison of outputs."""
         if not agrees and self._status(name)[0] != "mismatch":
             self.unread.append(
                 f"{name}: do not trust its rows: the output recomputed from the cache differs by "
                 f"{error:.2g} of its size"
             )
-        self._verified[name, one_row] = "checked" if agrees else "mismatch", error
+        self._verified[name, decoded] = "checked" if agrees else "mismatch", error
 
     def _status(self, name: str) -> tuple[Status, float | None]:
         """Status of a layer, and the largest error of its outputs."""
@@ -168,9 +153,7 @@ class ServedRows:
 
     def _summarise(self, layers: tuple[Layer, ...]) -> None:
         """Move the collected rows of some layers into the records."""
-        waiting = self._pending.pop(layers, [])
-        if not waiting:
-            return
+        waiting = self._pending.pop(layers)
         with torch.inference_mode(False), torch.no_grad():
             fields = zip(*(part.state for part in waiting), strict=True)
             # one layer with all heads: 30 small layers take longer than a large one
@@ -178,15 +161,18 @@ class ServedRows:
             counted = torch.ones(state.n.shape, dtype=torch.bool, device=state.n.device)
             values = RowStatistics(state).as_dict(self._metrics)
             moments = summarise(values, counted, self._metrics)
-        rows, start = counted.shape[2], 0
-        for layer in layers:
-            now = replace(layer, calls=len(waiting), rows=rows)
-            part = moments.heads(start, start + layer.heads)
-            start += layer.heads
-            earlier = self._records.get(layer.module)
-            if earlier is not None:
-                now, part = earlier[0].merge(now), earlier[1].merge(part)
-            self._records[layer.module] = now, part
+        calls, rows = len(waiting), counted.shape[2]
+        if layers in self._records:
+            earlier = self._records[layers]
+            calls, rows = calls + earlier.calls, rows + earlier.rows
+            moments = earlier.moments.merge(moments)
+        self._records[layers] = _Record(calls, rows, moments)
+
+    def _summarise_all(self) -> None:
+        """Move all collected rows into the records."""
+        for layers in list(self._pending):
+            self._summarise(layers)
+        self._waiting = 0
 
     def summary(self, about: dict[str, Any] | None = None) -> HeadSummary:
         """The statistics so far, for each layer and head.
@@ -196,13 +182,25 @@ class ServedRows:
         Raises:
             ValueError: if no row was read.
         """
-        for several in list(self._pending):
-            self._summarise(several)
+        if self.finish is not None:
+            self.finish()
+        self._summarise_all()
         if not self._records:
             reasons = "".join(f"\n  {reason}" for reason in self.unread)
             raise ValueError(f"no row of attention was read yet{reasons}")
+        parts: dict[str, tuple[Layer, Moments]] = {}
+        for together, record in self._records.items():
+            start = 0
+            for layer in together:
+                now = replace(layer, calls=record.calls, rows=record.rows)
+                part = record.moments.heads(start, start + layer.heads)
+                start += layer.heads
+                if layer.module in parts:
+                    earlier = parts[layer.module]
+                    now, part = earlier[0].merge(now), earlier[1].merge(part)
+                parts[layer.module] = now, part
         layers, moments = [], []
-        for layer, part in self._records.values():
+        for layer, part in parts.values():
             status, error = self._status(layer.module)
             skipped = max(self.rows - layer.rows, 0)
             layers.append(replace(layer, status=status, error=error, skipped=skipped))

@@ -1,0 +1,367 @@
+"""VllmReader: records sampled rows of vLLM's attention layers, and reads the cache for them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.serving.cache_layout import CacheLayout
+from acutance.serving.runs import Choice, Rows, Run, Runs
+from acutance.serving.served_rows import ServedRows
+from acutance.serving.vllm_layer import (
+    alibi_bias,
+    discover_layout,
+    option,
+    ranks,
+    window_of,
+)
+
+__all__ = ["VllmReader"]
+
+#: Most memory for the queries that wait, and for the keys that are read at once.
+_MOST_BYTES = 1 << 26
+
+
+class _Seen(NamedTuple):
+    """The recorded rows of one layer in one forward pass.
+
+    Attributes:
+        layer: vLLM's layer.
+        query: (rows, Hq, E).
+        output: (rows, Hq, Ev), which the layer has computed; None if it is not compared.
+        cache: its paged cache.
+        metadata: where the sequences' keys are.
+    """
+
+    layer: Any
+    query: Tensor
+    output: Tensor | None
+    cache: Tensor
+    metadata: Any
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass some of whose rows are read.
+
+    Attributes:
+        choice: its runs.
+        index: (rows,), the recorded rows.
+        tokens: number of rows of the pass.
+        compared: whether outputs are recorded, too.
+        seen: its layers by name.
+    """
+
+    choice: Choice
+    index: Tensor
+    tokens: int
+    compared: bool
+    seen: dict[str, _Seen]
+
+
+class _Recorded(NamedTuple):
+    """What is recorded of a run in layers of the same kind.
+
+    Attributes:
+        layers: vLLM's layers.
+        caches: their paged caches.
+        blocks: the sequence's blocks in them, in order.
+        queries: (layers, rows, Hq, E) of each pass.
+        outputs: (layers, rows, Hq, Ev) of each pass whose outputs are compared.
+    """
+
+    layers: list[Any]
+    caches: list[Tensor]
+    blocks: Tensor
+    queries: list[Tensor]
+    outputs: list[Tensor]
+
+
+class VllmReader:
+    """Wraps the attention implementations of vLLM's layers, and reads some of their rows.
+
+    Rows are read after the last layer of a pass, from all layers together: a call for each layer
+    would cost a small model more time than its own work.
+
+    Args:
+        served: chooses rows and accumulates them.
+        folder: where to write; None for nowhere.
+        seconds: time between writes.
+    """
+
+    def __init__(
+        self, served: ServedRows, folder: str | os.PathLike[str] | None, seconds: float
+    ) -> None:
+        self.served, self._folder, self._seconds = served, folder, seconds
+        served.finish = self.finish
+        self._next_write = time.monotonic() + seconds
+        self._windows: set[int] = set()
+        self._runs = Runs(served.draw, self._windows)
+        self._ran: dict[str, None] = {}  # layers of this pass, in order
+        self._rank, self._part = 0, 0
+        self._last = ""  # the last layer of a pass
+        self._pass: _Pass | None = None  # None where nothing of a pass is read
+        self._read_names: tuple[str, ...] = ()  # layers that the last pass recorded
+        self._layouts: dict[str, CacheLayout] = {}
+        self._kinds: dict[str, tuple[object, ...]] = {}
+        self._refused: set[str] = set()
+
+    def install(self, attention: Any) -> None:
+        """Wrap the implementation of each attention layer that is created from now on.
+
+        Args:
+            attention: vLLM's class ``Attention``.
+        """
+        original = attention.__init__
+
+        @functools.wraps(original)
+        def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(layer, *args, **kwargs)
+            layer.impl.forward = self.wrap(layer, layer.impl.forward)
+
+        attention.__init__ = __init__
+
+    def wrap(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function that computes a layer's attention."""
+        name = layer.layer_name.removesuffix(".attn")  # the module that transformers calls so
+        if not self._last:  # here, since a server may start further processes before
+            self._rank, self._part = ranks()
+            Finalize(None, self.write, exitpriority=1)  # atexit does not run in forked processes
+        self._last = name
+        self._windows.update(filter(None, [window_of(layer.impl)]))
+
+        @functools.wraps(forward)
+        def wrapped(
+            of: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any,
+            output: Any = None, *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            result = forward(
+                of, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            try:
+                self._follow(name, layer, query, result, kv_cache, attn_metadata)
+            except Exception as error:  # serving goes on
+                self._pass = None
+                self._refuse([name], error)
+            return result
+
+        return wrapped
+
+    def write(self) -> None:
+        """Write the files, if there is anything to write and a folder to write to.
+
+        Warns:
+            UserWarning: if they cannot be written; serving goes on.
+        """
+        if self._folder is None:
+            return
+        try:
+            self.served.write(self._folder, f"attention-rank{self._rank}", about={"engine": "vLLM"})
+        except ValueError:  # no row yet
+            return
+        except OSError as error:
+            warnings.warn(f"attention was not written to {self._folder}: {error}", stacklevel=2)
+
+    def finish(self) -> None:
+        """Read the rows that wait for their runs to be complete."""
+        self._read(self._runs.take())
+
+    def _follow(
+        self, name: str, layer: Any, query: Tensor, output: Tensor, cache: Tensor, metadata: Any
+    ) -> None:
+        """Record a layer: the first one begins a pass, and after the last one rows are read.
+
+        The last layer is the last one created, until a pass shows another.
+        """
+        if name in self._ran:
+            self._last = next(reversed(self._ran))
+            self._ran.clear()
+        if not self._ran:
+            self._pass = self._begin(name, query, metadata)
+        self._ran[name] = None
+        now = self._pass
+        if now is not None and name not in self._refused:
+            rows = query.index_select(0, now.index)  # an engine may write over its queries
+            theirs = output.index_select(0, now.index) if now.compared else None
+            now.seen[name] = _Seen(layer, rows, theirs, cache, metadata)
+        if name == self._last:
+            self._pass = None
+            if now is not None:
+                self._record(now)
+                self._read(now.choice.complete)
+            if time.monotonic() >= self._next_write:
+                self.write()
+                self._next_write = time.monotonic() + self._seconds
+
+    def _begin(self, name: str, query: Tensor, metadata: Any) -> _Pass | None:
+        """Choose the rows of a pass that are read; None for none."""
+        if metadata is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None  # vLLM is warming up
+        starts, slots = metadata.query_start_loc.long(), metadata.slot_mapping
+        first, end = starts[:-1], starts[1:]
+        ends = metadata.seq_lens[: len(first)]
+        edges = slots[torch.stack([first, end - 1]).clamp(0, len(slots) - 1)]
+        table = torch.stack([end - first, ends, *edges]).T.tolist()  # the only wait for a device
+        sequences = [Rows(length - rows, rows, *edge) for rows, length, *edge in table]
+        tokens = sum(rows.length for rows in sequences)
+        self.served.rows += tokens
+        layout = self._layouts.get(name)
+        block = 1 if layout is None else min(layout.tokens for layout in self._layouts.values())
+        choice = self._runs.follow(sequences, block)
+        if choice.ended:
+            written = slots[:tokens] // block  # this layer's keys of this pass are in its cache
+            self._read([run for run in choice.ended if not _holds(run, written)])
+        if not choice.pieces:
+            return None
+        rows = [row for _, _, start, count in choice.pieces for row in range(start, start + count)]
+        compared = not self._read_names or any(
+            self.served.to_verify(self._read_names, piece.run.decoded) for piece in choice.pieces
+        )
+        index = torch.tensor(rows, device=query.device)
+        return _Pass(choice, index, tokens, compared, {})
+
+    def _record(self, now: _Pass) -> None:
+        """Add the rows of a pass to their runs, layers of the same kind together."""
+        kinds: dict[tuple[object, ...], dict[str, _Seen]] = {}
+        for name, seen in now.seen.items():
+            try:
+                kinds.setdefault(self._kind(name, seen, now), {})[name] = seen
+            except Exception as error:  # in one layer; serving goes on
+                self._refuse([name], error)
+        complete, size = set(now.choice.complete), 0
+        for layers in kinds.values():
+            names, parts = tuple(layers), list(layers.values())
+            heads, tokens = parts[0].layer.num_heads, self._layouts[names[0]].tokens
+            queries, size = _stacked([seen.query for seen in parts], heads), size
+            size += queries.nbytes // len(now.index)
+            outputs = [seen.output for seen in parts if seen.output is not None]
+            theirs = _stacked(outputs, heads) if outputs else None
+            at = 0
+            for run, sequence, _, count in now.choice.pieces:
+                if names not in run.recorded:
+                    used = -(-(run.position + run.rows) // tokens)
+                    blocks = parts[0].metadata.block_table[sequence, :used].clone()
+                    caches = [seen.cache for seen in parts]
+                    record = _Recorded([seen.layer for seen in parts], caches, blocks, [], [])
+                    run.recorded[names] = record
+                rows, record = slice(at, at + count), run.recorded[names]
+                for whole, to in ((queries, record.queries), (theirs, record.outputs)):
+                    if whole is not None:
+                        part = whole[:, rows]
+                        to.append(part if run in complete else part.clone())
+                at += count
+        self._read_names = tuple(name for layers in kinds.values() for name in layers)
+        if size * sum(run.rows for run in self._runs.waiting) > _MOST_BYTES:
+            self.finish()
+
+    def _read(self, runs: list[Run]) -> None:
+        """Read some runs."""
+        with torch.inference_mode(False), torch.no_grad():
+            for run in runs:
+                for names, record in run.recorded.items():
+                    rows = sum(part.shape[1] for part in record.queries)
+                    if rows != run.rows or not self._refused.isdisjoint(names):
+                        continue  # an error left out rows
+                    try:
+                        self._read_layers(names, run, record)
+                    except Exception as error:  # serving goes on
+                        self._refuse(list(names), error)
+                run.recorded.clear()
+
+    def _refuse(self, names: list[str], error: Exception) -> None:
+        """Read these layers no more, and say why."""
+        names = [name for name in names if name not in self._refused]
+        self._refused.update(names)
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        self.served.unread.extend(f"{name}: {reason}" for name in names)
+
+    def _kind(self, name: str, seen: _Seen, now: _Pass) -> tuple[object, ...]:
+        """What layers that are read together have in common.
+
+        Raises:
+            ValueError: if the layer cannot be read.
+        """
+        layer, metadata, impl = seen.layer, seen.metadata, seen.layer.impl
+        if getattr(metadata, "causal", True) is not True:
+            raise ValueError("attention that is not causal is not read")
+        if metadata.num_actual_tokens != now.tokens:
+            raise ValueError("it runs over other tokens than the model's first layer")
+        if name not in self._kinds:
+            layout = self._layouts[name] = discover_layout(layer, seen.cache)
+            alone = option(impl, "sinks") is not None or option(impl, "alibi_slopes") is not None
+            self._kinds[name] = (
+                *(name if alone else "", layer.num_heads, layer.num_kv_heads, layer.head_size),
+                *(layer.head_size_v, float(impl.scale), window_of(impl)),
+                *(option(impl, "logits_soft_cap"), seen.cache.dtype, layout.tokens),
+            )
+        return id(metadata), self._kinds[name]
+
+    def _read_layers(self, names: tuple[str, ...], run: Run, record: _Recorded) -> None:
+        """Read the rows of a run in layers of the same kind."""
+        layer, layout = record.layers[0], self._layouts[names[0]]
+        impl, window = layer.impl, window_of(layer.impl)
+        unseen = 0 if window is None else max(run.position - window + 1, 0) // layout.tokens
+        blocks = record.blocks[unseen:]
+        position = run.position - unseen * layout.tokens
+        query, theirs = torch.cat(record.queries, 1), None
+        if sum(part.shape[1] for part in record.outputs) == run.rows:
+            theirs = torch.cat(record.outputs, 1)
+        first = self._part * layer.num_heads
+        heads, tokens, width = layout.key.shape
+        room = heads * len(blocks) * tokens * width * query.element_size()
+        step = max(1, _MOST_BYTES // room)  # layers at once
+        for start in range(0, len(names), step):
+            part = slice(start, start + step)
+            caches = list(zip(names[part], record.caches[part], strict=True))
+            key = self._cached(caches, blocks, "key")[:, :, : position + run.rows]
+            call = AttentionCall(
+                names[0],
+                f"vLLM {layer.attn_backend.get_name()}",
+                query[part].transpose(1, 2),
+                key,
+                key[..., :0]
+                if theirs is None
+                else self._cached(caches, blocks, "value")[:, :, : position + run.rows],
+                is_causal=True,
+                query_offset=position,
+                window=window,
+                scale=float(impl.scale),
+                softcap=option(impl, "logits_soft_cap") or None,
+                sinks=option(impl, "sinks"),
+                bias=alibi_bias(impl, position, run.rows, key.shape[2]),
+            )
+            self.served.add(
+                names[part],
+                call,
+                None if theirs is None else theirs[part].transpose(1, 2),
+                decoded=run.decoded,
+                chosen=tuple(range(first, first + layer.num_heads)) if first else (),
+            )
+
+    def _cached(self, caches: list[tuple[str, Tensor]], blocks: Tensor, part: str) -> Tensor:
+        """The keys or values in a sequence's blocks, (layers, H, blocks · T, E)."""
+        heads, tokens, width = getattr(self._layouts[caches[0][0]], part).shape
+        found = caches[0][1].new_empty(len(caches), heads, len(blocks) * tokens, width)
+        for out, (name, cache) in zip(found, caches, strict=True):
+            self._layouts[name].read(cache, blocks, out, part)
+        return found
+
+
+def _stacked(parts: list[Tensor], heads: int) -> Tensor:
+    """Rows (rows, ...) of several layers, (layers, rows, Hq, E)."""
+    return torch.stack(parts).view(len(parts), len(parts[0]), heads, -1)
+
+
+def _holds(run: Run, blocks: Tensor) -> bool:
+    """Whether a run's sequence has one of these blocks."""
+    return any(bool(torch.isin(part.blocks, blocks).any()) for part in run.recorded.values())
