@@ -34,11 +34,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records are")
     parser.add_argument("--share", type=float, default=1.0, help="share of the trainings")
     parser.add_argument("--kind", help="only trainings of this kind")
+    parser.add_argument("--repeat", type=int, default=0, help="repetition with other seeds")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th training from I on")
     parser.add_argument("--json", type=Path, help="also write the report here")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = [run for run in catalogue() if options.kind in (None, run.kind)]
+    runs = [run for run in catalogue(options.repeat) if options.kind in (None, run.kind)]
     runs = runs[:: max(1, round(1 / options.share))]
     first, parts = map(int, options.part.split("/"))
     runs = runs[first::parts]

@@ -21,6 +21,8 @@ MEANS = (
     "jacobian_trace", "noise_gain", "first_weight", "max_logit",
 )  # fmt: skip
 LARGEST = ("max_logit", "max_gap")
+#: Rows of a batch, drawn at random, whose mean deviation of logits is recorded too.
+SAMPLED = 64
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Attention(nn.Module):
         self.recording = False
         self.means = torch.empty(0)  # (heads, len(MEANS)) of the last recorded pass
         self.largest = torch.empty(0)
+        self.sampled = torch.empty(())  # deviation of logits of some rows
+        self.generator = torch.Generator().manual_seed(0)
 
     def visible(self, length: int) -> Tensor:
         """Which keys each row sees, (length, length), under the fault."""
@@ -125,6 +129,9 @@ class Attention(nn.Module):
         self.largest = torch.stack(
             [getattr(stats, name)[:, :, rows].amax((0, 2)) for name in LARGEST], -1
         )
+        deviations = stats.logit_std[:, :, rows].mean(1).flatten()
+        order = torch.randperm(len(deviations), generator=self.generator)
+        self.sampled = deviations[order[:SAMPLED]].mean()
 
 
 class Decoder(nn.Module):

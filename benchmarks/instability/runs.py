@@ -18,6 +18,8 @@ WIDE = Shape(width=128, layers=2, heads=4)
 WINDOWED = Shape(window=16)
 NORMED = Shape(qk_norm=True)
 BARE = Shape(norm=False)
+#: Difference of the seeds of two repetitions of the catalogue.
+SEEDS = 5000
 #: Learning rate of the decoders; four times as much trains as well, eight times slightly worse.
 RATE = 4e-3
 
@@ -233,8 +235,13 @@ def healthy() -> list[Run]:
     return made
 
 
-def catalogue() -> list[Run]:
-    """Every training, faulty ones and controls in turn, so that a part is a sample of the whole."""
+def catalogue(repeat: int = 0) -> list[Run]:
+    """Every training, faulty ones and controls in turn, so that a part is a sample of the whole.
+
+    Args:
+        repeat: number of the repetition: the same trainings with other weights and batches.
+    """
     parts = fast(), slow(), healthy()
     order = [(i / len(part), run) for part in parts for i, run in enumerate(part)]
-    return [run for _, run in sorted(order, key=lambda pair: pair[0])]
+    runs = [run for _, run in sorted(order, key=lambda pair: pair[0])]
+    return [replace(run, seed=run.seed + SEEDS * repeat) for run in runs]

@@ -115,7 +115,8 @@ def train(run: Run) -> dict[str, np.ndarray]:
     updates = QueryKeyUpdates(model)
     every: dict[str, list[Any]] = {"loss": [], "grad_norm": []}
     some: dict[str, list[Any]] = {
-        "step": [], "means": [], "largest": [], "spectral": [], "curvature": [],
+        "step": [], "means": [], "largest": [], "sampled": [], "spectral": [],
+        "curvature": [],
     }  # fmt: skip
     least, smooth, above = np.inf, None, 0
     for step in range(run.steps):
@@ -153,6 +154,7 @@ def train(run: Run) -> dict[str, np.ndarray]:
             some["step"].append(step)
             some["means"].append(torch.stack([a.means for a in model.attention]).numpy())
             some["largest"].append(torch.stack([a.largest for a in model.attention]).numpy())
+            some["sampled"].append(torch.stack([a.sampled for a in model.attention]).numpy())
             some["spectral"].append(updates().numpy())
             some["curvature"].append(_curvature(model, tokens, loss.item(), old, norm, run.clip))
         smooth = loss.item() if smooth is None else 0.8 * smooth + 0.2 * loss.item()
