@@ -1,12 +1,15 @@
-"""What to do after an alarm: trainings with a slow fault, and a remedy from the alarm's step on.
+"""What to do after an alarm: trainings with a fault, and a remedy from the alarm on.
 
-The alarm is that the largest logit of a layer has grown by :data:`GROWTH` in the last quarter of
-the training, measured every :data:`EVERY` steps on the training without a remedy. Every training
-runs all :data:`STEPS` steps; it is judged by its held-out loss after the last.
+The alarm is that of :class:`acutance.training.AttentionMonitor`, measured every :data:`BETWEEN`
+steps: :class:`~acutance.training.growth.LogitGrowth` with its usual limit. Faults begin after its
+silence, at step :data:`BEGIN`, and go on to the end. Every remedy continues a copy of the same
+training from the step after the alarm, on the same batches, and is judged by the held-out loss
+after :data:`STEPS` steps.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -20,26 +23,27 @@ import torch
 from torch import Tensor, nn
 
 from acutance.training import AttentionWatch, EntropyRegularizer, QKClip, ZLoss
-from benchmarks.instability.analysis import growth
-from benchmarks.instability.decoder import Decoder
-from benchmarks.instability.runs import BARE, RATE, SMALL, Run
-from benchmarks.instability.training import EVERY, grow, held_out_loss, loss_of, next_batch, round_
+from acutance.training.growth import LogitGrowth
+from benchmarks.instability.decoder import MEANS, Decoder
+from benchmarks.instability.runs import BARE, RATE, Run
+from benchmarks.instability.training import grow, held_out_loss, loss_of, next_batch, round_
 
-GROWTH = 17.0
-STEPS, SEEDS = 360, 5
+STEPS, BEGIN, BETWEEN, SEEDS = 480, 160, 8, 8
 #: Loss of a uniform guess, nats; a training that is worse counts as this.
 UNIFORM = math.log(256)
 #: Largest logit that QK-clip allows.
 TAU = 30.0
 
 FAULTS = {
-    "learning rate × 1.0075 a step": Run(
-        "slow_rate", 1.0075, 60, shape=SMALL, growth=1.0075, rate=4 * RATE
-    ),
-    "scale of scores × 1.02 a step": Run("scale_growth", 1.02, 60, shape=SMALL, scale_growth=1.02),
-    "learning rate × 5, no norm": Run("hot_no_norm", 5.0, 60, shape=BARE, factor=5.0),
-    "weight decay −1, no norm": Run("slow_weight_growth", -1.0, 60, shape=BARE, decay=-1.0),
+    "learning rate × 1.0075 a step": Run("slow_rate", growth=1.0075, rate=4 * RATE),
+    "learning rate × 1.01 a step": Run("slow_rate", growth=1.01),
+    "scale of scores × 1.02 a step": Run("scale_growth", scale_growth=1.02),
+    "learning rate × 5, no norm": Run("hot_no_norm", shape=BARE, factor=5.0),
+    "weight decay −1, no norm": Run("slow_weight_growth", shape=BARE, decay=-1.0),
+    "query and key weights of a head × 1.02 a step": Run("head_growth", head_growth=1.02),
 }
+#: The same training without a fault.
+NO_FAULT = "no fault"
 
 
 class Normed(nn.Module):
@@ -67,6 +71,10 @@ class Remedy:
         """Learning rates of queries and keys, and of all other weights."""
         return rate, rate
 
+    def largest_norm(self, clip: float) -> float:
+        """Norm to which gradients are clipped."""
+        return clip
+
     def watched(self) -> AbstractContextManager[Any]:
         """Context of the forward pass."""
         return nullcontext()
@@ -93,6 +101,14 @@ class LowerQueryKeyRate(Remedy):
     def rates(self, rate: float) -> tuple[float, float]:
         """Lower rates."""
         return rate / 10, rate
+
+
+class GradientClip(Remedy):
+    """Gradients clipped to a tenth of the norm that is usual here."""
+
+    def largest_norm(self, clip: float) -> float:
+        """A lower norm."""
+        return clip / 10
 
 
 class Clip(Remedy):
@@ -167,6 +183,7 @@ REMEDIES: dict[str, type[Remedy]] = {
     "none": Remedy,
     "learning rate / 4": LowerRate,
     "learning rate of queries and keys / 10": LowerQueryKeyRate,
+    "gradient clipping / 10": GradientClip,
     "QK-clip": Clip,
     "QK-norm": Norm,
     "entropy floor": EntropyFloor,
@@ -174,83 +191,105 @@ REMEDIES: dict[str, type[Remedy]] = {
 }
 
 
-def train(run: Run, remedy: str, start: int) -> dict[str, Any]:
-    """Train, with the remedy from step ``start`` on; largest logits are measured without one."""
-    torch.manual_seed(run.seed)
-    generator = torch.Generator().manual_seed(run.seed + 1)
-    model = Decoder(run.shape)
-    query_key = [w for a in model.attention for w in (a.query.weight, a.key.weight)]
-    ids = {id(weight) for weight in query_key}
-    others = [weight for weight in model.parameters() if id(weight) not in ids]
-    optimizer = torch.optim.AdamW([{"params": query_key}, {"params": others}], betas=(0.9, 0.95))
-    treatment = REMEDIES[remedy](model)
-    largest: list[list[float]] = []
-    for step in range(run.steps):
-        treated = step >= start
+class Training:
+    """A training that goes on step by step, and can be copied."""
+
+    def __init__(self, run: Run) -> None:
+        torch.manual_seed(run.seed)
+        self.run, self.step, self.finite = run, 0, True
+        self.generator = torch.Generator().manual_seed(run.seed + 1)
+        self.model = Decoder(run.shape)
+        query_key = [w for a in self.model.attention for w in (a.query.weight, a.key.weight)]
+        ids = {id(weight) for weight in query_key}
+        others = [weight for weight in self.model.parameters() if id(weight) not in ids]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": query_key}, {"params": others}], betas=(0.9, 0.95)
+        )
+        self.growth = LogitGrowth()
+
+    def until_alarm(self) -> int | None:
+        """Train until the first alarm after the fault's first step; None if there is none."""
+        nothing = Remedy(self.model)
+        while self.finite and self.step < self.run.steps:
+            measured = self.step % BETWEEN == 0
+            self.model.record(measured)
+            self.advance(nothing)
+            self.model.record(False)
+            if measured:
+                deviation = [
+                    a.means[:, MEANS.index("logit_std")].mean() for a in self.model.attention
+                ]
+                grown = self.growth.update({str(i): float(x) for i, x in enumerate(deviation)})
+                if (
+                    self.step > self.run.start
+                    and max(grown.values(), default=0) > self.growth.limit
+                ):
+                    return self.step - 1
+        return None
+
+    def finish(self, remedy: str) -> float:
+        """Train to the end with a remedy from now on; the held-out loss."""
+        treatment = REMEDIES[remedy](self.model)
+        before = self.generator.get_state()
+        treatment.begin(next_batch(self.run, self.generator, self.step))
+        self.generator.set_state(before)
+        while self.finite and self.step < self.run.steps:
+            self.advance(treatment)
+        held_out = held_out_loss(self.model, self.run)
+        return min(held_out, UNIFORM) if math.isfinite(held_out) else UNIFORM
+
+    def advance(self, treatment: Remedy) -> None:
+        """Take one step; ``finite`` becomes False if its loss or gradient is not."""
+        run, model, step = self.run, self.model, self.step
+        self.step += 1
         rate = run.rate * min(1.0, (step + 1) / run.warmup)
         if step >= run.start:
             rate *= run.factor * run.growth ** (step - run.start)
             grow(model, run)
-        tokens = next_batch(run, generator, step)
-        if step == start:
-            treatment.begin(tokens)
-        rates = treatment.rates(rate) if treated else (rate, rate)
-        for group, one in zip(optimizer.param_groups, rates, strict=True):
+        for group, one in zip(self.optimizer.param_groups, treatment.rates(rate), strict=True):
             group["lr"] = one
             group["weight_decay"] = run.decay if step >= run.start else 0.1
-        recording = remedy == "none" and step % EVERY == 0
-        model.record(recording)
-        with treatment.watched() if treated else nullcontext():
+        tokens = next_batch(run, self.generator, step)
+        with treatment.watched():
             loss = loss_of(model, tokens)
-        if treated:
-            loss = loss + treatment.penalty()
-        optimizer.zero_grad()
+        loss = loss + treatment.penalty()
+        self.optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip or torch.inf)
-        if recording:
-            largest.append([float(a.largest[:, 0].max()) for a in model.attention])
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-            break
-        optimizer.step()
-        if step >= run.start:
-            round_(model, optimizer, run)
-        if treated:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), treatment.largest_norm(run.clip or 1.0))
+        self.finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
+        if self.finite:
+            self.optimizer.step()
+            if step >= run.start:
+                round_(model, self.optimizer, run)
             treatment.after()
-    held_out = held_out_loss(model, run)
-    held_out = min(held_out, UNIFORM) if math.isfinite(held_out) else UNIFORM
-    return {"held_out": held_out, "steps": step + 1, "largest": largest}
 
 
-def alarm_step(run: Run, largest: list[list[float]]) -> int | None:
-    """The step of the first alarm after the fault's first."""
-    score = growth(np.array(largest)).max(1)
-    steps = EVERY * np.arange(len(score))
-    beyond = steps[(score > GROWTH) & (steps >= run.start)]
-    return int(beyond[0]) if len(beyond) else None
+def outcomes(run: Run) -> dict[str, Any]:
+    """The step of the alarm, and the held-out loss without the fault and with each remedy."""
+    losses = {NO_FAULT: Training(replace(run, start=run.steps)).finish("none")}
+    training = Training(run)
+    alarm = training.until_alarm()
+    for remedy in REMEDIES if alarm is not None else ["none"]:
+        losses[remedy] = copy.deepcopy(training).finish(remedy)
+    return {"alarm": alarm, "held_out": {name: round(loss, 4) for name, loss in losses.items()}}
 
 
 def run_all(path: Path) -> None:
-    """Run what the file does not have yet, one JSON line for each training."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    done = {(one["fault"], one["seed"], one["remedy"]): one for one in map(json.loads, lines)}
-    for fault, plain in FAULTS.items():
-        for seed in range(SEEDS):
-            run = replace(plain, seed=3000 + seed, steps=STEPS, batch=8)
-            start: int | None = None
-            for remedy in REMEDIES:
-                if (fault, seed, remedy) not in done:
-                    if remedy != "none" and start is None:
-                        break  # no alarm, so no remedy
-                    result = train(run, remedy, run.steps if start is None else start)
-                    one = {"fault": fault, "seed": seed, "remedy": remedy}
-                    one |= {"held_out": round(result["held_out"], 4), "steps": result["steps"]}
-                    if remedy == "none":
-                        one["alarm"] = alarm_step(run, result["largest"])
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(one) + "\n")
-                    print(one, flush=True)
-                    done[fault, seed, remedy] = one
-                start = done[fault, seed, "none"]["alarm"]
+    """Run the faults and seeds that the file does not have yet, one JSON line for each."""
+    done = {(one["fault"], one["seed"]) for one in read(path)} if path.exists() else set()
+    for seed in range(SEEDS):
+        for fault, plain in FAULTS.items():
+            if (fault, seed) not in done:
+                run = replace(plain, start=BEGIN, seed=3000 + seed, steps=STEPS, batch=8)
+                one = {"fault": fault, "seed": seed} | outcomes(run)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(one, ensure_ascii=False) + "\n")
+                print(one, flush=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of outcomes."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def table(path: Path) -> str:
@@ -258,20 +297,21 @@ def table(path: Path) -> str:
 
     The difference is that of the same seeds with and without the remedy.
     """
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = ["| fault | remedy | held-out loss | difference | trainings |", "|---|---|---|---|---|"]
     for fault in FAULTS:
-        plain = {o["seed"]: o for o in lines if o["fault"] == fault and o["remedy"] == "none"}
-        for remedy in REMEDIES:
-            of = {o["seed"]: o for o in lines if o["fault"] == fault and o["remedy"] == remedy}
-            if not of:
-                continue
-            losses = np.array([one["held_out"] for one in of.values()])
-            gain = np.array([one["held_out"] - plain[seed]["held_out"] for seed, one in of.items()])
-            rows.append(
-                f"| {fault} | {remedy} | {_mean(losses)} | "
-                f"{'' if remedy == 'none' else _mean(gain)} | {len(of)} |"
-            )
+        of = [one for one in read(path) if one["fault"] == fault]
+        for remedy in (NO_FAULT, *REMEDIES):
+            pairs = [
+                (one["held_out"][remedy], one["held_out"]["none"])
+                for one in of
+                if remedy in one["held_out"]
+            ]
+            if pairs:
+                with_, without = np.array(pairs).T
+                difference = "" if remedy == "none" else _mean(with_ - without)
+                rows.append(
+                    f"| {fault} | {remedy} | {_mean(with_)} | {difference} | {len(pairs)} |"
+                )
     return "\n".join(rows)
 
 
