@@ -1,6 +1,6 @@
 """What an AttentionMonitor costs a training run.
 
-    python benchmarks/monitor.py --json benchmarks/monitor.json
+    python -m benchmarks.monitor --json benchmarks/monitor.json
 
 A small decoder (four layers, eight heads of width 32, one sequence of 256 tokens a batch) trains on
 one thread in float32, watched and plain runs in turn, step by step. Of each kind of step (plain,
@@ -8,28 +8,34 @@ measured, watched but not due) the report has the median processor time, in unit
 and what follows for every=N: one measured step and N − 1 that are not due, over N plain ones.
 Before anything is timed, the losses of a watched run are checked to be those of a plain one, bit
 for bit. With ``--trainer``, transformers' Trainer trains a Llama of the same sizes instead, with
-and without the callback in turn.
+and without the callback in turn. With ``--sizes``, the default monitor is timed on the decoders of
+:data:`SIZES`, where every second step of one run is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from acutance.comparison.measured import cpu_seconds
+from acutance.corpus.load_model import load_model
 from acutance.training import AttentionMonitor
+from benchmarks.cpu.machine import processor
+from benchmarks.instability.decoder import Decoder as LaboratoryDecoder
+from benchmarks.instability.runs import DEEP, SMALL, WIDE
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH, WORDS = 256, 8, 4, 256, 1, 512
-ROUNDS, EVERY = 40, (1, 10, 100)
+ROUNDS, EVERY = 40, (1, 8, 100)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "max_rows=64": {"max_rows": 64},
@@ -74,20 +80,25 @@ class Decoder(nn.Module):
 
 
 class Run:
-    """A training run that goes on step by step."""
+    """A training run that goes on step by step, on random tokens."""
 
-    def __init__(self, monitor: AttentionMonitor | None = None) -> None:
-        self.model, self.monitor = Decoder(), monitor
+    def __init__(
+        self,
+        monitor: AttentionMonitor | None = None,
+        model: nn.Module | None = None,
+        words: int = WORDS,
+        shape: tuple[int, int] = (BATCH, TOKENS),
+    ) -> None:
+        self.model, self.monitor = Decoder() if model is None else model, monitor
+        self.words, self.shape = words, (shape[0], shape[1] + 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 3e-4)
         self.generator = torch.Generator().manual_seed(1)
 
     def step(self) -> float:
-        tokens = torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=self.generator)
-        if self.monitor is None:
+        tokens = torch.randint(0, self.words, self.shape, generator=self.generator)
+        with nullcontext() if self.monitor is None else self.monitor.watch(self.model):
             logits = self.model(tokens[:, :-1])
-        else:
-            with self.monitor.watch(self.model):
-                logits = self.model(tokens[:, :-1])
+        logits = getattr(logits, "logits", logits)
         loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
@@ -115,6 +126,45 @@ def medians(given: dict[str, Any]) -> dict[str, float]:
             times["plain"].append(plain.timed())
             times[kind].append(watched.timed())
     return {kind: statistics.median(found) for kind, found in times.items()}
+
+
+class Size(NamedTuple):
+    """A model to train, and how often."""
+
+    model: Callable[[], nn.Module]
+    words: int
+    shape: tuple[int, int]
+    rounds: int
+
+
+#: By name: the decoders of the laboratory of failing trainings, the one above, and SmolLM2.
+SIZES = {
+    "2 layers of width 64, 16 x 64 tokens": Size(
+        lambda: LaboratoryDecoder(SMALL), 256, (16, SMALL.length), 60
+    ),
+    "4 layers of width 64, 16 x 64 tokens": Size(
+        lambda: LaboratoryDecoder(DEEP), 256, (16, DEEP.length), 60
+    ),
+    "2 layers of width 128, 16 x 64 tokens": Size(
+        lambda: LaboratoryDecoder(WIDE), 256, (16, WIDE.length), 60
+    ),
+    "4 layers of width 256, 1 x 256 tokens": Size(Decoder, WORDS, (BATCH, TOKENS), 60),
+    "SmolLM2-135M, 1 x 512 tokens": Size(
+        lambda: load_model("smollm2", dtype=torch.float32, head=True).model.train(),
+        49152, (1, 512), 5,
+    ),
+}  # fmt: skip
+
+
+def of_size(size: Size) -> dict[str, float]:
+    """Median seconds of a step, and the ratio of a measured step to its two neighbours."""
+    run = Run(AttentionMonitor(every=2), size.model(), size.words, size.shape)
+    for _ in range(3):
+        run.step()  # the third is not measured
+    times = [run.timed() for _ in range(2 * size.rounds)]  # measured, plain, measured, ...
+    middle = statistics.median(times[1::2])
+    measured = statistics.median(times[::2]) / middle
+    return {"seconds": middle, "measured": measured, "every 8": (measured + 7) / 8}
 
 
 class StepTimes:
@@ -183,18 +233,25 @@ def trainer_report() -> dict[str, Any]:
     return {"seconds": middle["plain"], "measured": measured, "not due": idle, "every": every}
 
 
+def sizes_report() -> dict[str, Any]:
+    """:func:`of_size` for each size."""
+    return {name: of_size(size) for name, size in SIZES.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trainer", action="store_true", help="time transformers' Trainer")
+    parser.add_argument("--sizes", action="store_true", help="time decoders of several sizes")
     parser.add_argument("--json", type=Path, help="also write the ratios here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.trainer:
-        result = trainer_report()
-        print(json.dumps(result, indent=1))
+    if arguments.trainer or arguments.sizes:
+        name = "trainer" if arguments.trainer else "sizes"
+        found = trainer_report() if arguments.trainer else sizes_report()
+        print(json.dumps(found, indent=1))
         if arguments.json is not None:
             whole = json.loads(arguments.json.read_text(encoding="utf-8"))
-            whole["trainer"] = result
+            whole[name] = found
             arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         return
     plain, watched = Run(), Run(AttentionMonitor(every=1))
@@ -202,7 +259,7 @@ def main() -> None:
         raise SystemExit("a watched run has other losses than a plain one")
     report: dict[str, Any] = {
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        "processor": processor(),
         "rounds": ROUNDS,
         "options": {},
     }

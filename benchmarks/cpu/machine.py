@@ -40,7 +40,7 @@ def describe() -> Environment:
         torch=torch.__version__,
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
-        processor=_processor(),
+        processor=processor(),
         cores=os.cpu_count() or 1,
         cpu=kernels.cpu or "",
         compiler=kernels.compiler or f"none: {kernels.why_not}",
@@ -130,7 +130,8 @@ def _shortest(call: Callable[[], object], threads: int) -> float:
     return max(min(taken), 1e-9)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Model name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -8,7 +8,6 @@ which the score exceeds a threshold. The lead is the number of steps from the al
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,8 +65,9 @@ def signals(record: Mapping[str, Any]) -> dict[str, tuple[Array, Array]]:
     """Steps (R,) and values (R, series) of every signal: one series a layer, or one for the run.
 
     Statistics of heads are the mean, the least (``_min``) and the largest (``_max``) over the heads
-    of a layer. Loss and gradient norm are those of every step; the same with ``_mean`` are means
-    over the steps from one measurement of the others to the next.
+    of a layer. ``logit_std_sampled`` is ``logit_std`` of some rows drawn at random. Loss and
+    gradient norm are those of every step; the same with ``_mean`` are means over the steps from one
+    measurement of the others to the next.
     """
     every = np.arange(len(record["loss"]))
     step = record["step"].astype(int)
@@ -87,6 +87,8 @@ def signals(record: Mapping[str, Any]) -> dict[str, tuple[Array, Array]]:
             signals[f"{name}_max"] = step, over_rows.max(2)
     for index, name in enumerate(LARGEST):
         signals[f"{name}_max"] = step, record["largest"][..., index].max(2)
+    if "sampled" in record:  # records of the first repetition have none
+        signals["logit_std_sampled"] = step, record["sampled"]
     for index, name in enumerate(("qk_entropy", "qk_update_entropy", "qk_update_norm")):
         signals[name] = step, record["spectral"][..., index].mean(2)
     return {name: (at, np.asarray(x, np.float64)) for name, (at, x) in signals.items()}
@@ -247,12 +249,6 @@ class Judged:
         """Steps from the fault's first to the event."""
         assert self.event is not None
         return self.event - self.run.start
-
-    @property
-    def chosen_on(self) -> bool:
-        """Whether alarms are chosen on this training; else they are reported on it."""
-        key = replace(self.run, healthy=False).key  # a run's healthy part is in the same half
-        return hashlib.sha256(key.encode()).digest()[0] % 2 == 0
 
     @property
     def before_fault(self) -> Judged | None:

@@ -1,4 +1,4 @@
-"""Choose alarms on half of the trainings, and report them on the others."""
+"""Choose alarms on the trainings of one repetition, and report them on those of another."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.instability.analysis import (
     LATE,
     Alarm,
+    Array,
     Judged,
     false_alarms,
     lead,
@@ -24,6 +26,10 @@ RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 LIMIT_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 #: What a monitor watches.
 MONITOR = Alarm("logit_std", "growth", "above", "any")
+#: The same on rows drawn at random.
+SAMPLED = MONITOR._replace(signal="logit_std_sampled")
+#: Its limit with ``false_alarms=100`` before the second repetition was seen: log 1.48.
+SHIPPED = 0.39
 #: What is compared: groups of signals by the beginnings of their names.
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": ("entropy", "normalized", "effective", "logit", "jacobian", "noise", "first",
@@ -75,74 +81,112 @@ def choose(
 def row(trainings: Iterable[Judged], which: Alarm, threshold: float) -> dict[str, Any]:
     """Leads and false alarms of an alarm with a given threshold.
 
-    ``error`` is the standard error of the median lead of slow faults, from 1000 resamples.
+    Errors are standard errors from 1000 resamples: ``error_late`` of the median lead of late
+    divergences, ``error_false`` of the rate of false alarms, for which controls are resampled.
     """
     trainings = list(trainings)
     healthy = [one for one in trainings if one.run.healthy]
     diverged = [one for one in trainings if one.diverged]
     late = [one for one in diverged if one.time > LATE]
     leads = np.array([lead(one, which, threshold) for one in diverged])
-    late_leads = np.array([lead(one, which, threshold) for one in late])
+    late_leads = late_leads_of(trainings, which, threshold)
     shares = np.array([share(one, which, threshold) for one in late])
-    steps = sum(one.steps for one in healthy)
-    draws = np.random.default_rng(0).integers(0, max(1, len(late)), (1000, len(late)))
+    steps = np.array([one.steps for one in healthy])
+    wrong = np.array([false_alarms([one], which, threshold) for one in healthy])
+    draws = resamples(len(healthy))
     return {
         "alarm": which._asdict(),
         "threshold": round(float(threshold), 3),
         "lead": float(np.median(leads)) if len(leads) else 0.0,
         "seen": float((leads > 0).mean()) if len(leads) else 0.0,
         "lead_late": float(np.median(late_leads)) if len(late) else 0.0,
-        "error_late": float(np.median(late_leads[draws], 1).std()) if len(late) else 0.0,
+        "error_late": float(np.median(late_leads[resamples(len(late))], 1).std()) if late else 0.0,
         "share_late": float(np.median(shares)) if len(late) else 0.0,
         "seen_late": float((late_leads > 0).mean()) if len(late) else 0.0,
-        "false_alarms_per_10000": 1e4 * false_alarms(healthy, which, threshold) / max(1, steps),
+        "false_alarms": int(wrong.sum()),
+        "false_alarms_per_10000": 1e4 * float(wrong.sum()) / max(1, int(steps.sum())),
+        "error_false": float((1e4 * wrong[draws].sum(1) / steps[draws].sum(1)).std())
+        if healthy
+        else 0.0,
     }
 
 
-def by_signal(trainings: Iterable[Judged], relative: bool = False) -> list[dict[str, Any]]:
-    """For each signal, the alarm chosen on one half of the trainings, reported on the other."""
+def late_leads_of(trainings: Iterable[Judged], which: Alarm, threshold: float) -> Array:
+    """The leads before late divergences, in steps."""
+    late = (one for one in trainings if one.diverged and one.time > LATE)
+    return np.array([lead(one, which, threshold) for one in late], np.float64)
+
+
+def resamples(count: int) -> NDArray[np.int64]:
+    """Indices of 1000 resamples of so many trainings, (1000, count)."""
+    return np.random.default_rng(0).integers(0, max(1, count), (1000, count))
+
+
+def compared(
+    trainings: Iterable[Judged], first: tuple[Alarm, float], second: tuple[Alarm, float]
+) -> dict[str, Any]:
+    """Median leads of two alarms on the same late divergences, with 95 % intervals.
+
+    Both medians are of the same resample of trainings. ``twice`` is the share of resamples in which
+    the first is at least twice the second and above 0; ratios over 0 are None.
+    """
     trainings = list(trainings)
-    first = [one for one in trainings if one.chosen_on]
-    second = [one for one in trainings if not one.chosen_on]
+    leads = np.stack([late_leads_of(trainings, *alarm) for alarm in (first, second)])
+    medians = np.median(leads, 1)
+    resampled = np.median(leads[:, resamples(leads.shape[1])], 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.nan_to_num(resampled[0] / resampled[1], nan=0.0, posinf=np.inf)
+        ratio = medians[0] / medians[1]
+    interval = np.percentile(resampled[0] - resampled[1], [2.5, 97.5])
+    low, high = np.quantile(ratios, [0.025, 0.975], method="nearest")
+    return {
+        "difference": float(medians[0] - medians[1]),
+        "difference_interval": interval.tolist(),
+        "ratio": float(ratio) if np.isfinite(ratio) else None,
+        "ratio_interval": [float(one) if np.isfinite(one) else None for one in (low, high)],
+        "twice": float((ratios >= 2).mean()),
+        "earlier": float((leads[0] > leads[1]).mean()),
+        "later": float((leads[0] < leads[1]).mean()),
+    }
+
+
+def by_signal(first: Sequence[Judged], second: Sequence[Judged]) -> list[dict[str, Any]]:
+    """For each signal, the alarm chosen on the first trainings, reported on the second."""
     rows = []
-    for signal in dict.fromkeys(which.signal for which in trainings[0].scores):
-        which, threshold = choose(
-            first,
-            lambda alarm, signal=signal: alarm.signal == signal and alarm.relative >= relative,  # type: ignore[misc]
-        )
+    for signal in dict.fromkeys(which.signal for which in first[0].scores):
+        which, threshold = choose(first, lambda alarm, signal=signal: alarm.signal == signal)  # type: ignore[misc]
         rows.append(row(second, which, threshold))
     return sorted(rows, key=lambda one: -one["lead_late"])
 
 
-def by_group(trainings: Iterable[Judged], relative: bool) -> dict[str, Any]:
-    """The best alarm of each group of signals, chosen on one half, reported on the other."""
-    trainings = list(trainings)
-    first = [one for one in trainings if one.chosen_on]
-    second = [one for one in trainings if not one.chosen_on]
-    found = {}
-    for group in GROUPS:
-        which, threshold = choose(first, in_group(group, relative))
-        found[group] = row(second, which, threshold)
-    return found
+def by_group(
+    first: Sequence[Judged], second: Sequence[Judged], relative: bool = True
+) -> dict[str, Any]:
+    """The best alarm of each group of signals, chosen on the first, reported on the second."""
+    chosen = {group: choose(first, in_group(group, relative)) for group in GROUPS}
+    return {group: row(second, *alarm) for group, alarm in chosen.items()}
 
 
-def on_all_controls(trainings: Iterable[Judged]) -> dict[str, Any]:
-    """Leads on all trainings with the limit set on all controls, so that its rate is exact."""
-    trainings = list(trainings)
-    first = [one for one in trainings if one.chosen_on]
-    healthy = [one for one in trainings if one.run.healthy]
-    found = {}
+def at_equal_rates(first: Sequence[Judged], second: Sequence[Judged]) -> dict[str, Any]:
+    """The same alarms with limits at which each is wrong once in 10,000 steps of the second.
+
+    These limits were set on the trainings that are reported.
+    """
+    healthy = [one for one in second if one.run.healthy]
+    rows, alarms = {}, {}
     for group in GROUPS:
         which, _ = choose(first, in_group(group))
-        found[group] = row(trainings, which, threshold_for(healthy, which, RATE))
-    return found
+        alarms[group] = which, threshold_for(healthy, which, RATE)
+        rows[group] = row(second, *alarms[group])
+    versus = compared(second, alarms["attention"], alarms["gradient norm"])
+    return {"groups": rows, "against_gradient_norm": versus}
 
 
-def curve(trainings: Iterable[Judged], which: Alarm) -> list[dict[str, float]]:
-    """Operating points: thresholds from one half of the trainings, outcomes on the other."""
-    trainings = list(trainings)
-    healthy = [one for one in trainings if one.chosen_on and one.run.healthy]
-    second = [one for one in trainings if not one.chosen_on]
+def curve(
+    first: Sequence[Judged], second: Sequence[Judged], which: Alarm
+) -> list[dict[str, float]]:
+    """Operating points: thresholds from the first trainings, outcomes on the second."""
+    healthy = [one for one in first if one.run.healthy]
     points = []
     for rate in RATES:
         found = row(second, which, threshold_for(healthy, which, rate))
@@ -151,25 +195,25 @@ def curve(trainings: Iterable[Judged], which: Alarm) -> list[dict[str, float]]:
 
 
 def held_out_families(
-    trainings: Iterable[Judged], groups: Sequence[str], relative: bool
+    first: Sequence[Judged], second: Sequence[Judged], groups: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Each kind of fault reported with alarms chosen on the trainings with other faults."""
-    trainings = list(trainings)
-    kinds = {one.run.kind for one in trainings if one.diverged and one.time > LATE}
+    """Each kind of fault of the second, with alarms chosen on other kinds of faults of the first.
+
+    ``late`` is the number of late divergences of the kind.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for kind in sorted(kinds):
-        family = [one for one in trainings if one.run.kind == kind]
-        others = [one for one in trainings if one.run.kind != kind]
-        found[kind] = {
-            group: row(family, *choose(others, in_group(group, relative))) for group in groups
-        }
-        found[kind]["diverged"] = sum(one.diverged for one in family)
+    late = [one.run.kind for one in second if one.diverged and one.time > LATE]
+    for kind in sorted(set(late)):
+        family = [one for one in second if one.run.kind == kind]
+        others = [one for one in first if one.run.kind != kind]
+        found[kind] = {group: row(family, *choose(others, in_group(group))) for group in groups}
+        found[kind] |= {"diverged": sum(one.diverged for one in family), "late": late.count(kind)}
     return found
 
 
 def limits(trainings: Iterable[Judged], which: Alarm) -> list[tuple[float, float]]:
-    """False alarms per million steps and thresholds, from the half that is chosen on."""
-    healthy = [one for one in trainings if one.chosen_on and one.run.healthy]
+    """False alarms per million steps and thresholds, from all controls."""
+    healthy = [one for one in trainings if one.run.healthy]
     return [
         (round(1e6 * rate, 1), round(threshold_for(healthy, which, rate), 2))
         for rate in LIMIT_RATES
@@ -183,20 +227,6 @@ FIXED = {
 }
 
 
-def by_cadence(
-    sparse: Mapping[int, Sequence[Judged]], which: Alarm, threshold: float
-) -> dict[str, dict[str, Any]]:
-    """An alarm with fewer measurements, by steps from one to the next."""
-    return {
-        str(steps): row(
-            [one for one in with_parts_before_faults(trainings) if not one.chosen_on],
-            which,
-            threshold,
-        )
-        for steps, trainings in sparse.items()
-    }
-
-
 def with_parts_before_faults(trainings: Iterable[Judged]) -> list[Judged]:
     """The trainings, and as further controls what was healthy of those with a fault."""
     trainings = list(trainings)
@@ -204,56 +234,70 @@ def with_parts_before_faults(trainings: Iterable[Judged]) -> list[Judged]:
     return trainings + [part for part in parts if part is not None]
 
 
-def everything(
-    trainings: Iterable[Judged], sparse: Mapping[int, Sequence[Judged]] | None = None
-) -> dict[str, Any]:
-    """The whole report.
-
-    Args:
-        trainings: all trainings.
-        sparse: the same with fewer measurements, by steps from one to the next.
-    """
-    runs = list(trainings)
-    trainings = with_parts_before_faults(runs)
-    diverged = [one for one in trainings if one.diverged]
-    healthy = [one for one in trainings if one.run.healthy]
-    controls = [one for one in healthy if one.chosen_on]
+def counts(runs: Sequence[Judged]) -> dict[str, int]:
+    """How many trainings there are of each sort."""
+    diverged = [one for one in runs if one.diverged]
+    healthy = [one for one in with_parts_before_faults(runs) if one.run.healthy]
     return {
         "trainings": len(runs),
         "controls": sum(one.run.healthy for one in runs),
         "faulty": sum(not one.run.healthy for one in runs),
         "diverged": len(diverged),
         "diverged_late": sum(one.time > LATE for one in diverged),
-        "reported_late": sum(one.time > LATE for one in diverged if not one.chosen_on),
         "healthy_steps": sum(one.steps for one in healthy),
-        "relative": by_group(trainings, relative=True),
-        "any": by_group(trainings, relative=False),
-        "signals": by_signal(trainings),
-        "all_controls": on_all_controls(trainings),
-        "curve": curve(trainings, MONITOR),
-        "limits": limits(trainings, MONITOR),
-        "fixed": [
-            row([one for one in trainings if not one.chosen_on], which, threshold)
-            for which, threshold in FIXED.items()
-        ],
-        "cadence": by_cadence(sparse or {}, MONITOR, threshold_for(controls, MONITOR, RATE)),
-        "families": held_out_families(trainings, list(GROUPS)[:4], relative=True),
+    }
+
+
+def everything(
+    first: Sequence[Judged], second: Sequence[Judged], sparse: Mapping[int, Sequence[Judged]]
+) -> dict[str, Any]:
+    """The whole report.
+
+    Args:
+        first: the trainings on which alarms and limits are chosen.
+        second: those that are reported.
+        sparse: the second with other cadences, by steps from one measurement to the next.
+    """
+    chosen_on, reported = counts(first), counts(second)
+    first, second = with_parts_before_faults(first), with_parts_before_faults(second)
+    best = {group: choose(first, in_group(group)) for group in ("attention", "gradient norm")}
+    watched = {"all rows": MONITOR, "64 rows": SAMPLED}
+    return {
+        "chosen_on": chosen_on,
+        "reported": reported,
+        "relative": by_group(first, second),
+        "against_gradient_norm": compared(second, best["attention"], best["gradient norm"]),
+        "any": by_group(first, second, relative=False),
+        "equal_rates": at_equal_rates(first, second),
+        "monitor": {
+            rows: row(second, which, SHIPPED)
+            for rows, which in watched.items()
+            if all(which in one.scores for one in second)
+        },
+        "signals": by_signal(first, second),
+        "curve": curve(first, second, MONITOR),
+        "fixed": [row(second, which, threshold) for which, threshold in FIXED.items()],
+        "cadence": {
+            str(steps): row(with_parts_before_faults(trainings), MONITOR, SHIPPED)
+            for steps, trainings in sparse.items()
+        },
+        "families": held_out_families(first, second, list(GROUPS)[:4]),
+        "limits": limits(first + second, MONITOR),
     }
 
 
 def text(results: dict[str, Any]) -> str:
     """The report as a table."""
-    head = (
-        f"{results['trainings']} trainings, {results['faulty']} with a fault, "
-        f"{results['diverged']} diverged, {results['diverged_late']} of them later than {LATE} "
-        f"steps after the fault's first; {results['healthy_steps']:,} healthy steps"
-    )
-    lines = [head, _HEADER]
+    lines = [f"{what}: {results[what]}" for what in ("chosen_on", "reported")] + [_HEADER]
     for title in ("relative", "any"):
         lines += [f"-- best of each group, {title}"]
         lines += [_line(one, group) for group, one in results[title].items()]
-    lines += ["-- limits set on all controls"]
-    lines += [_line(one, group) for group, one in results["all_controls"].items()]
+    lines += [f"-- attention against gradient norm: {results['against_gradient_norm']}"]
+    lines += ["-- limits at which each is wrong once in 10,000 steps of the trainings reported"]
+    lines += [_line(one, group) for group, one in results["equal_rates"]["groups"].items()]
+    lines += [str(results["equal_rates"]["against_gradient_norm"])]
+    lines += ["-- the monitor's alarm and limit"]
+    lines += [_line(one, rows) for rows, one in results["monitor"].items()]
     lines += ["-- each signal", *(_line(one) for one in results["signals"])]
     lines += ["-- fixed thresholds", *(_line(one) for one in results["fixed"])]
     lines += ["-- the monitor's alarm by steps from one measurement to the next"]
@@ -262,8 +306,8 @@ def text(results: dict[str, Any]) -> str:
     lines += ["-- false alarms and leads of the monitor's alarm"]
     lines += [str(point) for point in results["curve"]]
     for kind, groups in results["families"].items():
-        lines += [f"-- {kind}, not used in the choice, {groups['diverged']} diverged"]
-        lines += [_line(one, group) for group, one in groups.items() if group != "diverged"]
+        lines += [f"-- {kind}, not used in the choice, {groups['late']} diverged late"]
+        lines += [_line(one, group) for group, one in groups.items() if isinstance(one, dict)]
     return "\n".join(lines)
 
 
@@ -274,5 +318,6 @@ def _line(one: dict[str, Any], group: str = "") -> str:
     return (
         f"{one['lead_late']:6.1f} ± {one['error_late']:4.1f} {one['share_late']:.2f} "
         f"{one['seen_late']:.2f} | {one['lead']:5.1f} {one['seen']:.2f} | "
-        f"{one['false_alarms_per_10000']:.2f}  {group:18} {' '.join(one['alarm'].values())}"
+        f"{one['false_alarms_per_10000']:.2f} ± {one['error_false']:.2f}  {group:18} "
+        f"{' '.join(one['alarm'].values())}"
     )

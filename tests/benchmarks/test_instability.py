@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.instability import analysis, report
+from benchmarks.instability import analysis, remedies, report
 from benchmarks.instability.analysis import Alarm
 from benchmarks.instability.decoder import MEANS, Decoder, Shape
 from benchmarks.instability.runs import Run, catalogue, faulty, healthy
@@ -128,22 +129,64 @@ def test_thresholds_allow_the_false_alarms_asked_for() -> None:
     assert 8 <= analysis.false_alarms(runs, WHICH, threshold) <= 10
 
 
-def test_leads_are_reported_on_trainings_that_were_not_chosen_on() -> None:
-    generator = np.random.default_rng(2)
+def rising_and_quiet(seed: int, count: int) -> list[analysis.Judged]:
+    """Controls, and trainings that diverge 80 steps after their score rises."""
+    generator = np.random.default_rng(seed)
     runs = []
-    for seed in range(40):
+    for number in range(count):
         quiet = generator.normal(size=400)
-        runs.append(judged(Run("plain", healthy=True, seed=seed), quiet))
+        runs.append(judged(Run("plain", healthy=True, seed=number), quiet))
         rising = generator.normal(size=400) + 50.0 * (np.arange(400) >= 220)
-        runs.append(judged(Run("rate", 2.0, 100, seed=seed), rising, event=300))
-    assert 20 < sum(run.chosen_on for run in runs) < 60
-    chosen, threshold = report.choose(runs, report.in_group("attention"), 1e-4)
+        runs.append(judged(Run("rate", 2.0, 100, seed=number), rising, event=300))
+    return runs
+
+
+def test_leads_are_reported_on_trainings_that_were_not_chosen_on() -> None:
+    first, second = rising_and_quiet(2, 30), rising_and_quiet(3, 20)
+    chosen, threshold = report.choose(first, report.in_group("attention"), 1e-4)
     assert chosen == WHICH
-    row = report.row(runs, chosen, threshold)
+    assert report.false_alarms([one for one in first if one.run.healthy], chosen, threshold) == 1
+    row = report.row(second, chosen, threshold)
     assert row["lead_late"] == 80.0
+    assert row["error_late"] == 0.0
     assert row["share_late"] == pytest.approx(0.4)
     assert row["seen_late"] == 1.0
-    assert row["false_alarms_per_10000"] <= 1.0
-    points = report.curve(runs, chosen)
+    assert row["false_alarms_per_10000"] == 1e4 * row["false_alarms"] / (20 * 400)
+    points = report.curve(first, second, chosen)
     assert [point["rate"] for point in points] == list(report.RATES)
     assert points[0]["threshold"] >= points[-1]["threshold"]
+
+
+def test_two_alarms_are_compared_on_the_same_trainings() -> None:
+    runs = rising_and_quiet(4, 20)
+    same = report.compared(runs, (WHICH, 25.0), (WHICH, 25.0))
+    assert same["difference_interval"] == [0.0, 0.0]
+    assert same["ratio_interval"] == [1.0, 1.0]
+    assert same["earlier"] == same["later"] == same["twice"] == 0.0
+    never = report.compared(runs, (WHICH, 25.0), (WHICH, 1e9))
+    assert never["difference_interval"] == [80.0, 80.0]
+    assert never["ratio"] is None
+    assert never["twice"] == never["earlier"] == 1.0
+
+
+def test_a_repetition_has_the_same_trainings_with_other_seeds() -> None:
+    first, second = catalogue(0), catalogue(1)
+    assert [replace(run, seed=0) for run in first] == [replace(run, seed=0) for run in second]
+    assert not {run.key for run in first} & {run.key for run in second}
+
+
+def test_a_remedy_continues_the_training_of_the_alarm() -> None:
+    run = replace(remedies.FAULTS["scale of scores × 1.02 a step"], start=140, steps=170, batch=2)
+    run = replace(run, scale_growth=1.1, shape=TINY.shape)
+    training = remedies.Training(run)
+    alarm = training.until_alarm()
+    assert alarm is not None
+    assert run.start <= alarm < run.steps
+    assert alarm % remedies.BETWEEN == 0
+    assert training.step == alarm + 1
+    plain = copy.deepcopy(training).finish("none")
+    assert plain == remedies.Training(run).finish("none")
+    assert copy.deepcopy(training).finish("learning rate / 4") != plain
+    last = remedies.outcomes(replace(run, start=run.steps - 1))  # not measured any more
+    assert last["alarm"] is None
+    assert list(last["held_out"]) == [remedies.NO_FAULT, "none"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import acutance
-from acutance.kernels.fast_path import PackedStatistics, joined_state, packed_alike
+from acutance.kernels.fast_path import PackedStatistics, joined, packed_alike
 from acutance.probing import accumulate
 from acutance.summary.layer import Layer
 
@@ -25,9 +25,15 @@ def packed(seed: int, keys: int) -> PackedStatistics:
 def test_packed_rows_are_joined_field_by_field() -> None:
     parts = [packed(seed, keys) for seed, keys in enumerate((5, 6, 7))]
     assert packed_alike(parts[0], parts[1])
-    joined = joined_state(parts)
-    for name, field in joined._asdict().items():
-        assert torch.equal(field, torch.cat([getattr(part.state, name) for part in parts])), name
+    for dim in (0, 1):
+        together = joined(parts, dim)
+        assert isinstance(together, PackedStatistics)
+        for name, field in together.state._asdict().items():
+            expected = torch.cat([getattr(part.state, name) for part in parts], dim)
+            assert torch.equal(field, expected), name
+        assert torch.equal(together.n, together.state.n)
+        for name, values in together.as_dict(["entropy", "logit_std"]).items():
+            assert torch.equal(values, torch.cat([part[name] for part in parts], dim))
     assert torch.equal(parts[0].n, parts[0].state.n)
     assert parts[0].n.tolist() == [[[5]] * 3] * 2
 
@@ -35,7 +41,28 @@ def test_packed_rows_are_joined_field_by_field() -> None:
 def test_rows_of_other_kinds_are_joined_too() -> None:
     parts = [packed(0, 5), acutance.row_statistics(*torch.randn(2, 2, 3, 1, 8), backend="blocked")]
     assert not packed_alike(parts[0], parts[1])
-    assert torch.equal(joined_state(parts).n, torch.cat([part.state.n for part in parts]))
+    assert torch.equal(joined(parts).state.n, torch.cat([part.state.n for part in parts]))
+
+
+def test_layers_summarised_together_are_those_summarised_apart(
+    limits: Callable[..., None],
+) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.MultiheadAttention(8 * heads, heads) for heads in (2, 2, 3)]
+    inputs = [torch.randn(5, 2, layer.embed_dim) for layer in layers]
+    found = []
+    for most in (accumulate.MAX_TOGETHER, 0):
+        limits(accumulate, MAX_TOGETHER=most)
+        with acutance.probe(torch.nn.ModuleList(layers)) as probe:
+            for layer, x in zip(layers, inputs, strict=True):
+                layer(x, x, x, need_weights=False)
+        found.append(probe.summary())
+    together, apart = found
+    assert [layer.heads for layer in together.layers] == [2, 2, 3]
+    for part, other in ((together.moments, apart.moments), (together.profile, apart.profile)):
+        for name, values in part.tensors().items():
+            expected = other.tensors()[name]
+            torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def test_layers_of_calls_that_are_alike_merge_in_one_step() -> None:

@@ -6,6 +6,7 @@ by the names of their classes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -149,12 +150,18 @@ def is_softmax(module: torch.nn.Module) -> bool:
 
 def may_compute_attention(module: torch.nn.Module) -> bool:
     """Whether a module has code that could compute attention, unlike PyTorch's simple layers."""
-    kind = type(module)
-    # a list or a table of modules has none, and a scripted class one that cannot be asked for
-    if inspect.getattr_static(kind, "forward", None) is torch.nn.Module.forward:
+    kind: type = type(module)
+    if not _has_forward(kind):
         return False
-    simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
+    simple = kind.__module__.startswith("torch.nn.modules.") and not any(module._modules.values())
     return is_softmax(module) or not simple
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_forward(kind: type) -> bool:
+    """Whether a class of modules can be called; a list or a table of modules cannot."""
+    # a scripted class has one that cannot be asked for
+    return inspect.getattr_static(kind, "forward", None) is not torch.nn.Module.forward
 
 
 def uses_interface(module: torch.nn.Module) -> bool:

@@ -131,25 +131,30 @@ def packed_alike(left: RowStatistics, right: RowStatistics) -> bool:
     return left._rows[1:] == right._rows[1:]
 
 
-def joined_state(parts: Sequence[RowStatistics]) -> RowState:
-    """The sums of the rows of many calls, one after the other: fields (calls · B, Hq, L).
+def joined(parts: Sequence[RowStatistics], dim: int = 0) -> RowStatistics:
+    """The statistics of many calls in one, with fields (calls · B, Hq, L).
 
     Args:
         parts: of the same heads and rows.
+        dim: 0 to join the batches; 1 to join the heads, (B, calls · Hq, L), of calls for which
+            :func:`packed_alike` holds.
     """
     first = parts[0]
-    if not all(packed_alike(first, part) for part in parts):
-        return RowState(*map(torch.cat, zip(*(part.state for part in parts), strict=True)))
-    packed = [part for part in parts if isinstance(part, PackedStatistics)]
-    dtype, B, H, L = packed[0]._rows[1:]
-    rows, calls = torch.stack([part._values() for part in packed]), len(packed)
-    whole = 2 * 8 // rows.element_size() * B * H * L
-    counts = rows[:, :whole].contiguous().view(torch.int64).view(calls, 2, B, H, L)
-    fields = rows[:, whole:].reshape(calls, 9, B, H, L)
-    n, first_index = counts.transpose(0, 1).reshape(2, calls * B, H, L).unbind(0)
-    *sums, first_logit = fields.transpose(0, 1).reshape(9, calls * B, H, L).unbind(0)
-    none = n.new_empty(calls * B, H, L, 0, dtype=dtype)
-    return RowState(*(n, *sums, first_logit, first_index, *(none,) * 4, absent(first_logit)))
+    if not isinstance(first, PackedStatistics) or not all(
+        packed_alike(first, part) for part in parts
+    ):
+        return RowStatistics(
+            RowState(*map(torch.cat, zip(*(part.state for part in parts), strict=True)))
+        )
+    dtype, B, H, L = first._rows[1:]
+    rows = torch.stack([part._values() for part in parts if isinstance(part, PackedStatistics)])
+    # the 2 counts of a row are int64, and its 9 sums of the dtype
+    whole, calls = 2 * 8 // rows.element_size() * B * H * L, len(parts)
+    counts = rows[:, :whole].reshape(calls, 2, B, H, whole // (2 * B * H))
+    sums = rows[:, whole:].reshape(calls, 9, B, H, L)
+    packed = torch.cat([part.movedim(0, 1 + dim).flatten() for part in (counts, sums)])
+    shape = (calls * B, H, L) if dim == 0 else (B, calls * H, L)
+    return PackedStatistics(packed, dtype, *shape)
 
 
 #: Rows of calls so small that Python's own memory is had faster than a tensor, by size in bytes.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.kernels.fast_path import joined_state, packed_alike
+from acutance.kernels.fast_path import joined, packed_alike
 from acutance.probing.spans import SpanWeights
 from acutance.probing.structure import CallStructure, concatenate
 from acutance.probing.tokens import Sample
@@ -29,6 +29,8 @@ __all__ = ["MAX_SEPARATE_CALLS", "LayerRecords", "CallRows", "join_calls"]
 #: Most rows times heads that are collected before they are summarised together. Summarising after
 #: each decoded token would take longer than the model itself.
 MAX_PENDING = 1 << 14
+#: Most rows times heads of several layers that are summarised together.
+MAX_TOGETHER = 4 * MAX_PENDING
 
 
 class CallRows(NamedTuple):
@@ -52,11 +54,10 @@ class CallRows(NamedTuple):
 class _LayerRecord:
     """The statistics accumulated for one layer, and the calls not yet summarised."""
 
-    def __init__(self, layer: Layer, optional_parts: OptionalParts, metrics: int) -> None:
+    def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.identical_calls: Counter[Layer] = Counter()  # later calls, merged on demand
-        self.moments = Moments.none(layer.heads, metrics)
-        self.optional_parts = optional_parts
+        self.summary: tuple[Moments, OptionalParts] | None = None  # none before the first rows
         self.pending: list[CallRows] = []
         self.pending_rows = 0
 
@@ -82,8 +83,10 @@ class _LayerRecord:
 
     def add_rows(self, moments: Moments, optional_parts: OptionalParts) -> None:
         """Merge the summary of further rows into the layer's."""
-        self.moments = self.moments.merge(moments)
-        self.optional_parts = self.optional_parts.merge(optional_parts)
+        if self.summary is not None:
+            moments = self.summary[0].merge(moments)
+            optional_parts = self.summary[1].merge(optional_parts)
+        self.summary = moments, optional_parts
 
 
 class LayerRecords:
@@ -117,20 +120,19 @@ class LayerRecords:
         with self._lock:
             record = self._records.get(layer.module)
             if record is None:
-                record = _LayerRecord(layer, self._empty_parts(layer.heads), len(self._metrics))
-                self._records[layer.module] = record
+                record = self._records[layer.module] = _LayerRecord(layer)
             else:
                 record.add(layer)
             if summary is not None:
                 record.add_rows(*summary)
                 return
             if record.pending and not _can_concatenate(record.pending[0], rows):
-                self._summarise_pending(record)
+                self._summarise_pending([record])
             record.pending.append(rows)
             wide = rows.structure is not None  # its octaves take as much memory as several rows
             record.pending_rows += (4 if wide else 1) * rows.counted.numel()
             if record.pending_rows >= MAX_PENDING:
-                self._summarise_pending(record)
+                self._summarise_pending([record])
 
     def names(self) -> list[str]:
         """Names of the recorded layers, in the order of their first calls."""
@@ -142,17 +144,28 @@ class LayerRecords:
         with self._lock, torch.no_grad():
             for record in self._records.values():
                 record.merge_pending_layers()
-                self._summarise_pending(record)
+            self._summarise_pending(list(self._records.values()))
             return {
-                name: (record.layer, record.moments, record.optional_parts)
+                name: (record.layer, *record.summary)
                 for name, record in self._records.items()
+                if record.summary is not None
             }
 
-    def _summarise_pending(self, record: _LayerRecord) -> None:
-        """Summarise a layer's pending rows together."""
-        if record.pending:
-            record.add_rows(*self._summarise(_concatenate(record.pending)))
-            record.pending, record.pending_rows = [], 0
+    def _summarise_pending(self, records: Sequence[_LayerRecord]) -> None:
+        """Summarise the pending rows of layers; those of layers that are alike together."""
+        waiting = [(record, _concatenate(record.pending)) for record in records if record.pending]
+        while waiting:
+            first = waiting[0][1]
+            most = max(1, MAX_TOGETHER // max(1, first.counted.numel()))
+            alike = [pair for pair in waiting if _fit_side_by_side(first, pair[1])][:most]
+            alike = alike or waiting[:1]
+            moments, parts = self._summarise(_side_by_side([rows for _, rows in alike]))
+            heads = first.counted.shape[1]
+            for number, (record, _) in enumerate(alike):
+                place = number * heads, (number + 1) * heads
+                record.add_rows(moments.heads(*place), parts.heads(*place))
+                record.pending, record.pending_rows = [], 0
+            waiting = [pair for pair in waiting if pair[0].pending]
 
     def _summarise(self, rows: CallRows) -> tuple[Moments, OptionalParts]:
         """Moments and optional parts of the rows of one call."""
@@ -220,12 +233,27 @@ def _concatenate(parts: list[CallRows]) -> CallRows:
     """Concatenate the rows of several calls along the batch."""
     if len(parts) == 1:
         return parts[0]
-    state = joined_state([part.stats for part in parts])
     counted = torch.cat([part.counted for part in parts])
     structure = [part.structure for part in parts if part.structure is not None]
     return CallRows(
-        RowStatistics(state), counted, structure=concatenate(structure) if structure else None
+        joined([part.stats for part in parts]),
+        counted,
+        structure=concatenate(structure) if structure else None,
     )
+
+
+def _fit_side_by_side(left: CallRows, right: CallRows) -> bool:
+    """Whether the rows of two layers can be summarised as those of one with the heads of both."""
+    bare = left.structure is None and right.structure is None
+    return bare and packed_alike(left.stats, right.stats)
+
+
+def _side_by_side(parts: list[CallRows]) -> CallRows:
+    """Rows of several layers as those of one layer with the heads of all."""
+    if len(parts) == 1:
+        return parts[0]
+    counted = torch.cat([part.counted for part in parts], 1)
+    return CallRows(joined([part.stats for part in parts], 1), counted)
 
 
 def _structure_kind(rows: CallRows) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Where a monitor's scalars go: functions of trackers, SummaryWriters, files of JSON lines."""
+"""Where a monitor's scalars and histograms go: trackers, SummaryWriters, files of JSON lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "Log", "destinations", "send"]
+import torch
+
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.moments import Moments, edges
+from acutance.training.reports import PREFIX, layer_heads
+
+__all__ = ["JsonLines", "Log", "destinations", "send", "write"]
 
 #: A function of scalars by name and the step, a SummaryWriter, or the path of a JSON lines file.
 Log = Callable[[dict[str, float], int], object] | str | os.PathLike[str] | Any
@@ -90,3 +96,55 @@ def send(scalars: Mapping[str, float], step: int, each: Sequence[Any]) -> None:
                 one.add_scalar(name, value, step)
         else:
             one(dict(scalars), step)
+
+
+def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:
+    """Write histograms of each layer or head to TensorBoard.
+
+    Args:
+        writer: a ``SummaryWriter`` of torch or tensorboardX.
+        summary: a summary that recorded the metrics.
+        metrics: names of the metrics.
+        each: "layer", "head" or "none".
+        step: the global step.
+    """
+    if each == "none" or not hasattr(writer, "add_histogram_raw"):
+        return
+    for index, (layer, heads) in enumerate(layer_heads(summary)):
+        tag = f"{PREFIX}/{layer.module.replace('#', '_')}"
+        parts = {tag: summary.layer(index)} if each == "layer" else {}
+        if each == "head":
+            parts = {
+                f"{tag}/head{head}": summary.moments.heads(row, row + 1)
+                for row, head in zip(heads, layer.numbers, strict=True)
+            }
+        for place, moments in parts.items():
+            for name in metrics:
+                raw = _histogram(moments, summary.metrics.index(name), name)
+                if raw is not None:
+                    label = f"{tag}/{name}{place.removeprefix(tag)}"
+                    writer.add_histogram_raw(label, **raw, global_step=step)
+
+
+def _histogram(moments: Moments, column: int, name: str) -> dict[str, Any] | None:
+    """Arguments of ``add_histogram_raw`` for one head; None if it has no rows."""
+    count = int(moments.count[0, column])
+    if not count:
+        return None
+    bins = moments.histogram[0, column]
+    low, high = float(moments.low[0, column]), float(moments.high[0, column])
+    mean = float(moments.mean[0, column])
+    filled = bins.nonzero()[:, 0]
+    first, last = int(filled[0]), int(filled[-1])
+    limits = torch.tensor(edges(name)[first : last + 2], dtype=torch.float64)
+    limits[-1] = max(float(limits[-1]), math.nextafter(high, math.inf))  # the last bin is open
+    return {
+        "min": low,
+        "max": high,
+        "num": count,
+        "sum": count * mean,
+        "sum_squares": count * (float(moments.std[0, column]) ** 2 + mean * mean),
+        # right edges; an empty bin before the first gives that its left edge
+        "bucket_limits": limits.tolist(),
+        "bucket_counts": [0, *bins[first : last + 1].tolist()],
+    }

@@ -22,9 +22,8 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
 from acutance.training.callbacks import LightningEvents, OptimizerEvents, TrainerEvents
 from acutance.training.growth import LogitGrowth
-from acutance.training.logs import Log, destinations, send
+from acutance.training.logs import Log, destinations, send, write
 from acutance.training.reports import (
-    NEEDED,
     ROLLOUT,
     Alarm,
     AttentionWarning,
@@ -32,7 +31,6 @@ from acutance.training.reports import (
     Thresholds,
     scalars,
     summed_up,
-    write,
 )
 
 __all__ = ["AttentionMonitor", "Histograms", "MonitorRecord"]
@@ -223,7 +221,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         """A probe for this step."""
         return probe(
             model,
-            metrics=[name for name in METRICS if name in (*self.metrics, *NEEDED)],
+            metrics=[name for name in METRICS if name in (*self.metrics, *self.thresholds.metrics)],
             layers=self.layers,
             heads=self.heads,
             max_rows=self.max_rows,

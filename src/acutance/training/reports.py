@@ -1,17 +1,17 @@
-"""What a monitor and QKClip report: alarms, logged scalars and histograms, and scaled layers."""
+"""What a monitor and QKClip report: alarms, logged scalars, and scaled layers."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Literal, NamedTuple
 
 from acutance.shapes import check_number
 from acutance.summary.head_summary import HeadSummary
-from acutance.summary.moments import Moments, edges
+from acutance.summary.layer import Layer
 from acutance.training.growth import LogitGrowth
 
 __all__ = [
@@ -22,17 +22,18 @@ __all__ = [
     "LayerClip",
     "MonitorRecord",
     "Thresholds",
+    "layer_heads",
     "scalars",
     "summed_up",
-    "write",
 ]
 
 
 Kind = Literal["logit_growth", "entropy_collapse", "large_logit", "not_finite"]
 #: Every kind of alarm, in the order in which they are told.
 KINDS: tuple[Kind, ...] = ("logit_growth", "entropy_collapse", "large_logit", "not_finite")
-#: Metrics that the thresholds are about.
-NEEDED = ("normalized_entropy", "max_logit", "lse", "n_keys", "logit_std")
+#: Metrics that every alarm needs; the bound on collapse needs one more.
+NEEDED = ("max_logit", "lse", "n_keys", "logit_std")
+COLLAPSING = "normalized_entropy"
 _NAMED = 3
 
 
@@ -114,6 +115,11 @@ class Thresholds:
         if self.max_logit is not None:
             check_number("max_logit", self.max_logit)
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that a summary must have."""
+        return NEEDED if self.collapse is None else (*NEEDED, COLLAPSING)
+
     def alarms(self, summary: HeadSummary, growth: LogitGrowth, step: int) -> tuple[Alarm, ...]:
         """The heads of a summary that are beyond a limit, layer by layer.
 
@@ -124,21 +130,22 @@ class Thresholds:
         """
         column = summary.metrics.index("logit_std")
         found = list(self._exceeding(summary, step))
-        layers = {
-            layer.module: (layer, summary.moments.heads(start, start + layer.heads))
-            for layer, start in _layers(summary)
-        }
-        grown = growth.update({name: _mean(heads, column) for name, (_, heads) in layers.items()})
+        numbers = _Numbers.of(summary)
+        layers = {layer.module: (layer, heads) for layer, heads in layer_heads(summary)}
+        grown = growth.update(
+            {name: numbers.mean_over(heads, column) for name, (_, heads) in layers.items()}
+        )
         for module, value in grown.items():
             if value > growth.limit:
                 layer, heads = layers[module]
-                head = layer.numbers[int(heads.mean[:, column].nan_to_num(0.0).argmax())]
+                largest = max(numbers.counted(heads, column), key=lambda h: numbers.mean[h][column])
+                head = layer.numbers[largest - heads.start]
                 found.append(Alarm("logit_growth", module, head, value, growth.limit, step))
         return tuple(found)
 
     def _exceeding(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
         """An alarm for each head and threshold that it exceeds."""
-        columns = [summary.metrics.index(name) for name in NEEDED]
+        columns = [summary.metrics.index(name) for name in self.metrics]
         counts, means, highs = (
             part[:, columns].tolist()
             for part in (summary.moments.count, summary.moments.mean, summary.moments.high)
@@ -148,13 +155,13 @@ class Thresholds:
         ):
             where = summary.layers[index].module, head
             # a row counts towards a metric only if that is a finite number, as n always is
-            not_finite = count[3] - min(count[1], count[2])
+            not_finite = count[2] - min(count[:2])
             if not_finite > 0:
                 yield Alarm("not_finite", *where, float(not_finite), 0.0, step)
-            if self.collapse is not None and count[0] and mean[0] < self.collapse:
-                yield Alarm("entropy_collapse", *where, mean[0], self.collapse, step)
-            if self.max_logit is not None and count[1] and high[1] > self.max_logit:
-                yield Alarm("large_logit", *where, high[1], self.max_logit, step)
+            if self.collapse is not None and count[-1] and mean[-1] < self.collapse:
+                yield Alarm("entropy_collapse", *where, mean[-1], self.collapse, step)
+            if self.max_logit is not None and count[0] and high[0] > self.max_logit:
+                yield Alarm("large_logit", *where, high[0], self.max_logit, step)
 
 
 def summed_up(alarms: Sequence[Alarm]) -> str:
@@ -248,22 +255,22 @@ def scalars(
     """
     values: dict[str, float] = {}
     columns = [summary.metrics.index(name) for name in metrics]
-    for layer, start in _layers(summary):
-        heads = summary.moments.heads(start, start + layer.heads)
+    numbers = _Numbers.of(summary)
+    for layer, heads in layer_heads(summary):
         for name, column in zip(metrics, columns, strict=True):
-            counted = heads.count[:, column] > 0
-            if not bool(counted.any()):
+            counted = numbers.counted(heads, column)
+            if not counted:
                 continue
-            means = heads.mean[counted, column]
+            means = [numbers.mean[head][column] for head in counted]
             tag = f"{prefix}/{layer.module.replace('#', '_')}/{name}"
-            values[tag] = _mean(heads, column)
+            values[tag] = numbers.mean_over(heads, column)
             if name in _EXTREMES:
-                values[f"{tag}_max"] = float(heads.high[:, column].max())
+                values[f"{tag}_max"] = max(numbers.high[head][column] for head in counted)
             else:
-                values[f"{tag}_min"] = float(means.min())
-                values[f"{tag}_max"] = float(means.max())
+                values[f"{tag}_min"] = min(means)
+                values[f"{tag}_max"] = max(means)
         if alarms is not None and "logit_std" in summary.metrics:  # what alarms follow
-            mean = _mean(heads, summary.metrics.index("logit_std"))
+            mean = numbers.mean_over(heads, summary.metrics.index("logit_std"))
             if not math.isnan(mean):
                 values[f"{prefix}/{layer.module.replace('#', '_')}/logit_std"] = mean
     for kind in () if alarms is None else KINDS:
@@ -271,72 +278,40 @@ def scalars(
     return values
 
 
-def _mean(heads: Moments, column: int) -> float:
-    """Mean of a metric over rows and heads; NaN without rows."""
-    counted = heads.count[:, column] > 0
-    means, weight = heads.mean[counted, column], heads.weight[counted, column]
-    return float((means * (weight / weight.sum())).sum()) if len(means) else math.nan
+class _Numbers(NamedTuple):
+    """Moments of a summary as lists by head and metric: reading tensors one by one is slow."""
+
+    rows: list[list[int]]
+    mean: list[list[float]]
+    weight: list[list[float]]
+    high: list[list[float]]
+
+    @staticmethod
+    def of(summary: HeadSummary) -> _Numbers:
+        moments = summary.moments
+        parts = moments.count, moments.mean, moments.weight, moments.high
+        return _Numbers(*(part.tolist() for part in parts))
+
+    def counted(self, heads: range, column: int) -> list[int]:
+        """The heads with rows on which a metric is finite."""
+        return [head for head in heads if self.rows[head][column]]
+
+    def mean_over(self, heads: range, column: int) -> float:
+        """Mean of a metric over rows and heads; NaN without rows."""
+        counted = self.counted(heads, column)
+        total = sum(self.weight[head][column] for head in counted)
+        shares = [self.weight[head][column] / total for head in counted]
+        means = [self.mean[head][column] for head in counted]
+        return sum(map(operator.mul, means, shares)) if counted else math.nan
 
 
-def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:
-    """Write histograms of each layer or head to TensorBoard.
-
-    Args:
-        writer: a ``SummaryWriter`` of torch or tensorboardX.
-        summary: a summary that recorded the metrics.
-        metrics: names of the metrics.
-        each: "layer", "head" or "none".
-        step: the global step.
-    """
-    if each == "none" or not hasattr(writer, "add_histogram_raw"):
-        return
-    for index, (layer, start) in enumerate(_layers(summary)):
-        tag = f"{PREFIX}/{layer.module.replace('#', '_')}"
-        parts = {tag: summary.layer(index)} if each == "layer" else {}
-        if each == "head":
-            parts = {
-                f"{tag}/head{head}": summary.moments.heads(start + row, start + row + 1)
-                for row, head in enumerate(layer.numbers)
-            }
-        for place, moments in parts.items():
-            for name in metrics:
-                raw = _histogram(moments, summary.metrics.index(name), name)
-                if raw is not None:
-                    label = f"{tag}/{name}{place.removeprefix(tag)}"
-                    writer.add_histogram_raw(label, **raw, global_step=step)
-
-
-def _histogram(moments: Moments, column: int, name: str) -> dict[str, Any] | None:
-    """Arguments of ``add_histogram_raw`` for one head; None if it has no rows."""
-    count = int(moments.count[0, column])
-    if not count:
-        return None
-    bins = moments.histogram[0, column]
-    low, high = float(moments.low[0, column]), float(moments.high[0, column])
-    mean = float(moments.mean[0, column])
-    filled = bins.nonzero()[:, 0]
-    first, last = int(filled[0]), int(filled[-1])
-    limits = torch.tensor(edges(name)[first : last + 2], dtype=torch.float64)
-    limits[-1] = max(float(limits[-1]), math.nextafter(high, math.inf))  # the last bin is open
-    return {
-        "min": low,
-        "max": high,
-        "num": count,
-        "sum": count * mean,
-        "sum_squares": count * (float(moments.std[0, column]) ** 2 + mean * mean),
-        # right edges; an empty bin before the first gives that its left edge
-        "bucket_limits": limits.tolist(),
-        "bucket_counts": [0, *bins[first : last + 1].tolist()],
-    }
-
-
-def _layers(summary: HeadSummary) -> list[tuple[Any, int]]:
-    """Each layer with the index of its first head."""
-    layers, start = [], 0
-    for layer in summary.layers:
-        layers.append((layer, start))
-        start += layer.heads
-    return layers
+def layer_heads(summary: HeadSummary) -> list[tuple[Layer, range]]:
+    """Each layer with the indices of its heads."""
+    ends = list(itertools.accumulate(layer.heads for layer in summary.layers))
+    return [
+        (layer, range(end - layer.heads, end))
+        for layer, end in zip(summary.layers, ends, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

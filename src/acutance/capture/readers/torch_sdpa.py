@@ -62,10 +62,10 @@ def sdpa_call(
         parts = [part.unsqueeze(1) for part in parts]
     elif rank == 2:
         parts = [part[None, None] for part in parts]
-    batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
+    batch = _broadcast(*(part.shape[:-3] for part in parts))
     heads: tuple[int, ...] = ()
     if not arguments.get("enable_gqa", False):
-        heads = torch.broadcast_shapes(*(part.shape[-3:-2] for part in parts))
+        heads = _broadcast(*(part.shape[-3:-2] for part in parts))
     query, key, value = (
         _fold_batch(_expanded(part, (*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:])))
         for part in parts
@@ -100,6 +100,12 @@ def sdpa_call(
         cross=cross,
         real=real,
     )
+
+
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    """The shape to which all broadcast; PyTorch's function is slow even where all are equal."""
+    alike = all(shape == shapes[0] for shape in shapes)
+    return shapes[0] if alike else torch.broadcast_shapes(*shapes)
 
 
 def _nested_call(arguments: Mapping[str, Any], name: str, *, cross: bool) -> AttentionCall:
