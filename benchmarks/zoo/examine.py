@@ -283,10 +283,11 @@ def _judge(
         examined.notes.append(f"{len(gates)} softmaxes that no product takes, the probe lists them")
     examined.unread += [line for line in probe.unread if line not in [*gates, *examined.unread]]
     examined.missed += [name for name in missed if name not in examined.missed]
-    if sum(read.values()) > seen.total():
+    made = seen + witness.single
+    if sum(read.values()) > made.total():
         wrong.append(
-            f"{sum(read.values())} calls were read where the model made {seen.total()}: "
-            f"{', '.join(n for n in read if read[n] > seen.get(n, 0))[:200]}"
+            f"{sum(read.values())} calls were read where the model made {made.total()}: "
+            f"{', '.join(n for n in read if read[n] > made.get(n, 0))[:200]}"
         )
     return wrong + _against_maps(examined, probe, model, eager, given, plain, bool(missed))
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -125,13 +126,24 @@ def _torchvision(name: str) -> Iterator[Callable[[], Built]]:
 
 
 def _open_clip_names() -> list[str]:
-    """Configurations that still differ when they are small."""
+    """Configurations that still differ when they are small, whatever the size of their images."""
     import open_clip
 
     distinct: dict[str, str] = {}
     for name in open_clip.list_models():
-        distinct.setdefault(json.dumps(_clip_config(name), sort_keys=True), name)
+        config = _clip_config(name)
+        vision = config["vision_cfg"]
+        family = _SIZES.sub("", str(vision.get("timm_model_name", "")))
+        config["vision_cfg"] = vision | {"timm_model_name": family, "image_size": None}
+        distinct.setdefault(json.dumps(config, sort_keys=True), name)
     return sorted(distinct.values())
+
+
+#: What the name of a model of timm says of its size.
+_SIZES = re.compile(
+    r"_?(tiny|small|base|large\d?|xlarge|xxlarge|huge|giant|gigantic|giantopt|so400m|enormous"
+    r"|mci\d|patch\d+|\d+)(?=_|$)"
+)
 
 
 def _open_clip_total() -> int:

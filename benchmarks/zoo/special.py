@@ -176,6 +176,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "backbone_config": {"model_type": "pp_lcnet_v4", "out_features": _STAGES},
         "layer_list_out_channels": [96, 96, 192, 384],
     },
+    "deimv2": {
+        "backbone_config": {
+            "model_type": "hgnet_v2",
+            "out_features": _STAGES[1:],
+            "hidden_sizes": [128, 512, 1024, 2048],
+        },
+        "encoder_in_channels": [512, 1024, 2048],
+        "decoder_in_channels": [64] * 3,
+    },
+    "mobilevit": {"image_size": 128},
+    "moshi": {"num_codebooks": 4},
+    "nemotron3_diarization": {
+        "head_config": {"audio_hidden_size": 64},
+        "audio_config": {"num_key_value_heads": 4},
+    },
     "rt_detr": _RT_DETR,
     "rt_detr_v2": _RT_DETR,
     "uvdoc": {

@@ -43,6 +43,11 @@ class Seen:
     shape: tuple[int, ...]
     used: bool
 
+    @property
+    def single(self) -> bool:
+        """Whether it is a softmax over one key, whose weight is 1."""
+        return self.kind in _SOFTMAX and self.shape[-1] == 1
+
 
 @dataclass
 class Witness(TorchDispatchMode):
@@ -61,8 +66,13 @@ class Witness(TorchDispatchMode):
 
     @property
     def attention(self) -> Counter[str]:
-        """Number of attention calls by module."""
-        return Counter(one.module for one in self.seen if one.used)
+        """Number of attention calls by module, without those over a single key."""
+        return Counter(one.module for one in self.seen if one.used and not one.single)
+
+    @property
+    def single(self) -> Counter[str]:
+        """Number of attention calls over a single key: a probe may read them, and need not."""
+        return Counter(one.module for one in self.seen if one.used and one.single)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -72,7 +82,7 @@ class Witness(TorchDispatchMode):
             self._note(name, tuple(tensors[0].shape), True)
         elif name in _SOFTMAX and isinstance(result, Tensor):
             rank, dim = result.dim(), args[1] if len(args) > 1 else -1
-            if rank > 2 and dim % rank == rank - 1 and result.shape[-1] > 1:
+            if rank > 2 and dim % rank == rank - 1:
                 one = self._note(name, tuple(result.shape), False)
                 self._weights[_place(result)] = (one, result)
         else:

@@ -41,7 +41,6 @@ def test_nothing_is_wrong_and_no_output_moved() -> None:
 
 
 def test_nothing_of_other_libraries_is_wrong(sweep: ModuleType) -> None:
-    from zoo.laws import Lawful
     from zoo.libraries import LIBRARIES
 
     _, others = sweep.records()
@@ -51,8 +50,6 @@ def test_nothing_of_other_libraries_is_wrong(sweep: ModuleType) -> None:
         assert library in record["versions"]
         assert not any(model["verdict"] == "wrong" or model.get("moved") for model in models)
         assert sum(model["read"] > 0 for model in models if "read" in model) >= READ[library]
-        laws = [Lawful(**model["law"]) for model in models if model.get("law")]
-        assert not [law.fault for law in laws if law.fault]
         for model in models:
             assert (
                 model["verdict"] in ("verified", "unverified", "attention-free") or model["reason"]

@@ -60,6 +60,8 @@ def _config(kind: str, hf: Any, changes: dict[str, Any]) -> tuple[str, Any]:
     if kind == "neox":
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return "GPTNeoXForCausalLM", hf.GPTNeoXConfig(**heads, rope_parameters=rope, **changes)
+    if kind == "mpnet":
+        return "MPNetModel", hf.MPNetConfig(**heads, **changes)
     assert kind == "bert"
     return "BertModel", hf.BertConfig(**heads, **changes)
 

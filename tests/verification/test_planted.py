@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
 import acutance
 from acutance.verification.inputs import KINDS
-from tests.verification.models import IDS, build, with_function
+from tests.verification.models import IDS, attend, build, with_function
 from tests.verification.planted import FAULTS
 
 CLEAN = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "neox", "bert")
@@ -70,9 +72,30 @@ def test_masks_that_do_not_separate_documents_as_flash_attention_does() -> None:
     assert len(finding.layers) == 2
 
 
-def test_the_attention_that_faults_are_planted_in_is_right() -> None:
-    from tests.verification.models import attend
+def test_a_boolean_mask_that_is_added_to_scores() -> None:
+    """As grounding-dino's text encoder does in eager attention."""
+    from transformers.masking_utils import sdpa_mask
 
+    model = with_function(build("bert"), attend, "planted_boolean", sdpa_mask)
+    (finding,) = acutance.verify(model, IDS).findings
+    assert finding.cause == "boolean mask added"
+    assert finding.inputs == ("right padding", "left padding")
+    assert "minus infinity" in finding.advice
+
+
+def test_padding_that_a_softmax_by_hand_does_not_hide() -> None:
+    model: Any = build("mpnet")
+    assert acutance.verify(model, IDS).ok
+    forward = model.encoder.forward
+    model.encoder.forward = lambda *args, attention_mask=None, **rest: forward(
+        *args, attention_mask=0 * attention_mask, **rest
+    )
+    (finding,) = acutance.verify(model, IDS).findings
+    assert finding.cause == "padding ignored"
+    assert len(finding.layers) == 2
+
+
+def test_the_attention_that_faults_are_planted_in_is_right() -> None:
     for kind in ("llama", "gemma2", "gpt_oss"):
         model: nn.Module = with_function(build(kind), attend, "unplanted")
         found = acutance.verify(model, IDS, kinds=("plain", "left padding"), backward=True)

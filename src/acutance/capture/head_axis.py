@@ -280,7 +280,8 @@ def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None
         place: as for :func:`fold`.
 
     Raises:
-        ValueError: as :func:`fold`.
+        ValueError: as :func:`fold`, or if the second of four dimensions has as many entries as the
+            last: it may be linear attention's softmax of each feature over the tokens.
 
     Example:
         >>> list(folded(torch.zeros(2, 5, 7, 3), 2, 3).shape)
@@ -288,6 +289,11 @@ def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None
     """
     if dim in (-1, scores.dim() - 1):
         return fold(scores, heads, place)
+    if dim % 4 == 2 and scores.shape[1] == scores.shape[-1] > 1 < scores.shape[2]:
+        raise ValueError(
+            f"its softmax of {tuple(scores.shape)} is over dimension 2, and both dimension 1 and "
+            "the last fit its heads: it may be that of linear attention"
+        )
     return scores.movedim(dim, -1).transpose(1, 2)
 
 

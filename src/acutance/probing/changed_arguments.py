@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hides
+from acutance.probing.faults import visible_keys
 
 __all__ = ["Change", "changes_of", "configured_value"]
 
@@ -70,6 +71,7 @@ def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[
     yield from _scales(call, module)
     yield from _added(call, module)
     yield from _causal(call)
+    yield from _mask_added(call)
     if call.sinks is not None:
         means = "it seems to use sinks that were not loaded"
         zeros = torch.zeros_like(call.sinks)
@@ -188,6 +190,18 @@ def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Chan
             cast = {"window": int, "softcap": float}[name]
             agrees = f"the module's {name} of {value:g} is applied"
             yield Change({name: cast(value)}, kind, agrees, "the call does not pass it")
+
+
+def _mask_added(call: AttentionCall) -> Iterator[Change]:
+    """A boolean mask that is added to the scores as numbers."""
+    if call.bias is not None or call.query.shape[2] * call.key.shape[2] > _LARGE:
+        return
+    seen = visible_keys(call)
+    if not bool(seen.all()):
+        masks: dict[str, Any] = dict.fromkeys(("attn_mask", "key_mask", "window", "cu_seqlens"))
+        masks |= {"is_causal": False, "bias": seen.to(call.query.dtype)}
+        agrees = "the boolean mask is added to the scores as 0 and 1"
+        yield Change(masks, "boolean mask added", agrees, "it seems to hide no key")
 
 
 def _causal(call: AttentionCall) -> Iterator[Change]:

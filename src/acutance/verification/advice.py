@@ -15,6 +15,8 @@ _ADVICE = {
     "bias": "Add the bias after the scale, before the softmax.",
     "padding": "Pass attention_mask with 1 on real tokens, and hide the keys where it is 0.",
     "hidden keys": "Give hidden keys a score of minus infinity, not 0.",
+    "boolean mask": "Turn a boolean mask into scores before it is added: 0 for visible keys, minus "
+    "infinity for hidden ones.",
     "mask": "Compare the mask that the attention function gets with the one of eager attention.",
     "documents": "Pass position_ids, starting anew in each document, to the function that makes "
     "the masks, and no attention_mask; or use flash attention, which reads them itself.",

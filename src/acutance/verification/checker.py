@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.interface_call import is_cross
 from acutance.masks import hides
 from acutance.probing.causes import differences, find_cause
 from acutance.probing.faults import visible_keys
@@ -30,6 +31,9 @@ from acutance.verification.positions import (
 )
 
 __all__ = ["Checker", "Measured"]
+
+#: Largest weight of padding keys: a mask of −10,000 leaves less.
+_PADDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,34 @@ class Checker:
                 self._outputs.setdefault(parent, {})[name] = output.detach()
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Note a softmax by hand, of which only the scores are seen."""
-        self._problem(name, "only the scores of its softmax are seen, not its arguments")
+        """Compare whether a softmax by hand hides padding: of its arguments no more is known."""
+        self._problem(name, "of its softmax only the scores are seen: all but padding is unknown")
+        facts, shape = self.facts, tuple(scores.shape)
+        real = facts.real
+        if not facts.is_text or real is None or bool(real.all()) or is_cross(name):
+            return
+        if (shape[0], *shape[2:]) != (len(real), facts.tokens, facts.past + facts.tokens):
+            return
+        if doubt is not None and doubt():
+            return
+        weights = scores.detach().float().softmax(-1)
+        ignored = weights.masked_fill(real[:, None, None].to(weights.device), 0.0).sum(-1)
+        rows = real[:, None, facts.past :].to(weights.device)
+        error = float(torch.where(rows, ignored, 0.0).max())
+        text = f"padding keys get up to {error:.2g} of the weight of a real token's row"
+        found = Difference("padding ignored", text) if error > _PADDING else None
+        self.measured.append(
+            Measured(
+                "arguments",
+                self.implementation,
+                facts.inputs,
+                name,
+                shape[1],
+                error,
+                _PADDING,
+                found,
+            )
+        )
 
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
@@ -129,6 +159,8 @@ class Checker:
         if not facts.promises(call):
             return
         expected = self._scaled_before(call, module, self._expectation(call, module))
+        if call.query.shape[2] == 1 < call.key.shape[2] and not facts.past:
+            expected = replace(expected, softcap=call.softcap)  # one query pools all tokens
         if facts.is_text and not call.cross and not expected.masks:
             self._problem(call.module, f"masks not checked: {expected.masks_problem}")
         ours = expected_call(call, expected, facts)

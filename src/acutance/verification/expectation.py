@@ -33,7 +33,8 @@ class Expectation:
         scale_from: what states it.
         causal: whether later keys are hidden; None if nothing states it.
         window: sliding window, in keys, including the token itself; None for none. In both
-            directions, architectures differ in whether it includes the token itself.
+            directions, architectures differ in whether it includes the token itself, and in
+            whether it is the window on each side or on both together.
         window_from: what states the window, or that there is none.
         softcap: bound of the scores; None for none.
         sinks: the module's sinks, (Hq,); None if it has none.

@@ -29,8 +29,8 @@ KINDS: dict[str, str] = {
 }
 #: In the code of a model: position_ids among the arguments that its masks are made from.
 _MASKS_FROM_POSITIONS = re.compile(
-    r"[\"']position_ids[\"']:\s*position_ids"
-    r"|(create_\w*mask|mask_function)\w*\([^)]*position_ids",
+    r"[\"']position_ids[\"']:\s*position_ids\b"
+    r"|(create_\w*mask|mask_function)\w*\([^)]*\bposition_ids\s*(=\s*position_ids\b|[,)])",
     re.DOTALL,
 )
 _STEPS = 4  # tokens that are read one by one
