@@ -293,28 +293,31 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(path: Path) -> str:
-    """Held-out loss by fault and remedy: mean and standard error over seeds, and the difference.
+    """Held-out loss without a remedy by fault, and differences from it by remedy.
 
-    The difference is that of the same seeds with and without the remedy.
+    Each is a mean with its standard error over seeds; differences are those of the same seed.
     """
-    rows = ["| fault | remedy | held-out loss | difference | trainings |", "|---|---|---|---|---|"]
-    for fault in FAULTS:
-        of = [one for one in read(path) if one["fault"] == fault]
-        for remedy in (NO_FAULT, *REMEDIES):
-            pairs = [
-                (one["held_out"][remedy], one["held_out"]["none"])
-                for one in of
-                if remedy in one["held_out"]
-            ]
-            if pairs:
-                with_, without = np.array(pairs).T
-                difference = "" if remedy == "none" else _mean(with_ - without)
-                rows.append(
-                    f"| {fault} | {remedy} | {_mean(with_)} | {difference} | {len(pairs)} |"
-                )
-    return "\n".join(rows)
+    found = read(path)
+    of = {fault: [one for one in found if one["fault"] == fault] for fault in FAULTS}
+    of = {fault: lines for fault, lines in of.items() if lines}
+    rows = {name: [name] for name in ("held-out loss", NO_FAULT, *REMEDIES)}
+    ends = {"trainings": ["trainings"], "alarm": ["median step of the alarm"]}
+    for lines in of.values():
+        rows["held-out loss"].append(_mean([one["held_out"]["none"] for one in lines]))
+        for name in (NO_FAULT, *REMEDIES):
+            pairs = [one["held_out"] for one in lines if name in one["held_out"]]
+            rows[name].append(_mean([losses[name] - losses["none"] for losses in pairs]))
+        steps = [one["alarm"] for one in lines if one["alarm"] is not None]
+        ends["trainings"].append(str(len(lines)))
+        ends["alarm"].append(f"{np.median(steps):.0f} ({len(steps)})" if steps else "none")
+    del rows["none"]
+    head = [["", *of], ["---"] * (1 + len(of))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows.values(), *ends.values()))
 
 
-def _mean(values: np.ndarray) -> str:
-    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return f"{values.mean():.2f} ± {error:.2f}"
+def _mean(values: list[float]) -> str:
+    """Mean and standard error; empty without values."""
+    if not values:
+        return ""
+    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return f"{np.mean(values):.2f} ± {error:.2f}".replace("-0.00", "0.00").replace("-", "−")
