@@ -17,6 +17,8 @@ from acutance.verification.arguments import Difference
 
 __all__ = ["GradientCheck", "check_gradients"]
 
+#: Rounding of scores above which a softmax says nothing about gradients.
+_LARGEST_ROUNDING = 100.0
 #: Relative error of a gradient that rounding explains.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
 _ROUNDINGS = 32  # of the products that a gradient is a difference of
@@ -53,13 +55,16 @@ def check_gradients(
         sinks: the module's sinks, whose gradient is compared too; None if it has none.
 
     Raises:
-        ValueError: if the model computes no gradients here.
+        ValueError: if the model computes no gradients here, or if its scores are huge.
     """
     parts = {"query": call.query, "key": call.key, "value": call.value}
     if isinstance(sinks, Tensor) and ours.sinks is not None and sinks.requires_grad:
         parts["sinks"] = sinks
     if any(mask is not None and mask.requires_grad for mask in (call.attn_mask, call.bias)):
         raise ValueError("its mask or bias is computed from what is differentiated by")
+    largest = call.factor * float(call.query.norm(dim=-1).max() * call.key.norm(dim=-1).max())
+    if largest * torch.finfo(output.dtype).eps > _LARGEST_ROUNDING:
+        raise ValueError(f"its scores are up to {largest:.0e}, which rounding changes at will")
     if call.key is call.value:
         raise ValueError("its keys and values are one tensor")
     parts = {name: part for name, part in parts.items() if part.requires_grad}

@@ -99,7 +99,7 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
             yield Kind("left padding", lambda read: text.padded(read, left=True))
     if not _is_causal(model):
         return
-    if "position_ids" in names and ids.shape[1] >= 12:
+    if {"position_ids", "use_cache"} <= names and ids.shape[1] >= 12:  # packed without a cache
         separates = makes_masks_from_positions(model)
         yield Kind("packed", lambda read: text.packed(read, separates))
     if {"past_key_values", "use_cache"} <= names and ids.shape[1] >= 12:
