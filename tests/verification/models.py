@@ -60,6 +60,11 @@ def _config(kind: str, hf: Any, changes: dict[str, Any]) -> tuple[str, Any]:
     if kind == "neox":
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return "GPTNeoXForCausalLM", hf.GPTNeoXConfig(**heads, rope_parameters=rope, **changes)
+    if kind == "bart":
+        sizes = {f"{part}_{name}": 64 for part in ("encoder", "decoder") for name in ("ffn_dim",)}
+        layers = {"encoder_layers": 1, "decoder_layers": 1}
+        few = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 64}
+        return "BartModel", hf.BartConfig(vocab_size=96, **sizes, **layers, **few)
     if kind == "mpnet":
         return "MPNetModel", hf.MPNetConfig(**heads, **changes)
     assert kind == "bert"

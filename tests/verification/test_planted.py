@@ -83,6 +83,19 @@ def test_a_boolean_mask_that_is_added_to_scores() -> None:
     assert "minus infinity" in finding.advice
 
 
+def test_cross_attention_with_another_scale() -> None:
+    def change(module: Any, *parts: Any, scaling: float, **rest: Any) -> Any:
+        cross = parts[0].shape[2] != parts[1].shape[2]
+        return attend(module, *parts, scaling=scaling * (1 + cross), **rest)
+
+    inputs = {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}
+    assert acutance.verify(build("bart"), inputs).ok
+    (finding,) = acutance.verify(
+        with_function(build("bart"), change, "planted_scale"), inputs
+    ).findings
+    assert finding.layers == ("decoder.layers.0.encoder_attn",)
+
+
 def test_padding_that_a_softmax_by_hand_does_not_hide() -> None:
     model: Any = build("mpnet")
     assert acutance.verify(model, IDS).ok

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import app
+from acutance.verification.expectation import windows_of
 from acutance.verification.inputs import KINDS
 from acutance.verification.rope import configured_rope
 from tests.verification.models import IDS, build
@@ -78,6 +79,14 @@ def test_a_text_within_the_window_is_a_note() -> None:
     found = acutance.verify(build("mistral"), IDS[:, :8], kinds=["plain"])
     (note,) = found.notes
     assert note.startswith("8 tokens do not reach beyond the sliding window of 8")
+
+
+def test_a_configuration_with_two_texts_has_no_window() -> None:
+    class Config:
+        def get_text_config(self) -> Any:
+            raise ValueError("there are two")
+
+    assert windows_of(Config()) == set()
 
 
 class Plain(nn.Module):

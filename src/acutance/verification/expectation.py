@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from acutance.verification.rope import Rope, configured_rope
+from acutance.verification.rope import Rope, configured_rope, entry_of
 
 __all__ = ["Expectation", "expectation_of", "windows_of"]
 
@@ -88,7 +88,7 @@ def expectation_of(
         problem = problem or "nothing states whether it is causal"
     elif window is not None and not causal:
         window_from = f"{window_from} in both directions"
-    softcap = _get(config, "attn_logit_softcapping")
+    softcap = entry_of(config, "attn_logit_softcapping")
     sinks = getattr(module, "sinks", None)
     fits = isinstance(sinks, Tensor) and sinks.numel() == heads
     rope, rope_problem, others = _ropes(config, layer_type, width)
@@ -110,21 +110,18 @@ def expectation_of(
 
 
 def windows_of(config: Any) -> set[int]:
-    """Sizes of the sliding windows that a configuration's layers have."""
-    types = _get(config, "layer_types")
+    """Sizes of the sliding windows of a configuration's text layers."""
+    if hasattr(config, "get_text_config"):
+        try:
+            config = config.get_text_config()
+        except ValueError:  # it has more than one
+            return set()
+    types = entry_of(config, "layer_types")
     if isinstance(types, Sequence):
         found = {_window(config, each)[0] for each in types}
     else:
         found = {_window(config, None)[0]}
     return {size for size in found if size is not None}
-
-
-def _get(config: Any, name: str) -> Any:
-    """An entry of a configuration; None if it has none."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # layers have values of their own, says the configuration
-        return None
 
 
 def _is_positive(value: Any) -> bool:
@@ -134,9 +131,9 @@ def _is_positive(value: Any) -> bool:
 
 def _scale(module: Any, config: Any, width: int) -> tuple[float | None, str]:
     """Factor of the scores, and what states it."""
-    if _is_positive(base := _get(config, "query_pre_attn_scalar")):
+    if _is_positive(base := entry_of(config, "query_pre_attn_scalar")):
         return float(base) ** -0.5, f"query_pre_attn_scalar={base:g}"
-    if _is_positive(factor := _get(config, "attention_multiplier")):
+    if _is_positive(factor := entry_of(config, "attention_multiplier")):
         return float(factor), f"attention_multiplier={factor:g}"
     for name in ("scaling", "scale"):
         value: Any = getattr(module, name, None)
@@ -147,7 +144,7 @@ def _scale(module: Any, config: Any, width: int) -> tuple[float | None, str]:
 
 def _key_heads(module: Any, config: Any, heads: int) -> int | None:
     """Number of key heads, if the module groups its query heads by them."""
-    count = _get(config, "num_key_value_heads")
+    count = entry_of(config, "num_key_value_heads")
     group = getattr(module, "num_key_value_groups", None)
     fits = isinstance(count, int) and isinstance(group, int) and count * group == heads
     return count if fits else None
@@ -155,7 +152,7 @@ def _key_heads(module: Any, config: Any, heads: int) -> int | None:
 
 def _layer_type(module: Any, config: Any, layer: int | None) -> str | None:
     """The layer's entry in the configuration's ``layer_types``; None if there is none."""
-    types = _get(config, "layer_types")
+    types = entry_of(config, "layer_types")
     index = getattr(module, "layer_idx", None)
     index = layer if not isinstance(index, int) else index
     if isinstance(types, Sequence) and isinstance(index, int) and 0 <= index < len(types):
@@ -165,7 +162,7 @@ def _layer_type(module: Any, config: Any, layer: int | None) -> str | None:
 
 def _window(config: Any, layer_type: str | None) -> tuple[int | None, str, str]:
     """A layer's window, what states it, and why masks are not known; empty if they are."""
-    size = _get(config, "sliding_window")
+    size = entry_of(config, "sliding_window")
     named = f" (layer_types: {layer_type})" if layer_type else ""
     if layer_type in _CHUNKED:
         return None, "", "it attends within chunks"
@@ -177,7 +174,7 @@ def _window(config: Any, layer_type: str | None) -> tuple[int | None, str, str]:
         return None, f"no window{named}", ""
     if layer_type is not None:
         return None, "", f"its layer is of type {layer_type}"
-    if _is_positive(size) and _get(config, "use_sliding_window") is not False:
+    if _is_positive(size) and entry_of(config, "use_sliding_window") is not False:
         return int(size), f"sliding_window={size}", ""
     return None, "no window", ""
 
@@ -191,7 +188,7 @@ def _ropes(
     except (KeyError, ValueError) as error:
         return None, str(error), ()
     others = []
-    for other in set(_get(config, "layer_types") or ()) - {layer_type}:
+    for other in set(entry_of(config, "layer_types") or ()) - {layer_type}:
         try:
             found = configured_rope(config, other, width)
         except (KeyError, ValueError):
@@ -203,7 +200,7 @@ def _ropes(
 
 def _interleaved(config: Any) -> bool | None:
     """Whether an architecture rotates neighbouring components; None if it is not listed."""
-    kind = _get(config, "model_type")
+    kind = entry_of(config, "model_type")
     return False if kind in _HALVES else True if kind in _NEIGHBOURS else None
 
 

@@ -32,7 +32,6 @@ def token_ids(loaded: TextModel, texts: Sequence[Text], length: int | None) -> T
         OptionError: if the text is too short, or the model has fewer positions.
     """
     config: Any = getattr(unwrap(loaded.model), "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     widest = max(windows_of(config), default=0)
     beyond = f" to reach beyond the sliding window of {widest}" if widest and not length else ""
     wanted = length if length is not None else max(_SHORT, widest + _BEYOND)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Rope", "configured_rope", "rotated"]
+__all__ = ["Rope", "configured_rope", "entry_of", "rotated"]
 
 _KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
@@ -139,6 +139,14 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def entry_of(config: Any, name: str) -> Any:
+    """An entry of a configuration; None if it has none."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # layers have values of their own, says the configuration
+        return None
+
+
 def configured_rope(config: Any, layer_type: str | None, width: int) -> Rope | None:
     """Rotary positions that a configuration states for a layer; None if it states none.
 
@@ -160,9 +168,9 @@ def configured_rope(config: Any, layer_type: str | None, width: int) -> Rope | N
     kind = entries.get("rope_type", "default")
     if kind not in _KINDS or "rope_theta" not in entries:
         raise ValueError(f"RoPE of type {kind!r} is not known to verify")
-    size = getattr(config, "head_dim", None) or width
+    size = entry_of(config, "head_dim") or width
     rotated_width = int(size * float(entries.get("partial_rotary_factor") or 1.0))
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = entry_of(config, "max_position_embeddings")
     rest = {name: value for name, value in entries.items() if name != "rope_theta"}
     return Rope(kind, float(entries["rope_theta"]), rotated_width, rest, longest)
 

@@ -310,8 +310,7 @@ def _problems(checker: Checker) -> list[str]:
 def _too_short(config: Any, given: Mapping[str, Any]) -> list[str]:
     """A note if the text does not reach beyond the sliding windows."""
     ids = given.get("input_ids")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    windows = windows_of(text)
+    windows = windows_of(config)
     if not windows or not isinstance(ids, Tensor) or ids.shape[-1] > max(windows):
         return []
     return [
