@@ -56,6 +56,26 @@ def test_nothing_of_other_libraries_is_wrong(sweep: ModuleType) -> None:
             )
 
 
+def test_the_guide_to_verify_has_the_counts_of_its_record() -> None:
+    record = json.loads((ROOT / "docs/_static/verification.json").read_text(encoding="utf-8"))
+    guide = (ROOT / "docs/guide/verify.md").read_text(encoding="utf-8")
+    models = record["models"]
+    left_out = ("not built", "not run")
+    ran = {name for name, one in RECORD["models"].items() if one["verdict"] not in left_out}
+    assert set(models) == ran
+    counts = Counter(one["status"] for one in models.values())
+    assert set(counts) == {"clean", "finding", "not verified"}
+    checks = sum(one["checks"] for one in models.values())
+    assert f"on the {len(models)} model types" in guide
+    assert f"In {counts['clean'] + counts['finding']} of them verify can compare" in guide
+    assert f"{checks:,} checks" in guide
+    assert f"{counts['clean']} model types have no finding.\n{counts['finding']} have one" in guide
+    table = guide.partition("| finding |")[2].partition("In five")[0]
+    named = {name for row in table.splitlines() for name in row.split("|")[1:2]}
+    listed = {name.strip(" `") for names in named for name in names.split(",") if "`" in name}
+    assert listed == {name for name, one in models.items() if one["status"] == "finding"}
+
+
 def test_the_model_types_are_those_of_that_release() -> None:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
