@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.instability import remedies, report
 from benchmarks.instability.analysis import judged
-from benchmarks.instability.runs import catalogue
+from benchmarks.instability.runs import Run, catalogue
 from benchmarks.instability.training import EVERY, path_of, record_of
 
 #: Records from one measurement of attention to the next in the report: 8 steps.
@@ -47,7 +47,7 @@ def main() -> None:
         print(remedies.table(options.folder / "remedies.jsonl"))
         return
     if options.action == "report":
-        show(options.folder, options.json)
+        show(catalogue(1)[:: max(1, round(1 / options.share))], options.folder, options.json)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, 1):
@@ -64,12 +64,13 @@ def main() -> None:
         )
 
 
-def show(folder: Path, to: Path | None) -> None:
+def show(second: list[Run], folder: Path, to: Path | None) -> None:
     """Print what comes before a divergence at one false alarm in 10,000 healthy steps.
 
-    Alarms are chosen on the first repetition, and reported on the second.
+    Alarms are chosen on the first repetition, and reported on ``second``, trainings of another.
     """
-    first, second = ([run for run in catalogue(n) if path_of(run, folder).exists()] for n in (0, 1))
+    second = [run for run in second if path_of(run, folder).exists()]
+    first = [run for run in catalogue() if path_of(run, folder).exists()]
     records = {run: record_of(run, folder) for run in first + second}
     of = {run: judged(run, record, BETWEEN) for run, record in records.items()}
     sparse = {

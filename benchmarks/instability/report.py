@@ -28,7 +28,7 @@ LIMIT_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 MONITOR = Alarm("logit_std", "growth", "above", "any")
 #: The same on rows drawn at random.
 SAMPLED = MONITOR._replace(signal="logit_std_sampled")
-#: Its limit with ``false_alarms=100`` before the second repetition was seen: log 1.48.
+#: Its limit with ``false_alarms=100`` before the second repetition was seen: the logarithm of 1.48.
 SHIPPED = 0.39
 #: What is compared: groups of signals by the beginnings of their names.
 GROUPS: dict[str, tuple[str, ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,28 @@ def test_a_remedy_continues_the_training_of_the_alarm() -> None:
     last = remedies.outcomes(replace(run, start=run.steps - 1))  # not measured any more
     assert last["alarm"] is None
     assert list(last["held_out"]) == [remedies.NO_FAULT, "none"]
+
+
+FOLDER = Path(remedies.__file__).parent
+GUIDE = (FOLDER.parents[1] / "docs" / "guide" / "loss-spikes.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_has_the_figures_of_the_recorded_report() -> None:
+    recorded = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
+    for row in (*recorded["relative"].values(), *recorded["monitor"].values()):
+        lead = f"| {row['lead_late']:.0f} ± {row['error_late']:.0f} | {row['seen_late']:.2f} "
+        wrong = f"| {row['false_alarms_per_10000']:.1f} ± {row['error_false']:.1f} |"
+        assert lead + wrong in GUIDE
+    rows = [line for line in GUIDE.splitlines() if line.startswith("|")]
+    for kind in recorded["families"].values():
+        leads = [kind[group]["lead_late"] for group in ("attention", "gradient norm", "loss")]
+        end = f"({kind['late']}) | {' | '.join(f'{lead:.0f}' for lead in leads)} |"
+        assert any(row.endswith(end) for row in rows)
+    assert f"{recorded['reported']['trainings']} trainings" in GUIDE
+    assert f"{recorded['reported']['healthy_steps']:,} healthy steps" in GUIDE
+
+
+def test_the_guide_has_the_recorded_remedies() -> None:
+    lines = remedies.table(FOLDER / "remedies.jsonl").splitlines()
+    for line in lines[2 : 4 + len(remedies.REMEDIES) - 1]:
+        assert line.partition("|")[2].partition("|")[2] in GUIDE
