@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def serve(
 def prepare(
     impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[ServedRows, Engine]:
-    reader = VllmReader(ServedRows(every=every), None, 1e9)
+    reader = VllmReader(ServedRows(every=every), options.pop("folder", None), 1e9)
 
     class Layer(Attention):
         pass
@@ -105,7 +106,9 @@ def test_all_rows_are_those_of_whole_sequences(impl: dict[str, Any], options: An
 MANY = {"lengths": [70, 41, 52, 20, 64, 33], "prompts": [33, 17, 1, 19, 40, 32]}
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 10}, {"prefix": 16, "batch": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk": 10}, {"prefix": 16, "batch": 3}, {"latest_first": True}]
+)
 def test_sequences_end_at_any_time_and_nothing_is_lost(options: dict[str, Any]) -> None:
     served, engine = serve([Impl(), Impl()], **(MANY | {"batch": 2} | options))
     check(served, engine)
@@ -131,9 +134,9 @@ def test_a_preempted_sequence_is_computed_again() -> None:
     check(served, engine)
 
 
-def test_rows_whose_keys_are_overwritten_are_not_read() -> None:
+def test_rows_whose_keys_are_overwritten_unseen_are_not_read() -> None:
     options = {"lengths": [40, 20], "prompts": [33, 17], "batch": 1}
-    served, engine = serve([Impl(), Impl()], latest_first=True, **options)
+    served, engine = serve([Impl(), Impl()], latest_first=True, fused=True, **options)
     summary = served.summary()
     lost = {(0, at) for at in range(33, 40)}  # they waited for row 47
     assert {(layer.rows, layer.skipped) for layer in summary.layers} == {(53, 7)}
@@ -146,9 +149,7 @@ def test_rows_whose_keys_are_overwritten_are_not_read() -> None:
 @pytest.mark.parametrize("window", [20, 32, 33])
 def test_blocks_outside_of_a_window_may_be_freed(window: int) -> None:
     options = {"lengths": [100, 90, 80], "prompts": [3, 40, 50], "window": window}
-    served, engine = prepare([Impl(window), Impl(window)], latest_first=True, **options)
-    while engine.step():
-        served.summary()  # else the rows that wait would be lost where a sequence ends
+    served, engine = serve([Impl(window), Impl(window)], latest_first=True, **options)
     check(served, engine, window=window)
 
 
@@ -223,6 +224,17 @@ def test_a_folder_that_cannot_be_written_to_is_named_and_serving_goes_on(tmp_pat
     reader = VllmReader(served, file / "below", 1e9)
     with pytest.warns(UserWarning, match=r"attention was not written to .*below: "):
         reader.write()
+
+
+def test_the_last_rows_are_written_when_the_engine_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("acutance.serving.vllm_reader._IDLE", 0.05)
+    serve([Impl(), Impl()], folder=tmp_path)
+    file, end = tmp_path / "attention-rank0.json", time.monotonic() + 30
+    while not file.exists() or json.loads(file.read_text())["heads"]["rows"][0] != sum(LENGTHS):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_share_of_the_rows_is_read() -> None:

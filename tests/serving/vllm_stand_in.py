@@ -131,11 +131,13 @@ class Engine:
             find in its blocks.
         chunk: most tokens of a prompt in one pass.
         window: blocks outside of this window are freed.
+        fused: whether keys are stored by another function than the layer's.
     """
 
     def __init__(
         self, layers: list[Attention], lengths: list[int], prompts: list[int], *, batch: int = 8,
         latest_first: bool = False, prefix: int = 0, chunk: int = 1000, window: int | None = None,
+        fused: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         self.layers, self.lengths, self.prompts = layers, lengths, prompts
@@ -159,7 +161,7 @@ class Engine:
         self.waiting, self.running = list(range(len(lengths))), list[int]()
         self.computed: list[tuple[int, int]] = []  # sequence and position of each row
         self.batch, self.latest_first, self.prefix = batch, latest_first, prefix
-        self.chunk, self.window = chunk, window
+        self.chunk, self.window, self.fused = chunk, window, fused
 
     def run(self) -> None:
         """Pass by pass until all sequences have ended."""
@@ -226,7 +228,10 @@ class Engine:
                 torch.stack([inputs[i][part][at] for i, at in rows]) for part in range(3)
             )
             cache, out = layer.cache, torch.empty_like(query)
-            layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+            store = layer.impl.do_kv_cache_update
+            if self.fused:
+                store = store.__wrapped__  # type: ignore[attr-defined]
+            store(layer, key, value, cache, slots)
             layer.impl.forward(layer, query, key, value, cache, metadata, output=out)
         for i, count in zip(running, new, strict=True):
             done[i] += count

@@ -67,8 +67,8 @@ class Choice(NamedTuple):
     Attributes:
         pieces: rows to record.
         complete: runs to read after the pass.
-        ended: runs of earlier passes whose sequences do not go on; to read before their blocks are
-            written again.
+        ended: runs of earlier passes whose sequences do not go on, unless :meth:`Runs.end` has
+            returned them.
     """
 
     pieces: list[Piece]
@@ -144,6 +144,17 @@ class Runs:
             row += length
         ended = [run for _, run in earlier.values() if run is not None and run.rows]
         return Choice(pieces, complete, ended)
+
+    def end(self, slots: Collection[int]) -> list[Run]:
+        """End the runs whose sequences do not go on, and return those with rows.
+
+        Args:
+            slots: where the keys of the next pass will be stored.
+        """
+        # where the last row's slot is written again, its block belongs to another sequence
+        ended = [slot for slot in self._next if slot not in slots or slot - 1 in slots]
+        runs = [self._next.pop(slot)[1] for slot in ended]
+        return [run for run in runs if run is not None and run.rows]
 
     def take(self) -> list[Run]:
         """Take the rows that wait, to read them now; their runs go on with the next row."""

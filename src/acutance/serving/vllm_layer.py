@@ -22,6 +22,8 @@ def discover_layout(layer: Any, cache: Tensor) -> CacheLayout:
             f"the cache of {type(impl).__name__} is not read: it has no do_kv_cache_update"
         )
 
+    update = getattr(update, "__wrapped__", update)  # without what a reader does before
+
     def write(key: Tensor, value: Tensor, scratch: Tensor, slots: Tensor) -> None:
         update(layer, key, value, scratch, slots)
 

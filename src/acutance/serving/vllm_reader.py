@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.serving.cache_layout import CacheLayout
-from acutance.serving.runs import Choice, Rows, Run, Runs
+from acutance.serving.passes import Pass, Recorded, Seen
+from acutance.serving.runs import Rows, Run, Runs
 from acutance.serving.served_rows import ServedRows
 from acutance.serving.vllm_layer import (
     alibi_bias,
@@ -30,61 +31,8 @@ __all__ = ["VllmReader"]
 
 #: Most memory for the queries that wait, and for the keys that are read at once.
 _MOST_BYTES = 1 << 26
-
-
-class _Seen(NamedTuple):
-    """The recorded rows of one layer in one forward pass.
-
-    Attributes:
-        layer: vLLM's layer.
-        query: (rows, Hq, E).
-        output: (rows, Hq, Ev), which the layer has computed; None if it is not compared.
-        cache: its paged cache.
-        metadata: where the sequences' keys are.
-    """
-
-    layer: Any
-    query: Tensor
-    output: Tensor | None
-    cache: Tensor
-    metadata: Any
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A forward pass some of whose rows are read.
-
-    Attributes:
-        choice: its runs.
-        index: (rows,), the recorded rows.
-        tokens: number of rows of the pass.
-        compared: whether outputs are recorded, too.
-        seen: its layers by name.
-    """
-
-    choice: Choice
-    index: Tensor
-    tokens: int
-    compared: bool
-    seen: dict[str, _Seen]
-
-
-class _Recorded(NamedTuple):
-    """What is recorded of a run in layers of the same kind.
-
-    Attributes:
-        layers: vLLM's layers.
-        caches: their paged caches.
-        blocks: the sequence's blocks in them, in order.
-        queries: (layers, rows, Hq, E) of each pass.
-        outputs: (layers, rows, Hq, Ev) of each pass whose outputs are compared.
-    """
-
-    layers: list[Any]
-    caches: list[Tensor]
-    blocks: Tensor
-    queries: list[Tensor]
-    outputs: list[Tensor]
+#: Seconds without a pass after which the files are written.
+_IDLE = 2.0
 
 
 class VllmReader:
@@ -105,12 +53,15 @@ class VllmReader:
         self.served, self._folder, self._seconds = served, folder, seconds
         served.finish = self.finish
         self._next_write = time.monotonic() + seconds
+        self._latest, self._written = 0.0, 0  # the end of the last pass; rows at the last write
+        self._lock = threading.RLock()
+        self._running = False  # in a pass
         self._windows: set[int] = set()
         self._runs = Runs(served.draw, self._windows)
         self._ran: dict[str, None] = {}  # layers of this pass, in order
         self._rank, self._part = 0, 0
         self._last = ""  # the last layer of a pass
-        self._pass: _Pass | None = None  # None where nothing of a pass is read
+        self._pass: Pass | None = None  # None where nothing of a pass is read
         self._read_names: tuple[str, ...] = ()  # layers that the last pass recorded
         self._layouts: dict[str, CacheLayout] = {}
         self._kinds: dict[str, tuple[object, ...]] = {}
@@ -128,6 +79,8 @@ class VllmReader:
         def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(layer, *args, **kwargs)
             layer.impl.forward = self.wrap(layer, layer.impl.forward)
+            if (update := option(layer.impl, "do_kv_cache_update")) is not None:
+                layer.impl.do_kv_cache_update = self._wrap_update(layer.layer_name, update)
 
         attention.__init__ = __init__
 
@@ -137,6 +90,8 @@ class VllmReader:
         if not self._last:  # here, since a server may start further processes before
             self._rank, self._part = ranks()
             Finalize(None, self.write, exitpriority=1)  # atexit does not run in forked processes
+            if self._folder is not None:
+                threading.Thread(target=self._write_when_idle, daemon=True).start()
         self._last = name
         self._windows.update(filter(None, [window_of(layer.impl)]))
 
@@ -149,11 +104,35 @@ class VllmReader:
                 of, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
             try:
-                self._follow(name, layer, query, result, kv_cache, attn_metadata)
+                with self._lock:
+                    self._follow(name, layer, query, result, kv_cache, attn_metadata)
             except Exception as error:  # serving goes on
                 self._pass = None
                 self._refuse([name], error)
             return result
+
+        return wrapped
+
+    def _wrap_update(self, name: str, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function that stores a layer's keys.
+
+        The first layer's call shows which sequences have ended, before their blocks are used again.
+        """
+
+        @functools.wraps(update)
+        def wrapped(
+            of: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any, *args: Any,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            if not self._running:
+                try:
+                    with self._lock:
+                        self._running = True
+                        if self._runs.waiting and not _captures(slot_mapping):
+                            self._read(self._runs.end(set(slot_mapping.tolist())))
+                except Exception as error:  # serving goes on
+                    self._refuse([name], error)
+            return update(of, key, value, kv_cache, slot_mapping, *args, **kwargs)
 
         return wrapped
 
@@ -165,6 +144,8 @@ class VllmReader:
         """
         if self._folder is None:
             return
+        self._written = self.served.rows
+        self._next_write = time.monotonic() + self._seconds
         try:
             self.served.write(self._folder, f"attention-rank{self._rank}", about={"engine": "vLLM"})
         except ValueError:  # no row yet
@@ -174,7 +155,17 @@ class VllmReader:
 
     def finish(self) -> None:
         """Read the rows that wait for their runs to be complete."""
-        self._read(self._runs.take())
+        with self._lock:
+            self._read(self._runs.take())
+
+    def _write_when_idle(self) -> None:
+        """Write the last rows soon after them: a server that is stopped kills its workers."""
+        while True:
+            time.sleep(_IDLE / 2)
+            with self._lock:
+                idle = not self._running and time.monotonic() - self._latest >= _IDLE
+                if idle and self.served.rows != self._written:
+                    self.write()
 
     def _follow(
         self, name: str, layer: Any, query: Tensor, output: Tensor, cache: Tensor, metadata: Any
@@ -187,25 +178,26 @@ class VllmReader:
             self._last = next(reversed(self._ran))
             self._ran.clear()
         if not self._ran:
+            self._running = True
             self._pass = self._begin(name, query, metadata)
         self._ran[name] = None
         now = self._pass
         if now is not None and name not in self._refused:
             rows = query.index_select(0, now.index)  # an engine may write over its queries
             theirs = output.index_select(0, now.index) if now.compared else None
-            now.seen[name] = _Seen(layer, rows, theirs, cache, metadata)
+            now.seen[name] = Seen(layer, rows, theirs, cache, metadata)
         if name == self._last:
-            self._pass = None
+            self._pass, self._running = None, False
             if now is not None:
                 self._record(now)
                 self._read(now.choice.complete)
-            if time.monotonic() >= self._next_write:
+            self._latest = time.monotonic()
+            if self._latest >= self._next_write:
                 self.write()
-                self._next_write = time.monotonic() + self._seconds
 
-    def _begin(self, name: str, query: Tensor, metadata: Any) -> _Pass | None:
+    def _begin(self, name: str, query: Tensor, metadata: Any) -> Pass | None:
         """Choose the rows of a pass that are read; None for none."""
-        if metadata is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if metadata is None or _captures(query):
             return None  # vLLM is warming up
         starts, slots = metadata.query_start_loc.long(), metadata.slot_mapping
         first, end = starts[:-1], starts[1:]
@@ -228,11 +220,11 @@ class VllmReader:
             self.served.to_verify(self._read_names, piece.run.decoded) for piece in choice.pieces
         )
         index = torch.tensor(rows, device=query.device)
-        return _Pass(choice, index, tokens, compared, {})
+        return Pass(choice, index, tokens, compared, {})
 
-    def _record(self, now: _Pass) -> None:
+    def _record(self, now: Pass) -> None:
         """Add the rows of a pass to their runs, layers of the same kind together."""
-        kinds: dict[tuple[object, ...], dict[str, _Seen]] = {}
+        kinds: dict[tuple[object, ...], dict[str, Seen]] = {}
         for name, seen in now.seen.items():
             try:
                 kinds.setdefault(self._kind(name, seen, now), {})[name] = seen
@@ -252,7 +244,7 @@ class VllmReader:
                     used = -(-(run.position + run.rows) // tokens)
                     blocks = parts[0].metadata.block_table[sequence, :used].clone()
                     caches = [seen.cache for seen in parts]
-                    record = _Recorded([seen.layer for seen in parts], caches, blocks, [], [])
+                    record = Recorded([seen.layer for seen in parts], caches, blocks, [], [])
                     run.recorded[names] = record
                 rows, record = slice(at, at + count), run.recorded[names]
                 for whole, to in ((queries, record.queries), (theirs, record.outputs)):
@@ -285,7 +277,7 @@ class VllmReader:
         reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         self.served.unread.extend(f"{name}: {reason}" for name in names)
 
-    def _kind(self, name: str, seen: _Seen, now: _Pass) -> tuple[object, ...]:
+    def _kind(self, name: str, seen: Seen, now: Pass) -> tuple[object, ...]:
         """What layers that are read together have in common.
 
         Raises:
@@ -306,7 +298,7 @@ class VllmReader:
             )
         return id(metadata), self._kinds[name]
 
-    def _read_layers(self, names: tuple[str, ...], run: Run, record: _Recorded) -> None:
+    def _read_layers(self, names: tuple[str, ...], run: Run, record: Recorded) -> None:
         """Read the rows of a run in layers of the same kind."""
         layer, layout = record.layers[0], self._layouts[names[0]]
         impl, window = layer.impl, window_of(layer.impl)
@@ -355,6 +347,11 @@ class VllmReader:
         for out, (name, cache) in zip(found, caches, strict=True):
             self._layouts[name].read(cache, blocks, out, part)
         return found
+
+
+def _captures(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which allows no copy to the CPU."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _stacked(parts: list[Tensor], heads: int) -> Tensor:
