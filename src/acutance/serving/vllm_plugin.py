@@ -51,7 +51,7 @@ def read_vllm(
         folder: write ``attention-rank0.prom``, ``.json`` and ``.safetensors`` there; None to write
             nothing. Each worker process writes the files of its rank.
         every: read one row in so many.
-        seconds: write so often, and once at the end.
+        seconds: write so often, and when nothing has run for two seconds, and at the end.
 
     Returns:
         The rows read so far, which grow while the model runs.
