@@ -141,6 +141,14 @@ def window_on_the_odd_layers() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@fault("vllm-project/vllm#49795", "window on the wrong layer")
+def window_though_every_layer_is_full() -> nn.Module:
+    model: Any = build("gemma2", layer_types=["full_attention"] * 2)
+    model.model.config = copy.deepcopy(model.config)
+    model.model.config.layer_types = ["sliding_attention"] * 2  # the masks are made from this one
+    return model  # type: ignore[no-any-return]
+
+
 @fault("karpathy/nanochat#456", "window ignored")
 def cached_decoding_ignores_the_window() -> nn.Module:
     from transformers import DynamicCache
