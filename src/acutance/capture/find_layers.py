@@ -153,7 +153,7 @@ def may_compute_attention(module: torch.nn.Module) -> bool:
     kind: type = type(module)
     if not _has_forward(kind):
         return False
-    simple = kind.__module__.startswith("torch.nn.modules.") and not any(module._modules.values())
+    simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
     return is_softmax(module) or not simple
 
 
