@@ -211,6 +211,8 @@ def _tower(config: dict[str, Any]) -> dict[str, Any]:
         config |= {"layers": 2} | ({"width": WIDTH} if "timm_model_name" not in config else {})
         config |= {"heads": HEADS} if "heads" in config else {}
         config |= {"head_width": WIDTH // HEADS} if "image_size" in config else {}
+    else:  # of a residual network, in stages
+        config |= {"layers": [1] * len(config["layers"]), "width": 32}
     if "image_size" in config and "timm_model_name" not in config:
         config["image_size"] = 64 if isinstance(config.get("layers"), int) else 128
         config["patch_size"] = 16
