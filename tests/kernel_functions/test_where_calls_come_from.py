@@ -178,6 +178,21 @@ def logits(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
+def test_a_compiled_law_counts_the_keys_of_packed_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build(attn_implementation=register(monkeypatch, flash_attn_func))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    places = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    with torch.no_grad(), acutance.probe(model, verify=False) as probe:
+        model(TOKENS, position_ids=places)
+    assert probe.summary().mean("n_keys").allclose(torch.tensor(13 / 6).double())
+    law = acutance.scaling.LogN(train_length=2, n_min=1)
+    with torch.no_grad(), acutance.apply(model, law):
+        expected = model(TOKENS, position_ids=places).logits
+        torch.testing.assert_close(compiled(TOKENS, position_ids=places).logits, expected)
+
+
 def test_a_monitor_reads_kernels_while_training() -> None:
     layer = torch.nn.Linear(WIDTH, WIDTH)
     x = tensor(1, 4, HEADS, WIDTH)

@@ -298,7 +298,8 @@ def packed_lengths(positions: Any, query: Tensor) -> Tensor | None:
         query: (B, Hq, L, E).
 
     Returns:
-        Lengths (documents + 1,), of int32; None for one document.
+        Lengths (documents + 1,), of int32; None for one document. In compiled code, which cannot
+        count documents, (L + 1,) with empty documents at the end.
 
     Example:
         >>> packed_lengths(torch.tensor([[0, 1, 2, 0, 1]]), torch.zeros(1, 4, 5, 8))
@@ -306,12 +307,18 @@ def packed_lengths(positions: Any, query: Tensor) -> Tensor | None:
     """
     if not isinstance(positions, Tensor) or tuple(positions.shape) != (1, query.shape[2]):
         return None
-    row = positions[0]
-    starts = (row == row.min()).nonzero().flatten()
-    if query.shape[0] != 1 or len(starts) < 2:
+    if query.shape[0] != 1:
         return None
-    ends = starts.new_tensor([len(row)])
-    return torch.cat([starts, ends]).to(torch.int32)
+    row = positions[0]
+    length, begins = len(row), row == row.min()
+    if torch.compiler.is_compiling():
+        places = torch.arange(length, device=row.device)
+        starts = torch.where(begins, places, length).sort().values
+    else:
+        starts = begins.nonzero().flatten()
+        if len(starts) < 2:
+            return None
+    return torch.cat([starts, starts.new_full((1,), length)]).to(torch.int32)
 
 
 def _sinks(kind: str, arguments: dict[str, Any], module: Any) -> Tensor | None:
