@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -191,6 +191,12 @@ def test_a_compiled_law_counts_the_keys_of_packed_documents(
     with torch.no_grad(), acutance.apply(model, law):
         expected = model(TOKENS, position_ids=places).logits
         torch.testing.assert_close(compiled(TOKENS, position_ids=places).logits, expected)
+        steps = []
+        for run in (model, compiled):  # a decoded token sees the keys of the cache
+            cache = DynamicCache(config=model.config)
+            model(TOKENS, past_key_values=cache)
+            steps.append(run(TOKENS[:, :1], past_key_values=cache).logits)
+        torch.testing.assert_close(*steps)
 
 
 def test_a_monitor_reads_kernels_while_training() -> None:

@@ -300,9 +300,11 @@ class _Numbers(NamedTuple):
         """Mean of a metric over rows and heads; NaN without rows."""
         counted = self.counted(heads, column)
         total = sum(self.weight[head][column] for head in counted)
+        if not total:
+            return math.nan
         shares = [self.weight[head][column] / total for head in counted]
         means = [self.mean[head][column] for head in counted]
-        return sum(map(operator.mul, means, shares)) if counted else math.nan
+        return sum(map(operator.mul, means, shares))
 
 
 def layer_heads(summary: HeadSummary) -> list[tuple[Layer, range]]:

@@ -70,8 +70,9 @@ class Pass:
 
     def promises(self, call: AttentionCall) -> bool:
         """Whether a call's masks are to tell the documents apart, or there are none."""
-        told = packed_lengths(call.positions, call.query) is not None
-        return self.documents is None or self.separates or told
+        if self.documents is None or self.separates:
+            return True
+        return packed_lengths(call.positions, call.query, call.key.shape[2]) is not None
 
     def real_rows(self, call: AttentionCall) -> Tensor | None:
         """Boolean (B, L), False on padding queries; None if all are real."""

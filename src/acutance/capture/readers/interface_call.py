@@ -275,7 +275,7 @@ def _flash_masks(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     lengths = arguments.get("cu_seq_lens_k")
     if lengths is None and mask is None:
-        lengths = packed_lengths(arguments.get("position_ids"), query)
+        lengths = packed_lengths(arguments.get("position_ids"), query, keys)
     return {
         "is_causal": bool(causal),
         "query_offset": keys - queries,
@@ -287,27 +287,28 @@ def _flash_masks(
     }
 
 
-def packed_lengths(positions: Any, query: Tensor) -> Tensor | None:
+def packed_lengths(positions: Any, query: Tensor, keys: int) -> Tensor | None:
     """Cumulative lengths of the documents that flash attention tells apart by ``position_ids``.
 
     As in transformers: only in a batch of one sequence, and each document begins at the lowest
-    position.
+    position. With earlier keys in a cache there is one document.
 
     Args:
         positions: of the tokens, (1, L); anything else tells nothing.
         query: (B, Hq, L, E).
+        keys: number of keys, S.
 
     Returns:
         Lengths (documents + 1,), of int32; None for one document. In compiled code, which cannot
         count documents, (L + 1,) with empty documents at the end.
 
     Example:
-        >>> packed_lengths(torch.tensor([[0, 1, 2, 0, 1]]), torch.zeros(1, 4, 5, 8))
+        >>> packed_lengths(torch.tensor([[0, 1, 2, 0, 1]]), torch.zeros(1, 4, 5, 8), 5)
         tensor([0, 3, 5], dtype=torch.int32)
     """
     if not isinstance(positions, Tensor) or tuple(positions.shape) != (1, query.shape[2]):
         return None
-    if query.shape[0] != 1:
+    if query.shape[0] != 1 or keys != query.shape[2]:
         return None
     row = positions[0]
     length, begins = len(row), row == row.min()
