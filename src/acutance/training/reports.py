@@ -299,12 +299,12 @@ class _Numbers(NamedTuple):
     def mean_over(self, heads: range, column: int) -> float:
         """Mean of a metric over rows and heads; NaN without rows."""
         counted = self.counted(heads, column)
-        total = sum(self.weight[head][column] for head in counted)
+        total = float(sum(self.weight[head][column] for head in counted))
         if not total:
             return math.nan
         shares = [self.weight[head][column] / total for head in counted]
         means = [self.mean[head][column] for head in counted]
-        return sum(map(operator.mul, means, shares))
+        return float(sum(map(operator.mul, means, shares)))
 
 
 def layer_heads(summary: HeadSummary) -> list[tuple[Layer, range]]:
