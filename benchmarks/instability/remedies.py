@@ -1,10 +1,10 @@
 """What to do after an alarm: trainings with a fault, and a remedy from the alarm on.
 
 The alarm is that of :class:`acutance.training.AttentionMonitor`, measured every :data:`BETWEEN`
-steps: :class:`~acutance.training.growth.LogitGrowth` with its usual limit. Faults begin after its
-silence, at step :data:`BEGIN`, and go on to the end. Every remedy continues a copy of the same
-training from the step after the alarm, on the same batches, and is judged by the held-out loss
-after :data:`STEPS` steps.
+steps: :class:`~acutance.training.growth.LogitGrowth` with the limit of the recorded results. Faults
+begin after its silence, at step :data:`BEGIN`, and go on to the end. Every remedy continues a copy
+of the same training from the step after the alarm, on the same batches, and is judged by the
+held-out loss after :data:`STEPS` steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from acutance.training import AttentionWatch, EntropyRegularizer, QKClip, ZLoss
 from acutance.training.growth import LogitGrowth
 from benchmarks.instability.decoder import MEANS, Decoder
+from benchmarks.instability.report import EARLIER_LIMIT
 from benchmarks.instability.runs import BARE, RATE, Run
 from benchmarks.instability.training import grow, held_out_loss, loss_of, next_batch, round_
 
@@ -206,6 +207,7 @@ class Training:
             [{"params": query_key}, {"params": others}], betas=(0.9, 0.95)
         )
         self.growth = LogitGrowth()
+        self.growth.limit = math.exp(EARLIER_LIMIT)
 
     def until_alarm(self) -> int | None:
         """Train until the first alarm after the fault's first step; None if there is none."""

@@ -29,7 +29,7 @@ MONITOR = Alarm("logit_std", "growth", "above", "any")
 #: The same on rows drawn at random.
 SAMPLED = MONITOR._replace(signal="logit_std_sampled")
 #: Its limit with ``false_alarms=100`` before the second repetition was seen: the logarithm of 1.48.
-SHIPPED = 0.39
+EARLIER_LIMIT = 0.39
 #: What is compared: groups of signals by the beginnings of their names.
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": ("entropy", "normalized", "effective", "logit", "jacobian", "noise", "first",
@@ -270,7 +270,7 @@ def everything(
         "any": by_group(first, second, relative=False),
         "equal_rates": at_equal_rates(first, second),
         "monitor": {
-            rows: row(second, which, SHIPPED)
+            rows: row(second, which, EARLIER_LIMIT)
             for rows, which in watched.items()
             if all(which in one.scores for one in second)
         },
@@ -278,7 +278,7 @@ def everything(
         "curve": curve(first, second, MONITOR),
         "fixed": [row(second, which, threshold) for which, threshold in FIXED.items()],
         "cadence": {
-            str(steps): row(with_parts_before_faults(trainings), MONITOR, SHIPPED)
+            str(steps): row(with_parts_before_faults(trainings), MONITOR, EARLIER_LIMIT)
             for steps, trainings in sparse.items()
         },
         "families": held_out_families(first, second, list(GROUPS)[:4]),
