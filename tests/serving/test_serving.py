@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch.testing import assert_close
 
 import acutance
+from acutance.capture.attention_call import AttentionCall
 from acutance.serving import CacheLayout, ServedRows, prometheus_text, register
 from acutance.serving.runs import Rows, Runs
 from acutance.serving.vllm_reader import VllmReader
@@ -146,6 +150,39 @@ def test_rows_whose_keys_are_overwritten_unseen_are_not_read() -> None:
             assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_of_a_layer_are_compared_with_its_blocks_only() -> None:
+    options = {"lengths": [38, 20], "prompts": [33, 17], "batch": 1}
+    served, engine = serve([Impl(), Impl(block=8)], latest_first=True, fused=True, **options)
+    summary = served.summary()
+    lost = {(0, at) for at in range(33, 38)}  # they waited for row 39
+    assert summary.unread == ()
+    assert {(layer.rows, layer.skipped) for layer in summary.layers} == {(53, 5)}
+    for layer in range(2):
+        heads = slice(layer * HEADS, (layer + 1) * HEADS)
+        for name, value in expected(engine, layer, lost).items():
+            assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_do_not_wait_where_graphs_replay_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, engine = prepare([Impl(), Impl()], **MANY, batch=2, latest_first=True)
+    engine.step()
+    with monkeypatch.context() as patch:  # a CUDA graph is captured
+        patch.setattr("acutance.serving.vllm_reader._captures", lambda tensor: True)
+        engine.step()
+    captured, engine.graphs = set(engine.computed[-2:]), True
+    engine.run()
+    unseen = engine.replayed | captured
+    rows = len(engine.computed) - len(unseen)
+    summary = served.summary()
+    assert summary.unread == ("some passes are replayed by CUDA graphs and are not read",)
+    assert {layer.rows for layer in summary.layers} == {rows}
+    assert any(at >= MANY["prompts"][i] for i, at in set(engine.computed) - unseen)
+    for layer in range(2):
+        heads = slice(layer * HEADS, (layer + 1) * HEADS)
+        for name, value in expected(engine, layer, unseen).items():
+            assert_close(summary.mean(name)[heads], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [20, 32, 33])
 def test_blocks_outside_of_a_window_may_be_freed(window: int) -> None:
     options = {"lengths": [100, 90, 80], "prompts": [3, 40, 50], "window": window}
@@ -160,6 +197,50 @@ def test_a_summary_in_between_has_all_rows_so_far() -> None:
         check(served, engine)
     engine.run()
     check(served, engine)
+
+
+def test_a_summary_during_a_pass_loses_nothing() -> None:
+    class Asking(Impl):
+        served: ServedRows
+
+        def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            with contextlib.suppress(ValueError):  # no row yet
+                summary = self.served.summary()
+                assert len({layer.rows for layer in summary.layers}) == 1
+            return super().forward(*args, **options)
+
+    asking = Asking()
+    served, engine = prepare([Impl(), asking, Impl()], **MANY, batch=2)
+    asking.served = served
+    engine.run()
+    check(served, engine)
+
+
+def test_summaries_of_another_thread_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("acutance.serving.served_rows._MOST_PENDING", 1)
+    served, ended, errors = ServedRows(every=1), threading.Event(), list[Exception]()
+    call = AttentionCall("layer", "test", *torch.randn(3, 1, 1, 1, 4))
+
+    def ask() -> None:
+        while not ended.is_set():
+            try:
+                served.summary()
+            except Exception as error:
+                errors.append(error)
+
+    served.add(["layer"], call, None)
+    thread, interval = threading.Thread(target=ask), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(100):
+            served.add(["layer"], call, None)
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert served.summary().layers[0].rows == 101
 
 
 def test_little_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +305,55 @@ def test_a_folder_that_cannot_be_written_to_is_named_and_serving_goes_on(tmp_pat
     reader = VllmReader(served, file / "below", 1e9)
     with pytest.warns(UserWarning, match=r"attention was not written to .*below: "):
         reader.write()
+
+
+def test_an_error_while_writing_is_named_and_serving_goes_on(tmp_path: Path) -> None:
+    class Broken(ServedRows):
+        def write(self, *args: Any, **options: Any) -> None:
+            raise ValueError("the disk says no")
+
+    served = Broken(every=1)
+    reader = VllmReader(served, tmp_path, 1e9)
+    reader.write()  # no row yet
+    served.add(["layer"], AttentionCall("layer", "test", *torch.randn(3, 1, 1, 1, 4)), None)
+    with pytest.warns(UserWarning, match="attention was not written to .*: the disk says no"):
+        reader.write()
+
+
+def test_that_no_row_was_read_is_named(tmp_path: Path) -> None:
+    served = serve([Impl()], dtype=torch.int8)[0]
+    with pytest.warns(UserWarning, match=r"no row was read: model\.layers\.0\.self_attn: a cache"):
+        VllmReader(served, tmp_path, 1e9).write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_written_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    class Slow(ServedRows):
+        writers, most = 0, 0
+
+        def write(self, *args: Any, **options: Any) -> None:
+            self.writers += 1
+            self.most = max(self.most, self.writers)
+            time.sleep(0.1)
+            self.writers -= 1
+
+    served = Slow(every=1)
+    served.add(["layer"], AttentionCall("layer", "test", *torch.randn(3, 1, 1, 1, 4)), None)
+    reader = VllmReader(served, tmp_path, 1e9)
+    threads = [threading.Thread(target=reader.write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert served.most == 1
+
+
+def test_a_layer_that_cannot_be_wrapped_is_named_and_the_model_is_loaded() -> None:
+    served, engine = serve([Impl(window="wide", forgets_window=True), Impl()])
+    summary = served.summary()
+    (sentence,) = summary.unread
+    assert sentence.startswith("model.layers.0.self_attn: TypeError:")
+    assert [layer.rows for layer in summary.layers] == [len(engine.computed)]
 
 
 def test_the_last_rows_are_written_when_the_engine_is_idle(

@@ -37,16 +37,17 @@ class Impl:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
         forgets_window: bool = False,
+        block: int = BLOCK,
     ) -> None:
+        self.block = block
         self.scale, self.sliding_window, self.logits_soft_cap = WIDTH**-0.5, window, softcap
         self.sinks, self.alibi_slopes, self.forgets_window = sinks, slopes, forgets_window
 
-    @staticmethod
-    def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (blocks, H, T / 2, E, 2) and values (blocks, H, T, E), as views."""
-        key, value = cache.view(len(cache), KEY_HEADS, BLOCK * 2, WIDTH).chunk(2, dim=2)
+        key, value = cache.view(len(cache), KEY_HEADS, self.block * 2, WIDTH).chunk(2, dim=2)
         key = key.as_strided(
-            (len(cache), KEY_HEADS, BLOCK // 2, WIDTH, 2),
+            (len(cache), KEY_HEADS, self.block // 2, WIDTH, 2),
             (key.stride(0), key.stride(1), 2 * WIDTH, 2, 1),
         )
         return key, value
@@ -56,7 +57,7 @@ class Impl:
     ) -> None:
         keys, values = self._parts(kv_cache)
         for row, slot in enumerate(slot_mapping.tolist()):
-            block, token = divmod(slot, BLOCK)
+            block, token = divmod(slot, self.block)
             keys[block, :, token // 2, :, token % 2] = key[row]
             values[block, :, token] = value[row]
 
@@ -71,7 +72,7 @@ class Impl:
         keys = keys.permute(0, 1, 2, 4, 3).flatten(2, 3)  # (blocks, H, T, E)
         starts = attn_metadata.query_start_loc.tolist()
         for place, length in enumerate(attn_metadata.seq_lens.tolist()):
-            blocks = attn_metadata.block_table[place, : -(-length // BLOCK)].long()
+            blocks = attn_metadata.block_table[place, : -(-length // self.block)].long()
             k, v = (
                 part[blocks].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(2, 0)
                 for part in (keys, values)
@@ -115,7 +116,8 @@ class Attention:
         self.layer_name, self.impl, self.attn_backend = name, impl, Backend
         self.num_heads, self.num_kv_heads = HEADS, KEY_HEADS
         self.head_size = self.head_size_v = WIDTH
-        self.cache = torch.zeros(64, KEY_HEADS, BLOCK, 2 * WIDTH, dtype=dtype)
+        shape = 64 * BLOCK // impl.block, KEY_HEADS, impl.block, 2 * WIDTH
+        self.cache = torch.zeros(shape, dtype=dtype)
 
 
 class Engine:
@@ -132,12 +134,15 @@ class Engine:
         chunk: most tokens of a prompt in one pass.
         window: blocks outside of this window are freed.
         fused: whether keys are stored by another function than the layer's.
+        graphs: whether passes of decoded rows are replayed without a call of the layers' functions.
+
+    Layers whose blocks are smaller than those of the first layer have a cache with other numbers.
     """
 
     def __init__(
         self, layers: list[Attention], lengths: list[int], prompts: list[int], *, batch: int = 8,
         latest_first: bool = False, prefix: int = 0, chunk: int = 1000, window: int | None = None,
-        fused: bool = False,
+        fused: bool = False, graphs: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(1)
         self.layers, self.lengths, self.prompts = layers, lengths, prompts
@@ -161,7 +166,8 @@ class Engine:
         self.waiting, self.running = list(range(len(lengths))), list[int]()
         self.computed: list[tuple[int, int]] = []  # sequence and position of each row
         self.batch, self.latest_first, self.prefix = batch, latest_first, prefix
-        self.chunk, self.window, self.fused = chunk, window, fused
+        self.chunk, self.window, self.fused, self.graphs = chunk, window, fused, graphs
+        self.replayed = set[tuple[int, int]]()  # rows of replayed passes
 
     def run(self) -> None:
         """Pass by pass until all sequences have ended."""
@@ -222,16 +228,26 @@ class Engine:
         slots = torch.tensor([self.blocks[i][at // BLOCK] * BLOCK + at % BLOCK for i, at in rows])
         starts = torch.tensor([0, *new]).cumsum(0).int()
         ends = torch.tensor([done[i] + count for i, count in zip(running, new, strict=True)])
-        metadata = Metadata(len(rows), starts, ends.int(), table, slots)
+        replayed = self.graphs and max(new) == 1
+        if replayed:
+            self.replayed.update(rows)
         for layer, inputs in zip(self.layers, self.inputs, strict=True):
             query, key, value = (
                 torch.stack([inputs[i][part][at] for i, at in rows]) for part in range(3)
             )
             cache, out = layer.cache, torch.empty_like(query)
             store = layer.impl.do_kv_cache_update
-            if self.fused:
+            forward, block = layer.impl.forward, layer.impl.block
+            if self.fused or replayed:
                 store = store.__wrapped__  # type: ignore[attr-defined]
-            store(layer, key, value, cache, slots)
-            layer.impl.forward(layer, query, key, value, cache, metadata, output=out)
+            if replayed:
+                forward = forward.__wrapped__  # type: ignore[attr-defined]
+            metadata = Metadata(len(rows), starts, ends.int(), table, slots)
+            if (parts := BLOCK // block) > 1:
+                smaller = (63 - table).unsqueeze(2) * parts + torch.arange(parts, dtype=torch.int32)
+                other = (63 - slots // BLOCK) * BLOCK + slots % BLOCK
+                metadata = Metadata(len(rows), starts, ends.int(), smaller.flatten(1), other)
+            store(layer, key, value, cache, metadata.slot_mapping)
+            forward(layer, query, key, value, cache, metadata, output=out)
         for i, count in zip(running, new, strict=True):
             done[i] += count

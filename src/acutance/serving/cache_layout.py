@@ -117,8 +117,8 @@ class CacheLayout:
         heads, tokens, width = index.shape
         order = self._orders[part]
         if order is None or not cache[0].is_contiguous():
-            found = cache.index_select(0, blocks).flatten(1)[:, index]
-            out.view(heads, len(blocks), tokens, width).copy_(found.transpose(0, 1))
+            entries = cache.index_select(0, blocks).flatten(1)[:, index]
+            out.view(heads, len(blocks), tokens, width).copy_(entries.transpose(0, 1))
             return
         halves = cache.dtype.itemsize == 2, cache.stride(0) % 2, cache.storage_offset() % 2
         if order.pairs and halves == (True, 0, 0):
@@ -126,9 +126,9 @@ class CacheLayout:
         sizes, strides = (len(cache), *order.sizes), (cache.stride(0), *order.strides)
         # the blocks in their order in memory, then in the order of the keys: both are fast
         start = cache.storage_offset() + order.offset
-        found = cache.as_strided(sizes, strides, start).index_select(0, blocks)
-        found = found.permute(0, *(1 + dim for dim in order.back)).transpose(0, 1)
-        out.view(found.shape).copy_(found)
+        entries = cache.as_strided(sizes, strides, start).index_select(0, blocks)
+        entries = entries.permute(0, *(1 + dim for dim in order.back)).transpose(0, 1)
+        out.view(entries.shape).copy_(entries)
 
     @cached_property
     def _orders(self) -> dict[str, _Order | None]:

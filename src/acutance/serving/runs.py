@@ -89,6 +89,10 @@ class Runs:
         windows: sliding windows of the layers, in keys. A run ends before the engine may free a
             block that its first row needs.
 
+    Attributes:
+        wait: whether rows may wait. Where some passes are not seen, keys of rows that wait may be
+            overwritten unnoticed.
+
     Example:
         >>> runs = Runs(lambda: True)
         >>> choice = runs.follow([Rows(0, 40, 128, 167)], block=64)  # a prompt of 40 tokens
@@ -102,7 +106,7 @@ class Runs:
     """
 
     def __init__(self, draw: Callable[[], bool], windows: Collection[int] = ()) -> None:
-        self._draw, self._windows = draw, windows
+        self._draw, self._windows, self.wait = draw, windows, True
         self._next: dict[int, tuple[int, Run | None]] = {}  # slot -> position, None if not chosen
 
     def follow(self, sequences: Sequence[Rows], block: int) -> Choice:
@@ -170,11 +174,11 @@ class Runs:
         return [run for _, run in self._next.values() if run is not None and run.rows]
 
     def _may_wait(self, run: Run, position: int, block: int) -> bool:
-        """Whether the keys of a run stay in the cache while the row at a position is computed.
+        """Whether a run waits: its keys stay in the cache while the row at a position is computed.
 
         An engine may free a block when all its keys are outside the window of that row.
         """
-        return all(
+        return self.wait and all(
             (position - window + 1) // block <= max(run.position - window + 1, 0) // block
             for window in self._windows
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ class _Record(NamedTuple):
 class ServedRows:
     """Reads one row in ``every`` of a model's attention, and accumulates their statistics.
 
+    A thread may ask for a summary while another one adds rows.
+
     Args:
         every: one row in so many is read.
         metrics: names of row metrics, such as those of :data:`acutance.METRICS` without
@@ -85,7 +88,7 @@ class ServedRows:
         self.every, self.rows = every, 0
         self.unread: list[str] = []
         self.finish: Callable[[], None] | None = None
-        self._random = random.Random(seed)
+        self._random, self._lock = random.Random(seed), threading.Lock()
         self._metrics = tuple(name for name in known if name in (metrics or SERVED))
         self._records: dict[tuple[Layer, ...], _Record] = {}
         self._pending: defaultdict[tuple[Layer, ...], list[RowStatistics]] = defaultdict(list)
@@ -119,6 +122,7 @@ class ServedRows:
             decoded: whether the rows came one by one.
             chosen: numbers of the heads, if they are not 0, 1, 2, ….
         """
+        comparisons: list[tuple[str, float, bool]] = []
         if output is None:
             stats = call.statistics(False)
         else:
@@ -126,13 +130,22 @@ class ServedRows:
             counted = torch.ones(rebuilt.shape[:3], dtype=torch.bool, device=rebuilt.device)
             errors, tolerance = differences(call, rebuilt, stats.state.m, output, counted)
             for name, error, bound in zip(names, errors, tolerance, strict=True):
-                self._compared(name, decoded, float(error.max()), bool((error <= bound).all()))
+                comparisons.append((name, float(error.max()), bool((error <= bound).all())))
         heads, source = call.query.shape[1], call.source
         layers = tuple(Layer(name, heads, source=source, chosen=chosen) for name in names)
-        self._pending[layers].append(stats)
-        self._waiting += stats.state.n.numel()
-        if self._waiting >= _MOST_PENDING:
-            self._summarise_all()
+        with self._lock:
+            for name, largest, agrees in comparisons:
+                self._compared(name, decoded, largest, agrees)
+            self._pending[layers].append(stats)
+            self._waiting += stats.state.n.numel()
+            if self._waiting >= _MOST_PENDING:
+                self._summarise_all()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row was added yet."""
+        with self._lock:
+            return not self._records and not self._pending
 
     def _compared(self, name: str, decoded: bool, error: float, agrees: bool) -> None:
         """Note the result of a comparison of outputs."""
@@ -183,7 +196,12 @@ class ServedRows:
             ValueError: if no row was read.
         """
         if self.finish is not None:
-            self.finish()
+            self.finish()  # before the lock: it waits for an engine that adds rows
+        with self._lock:
+            return self._summary(about or {})
+
+    def _summary(self, about: dict[str, Any]) -> HeadSummary:
+        """The summary of the rows that were added."""
         self._summarise_all()
         if not self._records:
             reasons = "".join(f"\n  {reason}" for reason in self.unread)
@@ -209,7 +227,7 @@ class ServedRows:
             layers=tuple(layers),
             metrics=self._metrics,
             moments=Moments.join(moments),
-            about={"tokens": self.rows, "torch": torch.__version__, **(about or {})},
+            about={"tokens": self.rows, "torch": torch.__version__, **about},
             unread=tuple(self.unread),
         )
 

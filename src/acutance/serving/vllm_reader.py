@@ -33,6 +33,7 @@ __all__ = ["VllmReader"]
 _MOST_BYTES = 1 << 26
 #: Seconds without a pass after which the files are written.
 _IDLE = 2.0
+_REPLAYED = "some passes are replayed by CUDA graphs and are not read"
 
 
 class VllmReader:
@@ -78,22 +79,25 @@ class VllmReader:
         @functools.wraps(original)
         def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(layer, *args, **kwargs)
-            layer.impl.forward = self.wrap(layer, layer.impl.forward)
-            if (update := option(layer.impl, "do_kv_cache_update")) is not None:
-                layer.impl.do_kv_cache_update = self._wrap_update(layer.layer_name, update)
+            try:
+                layer.impl.forward = self.wrap(layer, layer.impl.forward)
+                if (update := option(layer.impl, "do_kv_cache_update")) is not None:
+                    layer.impl.do_kv_cache_update = self._wrap_update(_module(layer), update)
+            except Exception as error:  # the model is loaded all the same
+                self._refuse([_module(layer)], error)
 
         attention.__init__ = __init__
 
     def wrap(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that computes a layer's attention."""
-        name = layer.layer_name.removesuffix(".attn")  # the module that transformers calls so
+        name, window = _module(layer), window_of(layer.impl)
         if not self._last:  # here, since a server may start further processes before
             self._rank, self._part = ranks()
             Finalize(None, self.write, exitpriority=1)  # atexit does not run in forked processes
             if self._folder is not None:
                 threading.Thread(target=self._write_when_idle, daemon=True).start()
         self._last = name
-        self._windows.update(filter(None, [window_of(layer.impl)]))
+        self._windows.update(filter(None, [window]))
 
         @functools.wraps(forward)
         def wrapped(
@@ -107,7 +111,7 @@ class VllmReader:
                 with self._lock:
                     self._follow(name, layer, query, result, kv_cache, attn_metadata)
             except Exception as error:  # serving goes on
-                self._pass = None
+                self._pass, self._running = None, self._running and name != self._last
                 self._refuse([name], error)
             return result
 
@@ -124,11 +128,13 @@ class VllmReader:
             of: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any, *args: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            if not self._running:
+            if not self._running or name in self._ran:  # or the last pass has broken off
                 try:
                     with self._lock:
                         self._running = True
-                        if self._runs.waiting and not _captures(slot_mapping):
+                        if _captures(slot_mapping):
+                            self._wait_no_more()
+                        elif self._runs.waiting:
                             self._read(self._runs.end(set(slot_mapping.tolist())))
                 except Exception as error:  # serving goes on
                     self._refuse([name], error)
@@ -144,19 +150,24 @@ class VllmReader:
         """
         if self._folder is None:
             return
-        self._written = self.served.rows
-        self._next_write = time.monotonic() + self._seconds
-        try:
-            self.served.write(self._folder, f"attention-rank{self._rank}", about={"engine": "vLLM"})
-        except ValueError:  # no row yet
-            return
-        except OSError as error:
-            warnings.warn(f"attention was not written to {self._folder}: {error}", stacklevel=2)
+        with self._lock:
+            self._written = self.served.rows
+            self._next_write = time.monotonic() + self._seconds
+            name, about = f"attention-rank{self._rank}", {"engine": "vLLM"}
+            try:
+                self.finish()
+                if not self.served.empty:
+                    self.served.write(self._folder, name, about=about)
+                elif self.served.unread:
+                    raise ValueError(f"no row was read: {self.served.unread[0]}")
+            except Exception as error:  # serving goes on
+                warnings.warn(f"attention was not written to {self._folder}: {error}", stacklevel=2)
 
     def finish(self) -> None:
-        """Read the rows that wait for their runs to be complete."""
+        """Read the rows that wait for their runs to be complete; none during a pass."""
         with self._lock:
-            self._read(self._runs.take())
+            if not self._running:  # the rows of a pass are recorded at its end
+                self._read(self._runs.take())
 
     def _write_when_idle(self) -> None:
         """Write the last rows soon after them: a server that is stopped kills its workers."""
@@ -179,7 +190,7 @@ class VllmReader:
             self._ran.clear()
         if not self._ran:
             self._running = True
-            self._pass = self._begin(name, query, metadata)
+            self._pass = self._begin(name, query, cache, metadata)
         self._ran[name] = None
         now = self._pass
         if now is not None and name not in self._refused:
@@ -195,9 +206,19 @@ class VllmReader:
             if self._latest >= self._next_write:
                 self.write()
 
-    def _begin(self, name: str, query: Tensor, metadata: Any) -> Pass | None:
+    def _wait_no_more(self) -> None:
+        """Let no row wait from now on: replayed passes are not seen, and may overwrite its keys."""
+        if self._runs.wait:
+            self._runs.wait = False
+            self._runs.take()  # their keys may be overwritten before the next pass that is seen
+            self.served.unread.append(_REPLAYED)
+
+    def _begin(self, name: str, query: Tensor, cache: Tensor, metadata: Any) -> Pass | None:
         """Choose the rows of a pass that are read; None for none."""
-        if metadata is None or _captures(query):
+        if _captures(query):
+            self._wait_no_more()
+            return None
+        if metadata is None:
             return None  # vLLM is warming up
         starts, slots = metadata.query_start_loc.long(), metadata.slot_mapping
         first, end = starts[:-1], starts[1:]
@@ -210,9 +231,9 @@ class VllmReader:
         layout = self._layouts.get(name)
         block = 1 if layout is None else min(layout.tokens for layout in self._layouts.values())
         choice = self._runs.follow(sequences, block)
-        if choice.ended:
-            written = slots[:tokens] // block  # this layer's keys of this pass are in its cache
-            self._read([run for run in choice.ended if not _holds(run, written)])
+        if choice.ended and layout is not None:  # this layer's keys of this pass are in its cache
+            written = slots[:tokens] // layout.tokens
+            self._read([run for run in choice.ended if not _holds(run, cache, written)])
         if not choice.pieces:
             return None
         rows = [row for _, _, start, count in choice.pieces for row in range(start, start + count)]
@@ -234,7 +255,7 @@ class VllmReader:
         for layers in kinds.values():
             names, parts = tuple(layers), list(layers.values())
             heads, tokens = parts[0].layer.num_heads, self._layouts[names[0]].tokens
-            queries, size = _stacked([seen.query for seen in parts], heads), size
+            queries = _stacked([seen.query for seen in parts], heads)
             size += queries.nbytes // len(now.index)
             outputs = [seen.output for seen in parts if seen.output is not None]
             theirs = _stacked(outputs, heads) if outputs else None
@@ -311,13 +332,14 @@ class VllmReader:
         first = self._part * layer.num_heads
         heads, tokens, width = layout.key.shape
         room = heads * len(blocks) * tokens * width * query.element_size()
-        step = max(1, _MOST_BYTES // room)  # layers at once
+        # layers at once; powers of two, since each group of layers has moments of its own
+        step = 1 << max(1, _MOST_BYTES // room).bit_length() - 1
         for start in range(0, len(names), step):
             part = slice(start, start + step)
             caches = list(zip(names[part], record.caches[part], strict=True))
             key = self._cached(caches, blocks, "key")[:, :, : position + run.rows]
             call = AttentionCall(
-                names[0],
+                names[start],
                 f"vLLM {layer.attn_backend.get_name()}",
                 query[part].transpose(1, 2),
                 key,
@@ -343,10 +365,16 @@ class VllmReader:
     def _cached(self, caches: list[tuple[str, Tensor]], blocks: Tensor, part: str) -> Tensor:
         """The keys or values in a sequence's blocks, (layers, H, blocks · T, E)."""
         heads, tokens, width = getattr(self._layouts[caches[0][0]], part).shape
-        found = caches[0][1].new_empty(len(caches), heads, len(blocks) * tokens, width)
-        for out, (name, cache) in zip(found, caches, strict=True):
+        entries = caches[0][1].new_empty(len(caches), heads, len(blocks) * tokens, width)
+        for out, (name, cache) in zip(entries, caches, strict=True):
             self._layouts[name].read(cache, blocks, out, part)
-        return found
+        return entries
+
+
+def _module(layer: Any) -> str:
+    """The name that transformers gives to a layer's module."""
+    name: str = layer.layer_name
+    return name.removesuffix(".attn")
 
 
 def _captures(tensor: Tensor) -> bool:
@@ -359,6 +387,10 @@ def _stacked(parts: list[Tensor], heads: int) -> Tensor:
     return torch.stack(parts).view(len(parts), len(parts[0]), heads, -1)
 
 
-def _holds(run: Run, blocks: Tensor) -> bool:
-    """Whether a run's sequence has one of these blocks."""
-    return any(bool(torch.isin(part.blocks, blocks).any()) for part in run.recorded.values())
+def _holds(run: Run, cache: Tensor, blocks: Tensor) -> bool:
+    """Whether a run's sequence has one of these blocks of a cache, which layers may share."""
+    return any(
+        any(of.data_ptr() == cache.data_ptr() for of in part.caches)
+        and bool(torch.isin(part.blocks, blocks).any())
+        for part in run.recorded.values()
+    )
