@@ -14,19 +14,19 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 _DTYPES = {"float64": "", "float32": " These do not run in float64."}
 MEANINGS = {
     "verified": "All attention is read, and every call's output rebuilt from it.",
-    "unverified": "All attention is read, some of it from a softmax that the model writes out by "
-    "hand: what led to its scores is not known, and after it only that a matrix product takes the "
-    "weights unchanged.",
+    "unverified": "All attention is read, some of it from a softmax that the model computes by "
+    "hand. The probe sees the softmax and that its weights enter a matrix product unchanged. It "
+    "cannot recompute the scores, so the output is not checked.",
     "in part": "Some attention is read. The reason names what is not.",
     "not read": "There is attention, and the probe says that it reads none.",
     "attention-free": "No softmax takes part in a matrix product, and the probe says that it saw "
-    "no attention.",
+    "no attention. Some of these have attention without a softmax.",
     "caught": "Rows are read wrongly, and the probe says so: status *mismatch*, with the reason.",
     "wrong": "A number or an output differs. None may be here.",
-    "not run": "Built, but none of the sweep's inputs is what the model takes. This says nothing "
-    "about the probe.",
-    "not built": "No small configuration that the sweep knows builds it. This says nothing about "
+    "not run": "Built, but it did not run on any of the sweep's inputs. This says nothing about "
     "the probe.",
+    "not built": "No small configuration that the sweep knows builds it, or it has more than 40 "
+    "million parameters. This says nothing about the probe.",
 }
 DIFFER = (
     "With its default attention, each of these gives another output than with eager attention, "
@@ -34,7 +34,7 @@ DIFFER = (
     "in eager only.\n\n"
 )
 UNDER_A_LAW = (
-    "Most model types whose attention is read also ran under {func}`acutance.apply`, including "
+    "Every model type whose attention is read also ran under {func}`acutance.apply`, including "
     "layers with windows: once with a factor of 1 for all heads, and once with 1.5. The output "
     "with 1.5 is compared with that of the model without a law whose queries were multiplied by "
     "1.5 in the model itself: in the weights and biases of their projection, or in the output of "
@@ -43,10 +43,12 @@ UNDER_A_LAW = (
 )
 OTHERS = (
     "Models of other libraries, examined in the same way: `python benchmarks/sweep.py --library "
-    "NAME`. Of diffusers all classes of transformers are examined, of x-transformers each switch "
-    "of attention and of its layers alone, of torchvision and timm up to two small models of each "
-    "module, and of open_clip the configurations that differ when their towers are small. *Listed* "
-    "are those of which the probe names what it does not read.\n\n"
+    "NAME`. Of diffusers all classes of transformers are examined, of x-transformers each "
+    "attention and layer option, one at a time, of torchvision and timm up to two small models of "
+    "each module, and of open_clip the configurations that differ when their towers are small. Models "
+    "with more than 100 million parameters are left out (40 million for transformers). *Listed*: "
+    "some attention is not read, and the probe says which. *Caught*: read wrongly, and reported. "
+    "*Wrong*: read wrongly without notice.\n\n"
 )
 FUSED_HERE = (
     "{fused} of them run PyTorch's fused inference of its own transformer layers, which a probe "
@@ -58,12 +60,16 @@ _TITLES = {
     "unverified": "Read, unverified",
     "in part": "Read in part",
     "not read": "Not read",
-    "attention-free": "Attention-free",
+    "attention-free": "No softmax attention",
     "caught": "Read wrongly, and caught",
     "wrong": "Wrong",
     "not run": "Not run",
     "not built": "Not built",
 }
+
+#: The column in which a verdict on another library's model is counted, where it has another title.
+_COLUMNS = {"in part": "listed", "not read": "listed", "caught": "caught"}
+_OFFLINE = "needs a tokenizer or configuration from the Hugging Face hub; the sweep runs offline"
 
 
 def render(record: dict[str, Any], others: dict[str, dict[str, Any]] | None = None) -> str:
@@ -135,7 +141,12 @@ def _libraries(others: dict[str, dict[str, Any]]) -> str:
              counts["in part"] + counts["not read"], counts["caught"], counts["wrong"])
         )  # fmt: skip
         listed += [
-            (name, _code(m["model_type"]), _TITLES[m["verdict"]].lower(), _plain(m["reason"]))
+            (
+                name,
+                _code(m["model_type"]),
+                _COLUMNS.get(m["verdict"], _TITLES[m["verdict"]].lower()),
+                _plain(m["reason"]),
+            )
             for m in models
             if m["verdict"] not in ("verified", "unverified", "attention-free")
         ]
@@ -239,6 +250,7 @@ def _code(text: str) -> str:
 
 def _plain(text: str) -> str:
     """A reason as text: nothing in it is markup."""
+    text = _OFFLINE if "couldn't connect to 'https://huggingface.co'" in text else text
     short = text if len(text) <= 200 else f"{text[:197]}..."
     for mark in "\\`*_{}[]<>|#$~":
         short = short.replace(mark, f"\\{mark}")

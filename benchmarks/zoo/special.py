@@ -370,12 +370,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 _SESSION = "takes a session of video frames, which is no tensor"
-_PART = "is no model: the sweep does not reach it through the model it belongs to"
+_PART = "a component without a model class; the sweep did not run it inside its parent model"
 
 #: Why some model types are not built, or not run.
 REASONS: dict[str, str] = {
-    "dinat": "needs natten, which is not installed",
-    "layoutlmv2": "needs detectron2, which is not installed",
+    "dinat": "needs natten",
+    "layoutlmv2": "needs detectron2",
     "layoutxlm": "is a name for LayoutLMv2's model, which needs detectron2",
     "higgs_audio_v2_tokenizer": "needs torchaudio, of which there is no version for this PyTorch",
     "nougat": "is a name for the vision-encoder-decoder's model",

@@ -42,6 +42,8 @@ def test_rows_of_other_kinds_are_joined_too() -> None:
     parts = [packed(0, 5), acutance.row_statistics(*torch.randn(2, 2, 3, 1, 8), backend="blocked")]
     assert not packed_alike(parts[0], parts[1])
     assert torch.equal(joined(parts).state.n, torch.cat([part.state.n for part in parts]))
+    with pytest.raises(ValueError, match="parts must be packed rows of one dtype and shape"):
+        joined(parts, 1)
 
 
 def test_layers_summarised_together_are_those_summarised_apart(
@@ -50,13 +52,20 @@ def test_layers_summarised_together_are_those_summarised_apart(
     torch.manual_seed(0)
     layers = [torch.nn.MultiheadAttention(8 * heads, heads) for heads in (2, 2, 3)]
     inputs = [torch.randn(5, 2, layer.embed_dim) for layer in layers]
-    found = []
-    for most in (accumulate.MAX_TOGETHER, 0):
-        limits(accumulate, MAX_TOGETHER=most)
+    found, sides = [], []
+
+    def counted(parts: Any, dim: int = 0) -> Any:
+        sides.append((len(parts), dim))
+        return joined(parts, dim)
+
+    for most, together_now in ((accumulate.MAX_TOGETHER, [(2, 1)]), (0, [])):
+        limits(accumulate, MAX_TOGETHER=most, joined=counted)
+        sides.clear()
         with acutance.probe(torch.nn.ModuleList(layers)) as probe:
             for layer, x in zip(layers, inputs, strict=True):
                 layer(x, x, x, need_weights=False)
         found.append(probe.summary())
+        assert sides == together_now
     together, apart = found
     assert [layer.heads for layer in together.layers] == [2, 2, 3]
     for part, other in ((together.moments, apart.moments), (together.profile, apart.profile)):

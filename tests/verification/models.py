@@ -67,6 +67,10 @@ def _config(kind: str, hf: Any, changes: dict[str, Any]) -> tuple[str, Any]:
         return "BartModel", hf.BartConfig(vocab_size=96, **sizes, **layers, **few)
     if kind == "mpnet":
         return "MPNetModel", hf.MPNetConfig(**heads, **changes)
+    if kind == "modernbert":
+        ends = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+        config = hf.ModernBertConfig(**heads, local_attention=16, layer_types=_MIXED, **ends)
+        return "ModernBertModel", config
     assert kind == "bert"
     return "BertModel", hf.BertConfig(**heads, **changes)
 

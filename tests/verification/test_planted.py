@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import acutance
 from acutance.verification.inputs import KINDS
@@ -106,6 +108,84 @@ def test_padding_that_a_softmax_by_hand_does_not_hide() -> None:
     (finding,) = acutance.verify(model, IDS).findings
     assert finding.cause == "padding ignored"
     assert len(finding.layers) == 2
+
+
+def test_a_softmax_by_hand_of_nan() -> None:
+    model: Any = build("mpnet")
+    with torch.no_grad():
+        model.encoder.layer[1].attention.attn.q.weight.fill_(torch.nan)
+    found = acutance.verify(model, IDS, kinds=["right padding"])
+    (finding,) = found.findings
+    assert finding.sentence == "the weights of a real token's row are NaN"
+
+
+def test_the_note_on_a_softmax_by_hand_says_whether_padding_is_compared() -> None:
+    with pytest.raises(ValueError, match="only the scores are seen: nothing is compared"):
+        acutance.verify(build("mpnet"), IDS, kinds=["plain"])
+    (note,) = acutance.verify(build("mpnet"), IDS, kinds=["plain", "right padding"]).notes
+    assert note.endswith("only the scores are seen: only padding is compared")
+
+
+def test_one_query_without_the_softcap_is_a_finding() -> None:
+    class Config:
+        attn_logit_softcapping = 0.01
+
+    class Pool(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x[..., :1, :], x, x)
+
+    inputs = {"x": torch.randn(1, 2, 9, 16)}
+    found = acutance.verify(Pool(), inputs, configuration=Config())
+    assert "softcap missing" in [finding.cause for finding in found.findings]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_that_rounds_its_keys_is_a_finding(dtype: torch.dtype) -> None:
+    """By one step in 256 of the largest key, as an 8-bit cache: less than bfloat16 resolves."""
+    from transformers.cache_utils import DynamicLayer
+
+    model: Any = build("llama").to(dtype)
+    forward = DynamicLayer.update
+
+    def rounded(self: Any, key: Any, value: Any, *args: Any, **rest: Any) -> Any:
+        keys, values = forward(self, key, value, *args, **rest)
+        size = keys.abs().max() / 256
+        self.keys = (keys / size).round() * size
+        return keys, values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", rounded)
+        found = acutance.verify(model, IDS, kinds=["cache by token"])
+    assert "cache" in [finding.cause for finding in found.findings], str(found)
+    assert acutance.verify(model, IDS, kinds=["cache by token"]).ok
+
+
+def test_documents_that_are_not_checked_are_a_note() -> None:
+    """Of a model without a cache, whose attention function does not get its position_ids."""
+
+    class Decoder(nn.Module):
+        is_causal = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(96, 8), nn.Embedding(96, 8)
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            x = (self.words(input_ids) + self.places(position_ids)).unsqueeze(1)
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    found = acutance.verify(Decoder(), IDS)
+    assert {check.inputs for check in found.checks} == {"plain"}
+    assert any("packed: documents are not checked, since" in note for note in found.notes)
+
+
+def test_a_window_that_is_halved_by_mistake() -> None:
+    model: Any = build("modernbert")
+    assert acutance.verify(model, IDS).ok
+    model.config = copy.deepcopy(model.config)  # the masks are made from this one
+    model.config.sliding_window = 4
+    (finding,) = acutance.verify(model, IDS, kinds=["plain"]).findings
+    assert finding.cause == "wrong window"
 
 
 def test_the_attention_that_faults_are_planted_in_is_right() -> None:

@@ -289,7 +289,8 @@ def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None
     """
     if dim in (-1, scores.dim() - 1):
         return fold(scores, heads, place)
-    if dim % 4 == 2 and scores.shape[1] == scores.shape[-1] > 1 < scores.shape[2]:
+    ambiguous = scores.dim() == 4 and scores.shape[1] == scores.shape[-1] > 1 < scores.shape[2]
+    if ambiguous and dim % 4 == 2:
         raise ValueError(
             f"its softmax of {tuple(scores.shape)} is over dimension 2, and both dimension 1 and "
             "the last fit its heads: it may be that of linear attention"

@@ -132,17 +132,21 @@ def packed_alike(left: RowStatistics, right: RowStatistics) -> bool:
 
 
 def joined(parts: Sequence[RowStatistics], dim: int = 0) -> RowStatistics:
-    """The statistics of many calls in one, with fields (calls · B, Hq, L).
+    """The statistics of many calls in one, with fields (calls · B, Hq, L) or (B, calls · Hq, L).
 
     Args:
         parts: of the same heads and rows.
-        dim: 0 to join the batches; 1 to join the heads, (B, calls · Hq, L), of calls for which
-            :func:`packed_alike` holds.
+        dim: 0 to join the batches; 1 to join the heads.
+
+    Raises:
+        ValueError: for heads of calls for which :func:`packed_alike` does not hold.
     """
     first = parts[0]
     if not isinstance(first, PackedStatistics) or not all(
         packed_alike(first, part) for part in parts
     ):
+        if dim:
+            raise ValueError("parts must be packed rows of one dtype and shape to join their heads")
         return RowStatistics(
             RowState(*map(torch.cat, zip(*(part.state for part in parts), strict=True)))
         )

@@ -201,7 +201,8 @@ def _mask_added(call: AttentionCall) -> Iterator[Change]:
         masks: dict[str, Any] = dict.fromkeys(("attn_mask", "key_mask", "window", "cu_seqlens"))
         masks |= {"is_causal": False, "bias": seen.to(call.query.dtype)}
         agrees = "the boolean mask is added to the scores as 0 and 1"
-        yield Change(masks, "boolean mask added", agrees, "it seems to hide no key")
+        means = "it adds the boolean mask to the scores instead of hiding keys"
+        yield Change(masks, "boolean mask added", agrees, means)
 
 
 def _causal(call: AttentionCall) -> Iterator[Change]:

@@ -121,7 +121,8 @@ def expected_call(call: AttentionCall, expected: Expectation, facts: Pass) -> At
                 changes["bias"] = added if call.bias is None else added + call.bias
     ours = replace(call, **changes)
     if expected.window is not None and expected.causal is False and ours.window is not None:
-        for size in (ours.window + 1, ours.window // 2 + 1):
+        halved = (ours.window // 2 + 1,) if expected.window_of_both_sides else ()
+        for size in (ours.window + 1, *halved):
             other = replace(ours, window=size)
             if torch.equal(*torch.broadcast_tensors(visible_keys(call), visible_keys(other))):
                 return other

@@ -34,6 +34,8 @@ __all__ = ["Checker", "Measured"]
 
 #: Largest weight of padding keys: a mask of −10,000 leaves less.
 _PADDING = 1e-6
+_NOT_COMPARED = "of its softmax only the scores are seen: nothing is compared"
+_ONLY_PADDING = "of its softmax only the scores are seen: only padding is compared"
 
 
 @dataclass(frozen=True)
@@ -120,33 +122,30 @@ class Checker:
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
         """Compare whether a softmax by hand hides padding: of its arguments no more is known."""
-        self._problem(name, "of its softmax only the scores are seen: all but padding is unknown")
         facts, shape = self.facts, tuple(scores.shape)
-        real = facts.real
-        if not facts.is_text or real is None or bool(real.all()) or is_cross(name):
+        real = None if is_cross(name) or not facts.is_text else facts.real
+        if real is not None and (
+            bool(real.all())
+            or (shape[0], *shape[2:]) != (len(real), facts.tokens, real.shape[1])
+            or (doubt is not None and doubt())
+        ):
+            real = None
+        if real is None:
+            if f"{name}\n{_ONLY_PADDING}" not in self.problems:
+                self._problem(name, _NOT_COMPARED)
             return
-        if (shape[0], *shape[2:]) != (len(real), facts.tokens, facts.past + facts.tokens):
-            return
-        if doubt is not None and doubt():
-            return
+        self.problems.pop(f"{name}\n{_NOT_COMPARED}", None)
+        self._problem(name, _ONLY_PADDING)
         weights = scores.detach().float().softmax(-1)
         ignored = weights.masked_fill(real[:, None, None].to(weights.device), 0.0).sum(-1)
         rows = real[:, None, facts.past :].to(weights.device)
         error = float(torch.where(rows, ignored, 0.0).max())
-        text = f"padding keys get up to {error:.2g} of the weight of a real token's row"
-        found = Difference("padding ignored", text) if error > _PADDING else None
-        self.measured.append(
-            Measured(
-                "arguments",
-                self.implementation,
-                facts.inputs,
-                name,
-                shape[1],
-                error,
-                _PADDING,
-                found,
-            )
-        )
+        difference = None
+        if not error <= _PADDING:  # or it is NaN
+            text = f"padding keys get up to {error:.2g} of the weight of a real token's row"
+            text = "the weights of a real token's row are NaN" if error != error else text
+            difference = Difference("padding ignored", text)
+        self._record("arguments", name, shape[1], error, _PADDING, difference)
 
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
@@ -157,10 +156,10 @@ class Checker:
             return
         facts = self.facts
         if not facts.promises(call):
+            text = "documents are not checked, since the attention function gets no position_ids"
+            self._problem(call.module, f"packed: {text}")
             return
         expected = self._scaled_before(call, module, self._expectation(call, module))
-        if call.query.shape[2] == 1 < call.key.shape[2] and not facts.past:
-            expected = replace(expected, softcap=call.softcap)  # one query pools all tokens
         if facts.is_text and not call.cross and not expected.masks:
             self._problem(call.module, f"masks not checked: {expected.masks_problem}")
         ours = expected_call(call, expected, facts)
@@ -172,7 +171,7 @@ class Checker:
             self._compare_output(call, ours, theirs.detach(), counted, module, found)
             self._compare_rotation(call, expected, module, counted)
             if expected.masks:
-                self._compare_cache(call)
+                self._compare_cache(call, remade=hasattr(module, "expand_kv"))
         if self.gradients and not found and not self._last_failed("output"):
             self._compare_gradients(call, ours, theirs, counted, module)
 
@@ -308,8 +307,11 @@ class Checker:
         else:
             self._add("positions", call, found.error, found.tolerance, found.difference)
 
-    def _compare_cache(self, call: AttentionCall) -> None:
-        """Compare keys that a cache returns with those that were put into it."""
+    def _compare_cache(self, call: AttentionCall, remade: bool) -> None:
+        """Compare keys that a cache returns with those that were put into it.
+
+        They are to be equal, but for rounding where keys are ``remade`` from a latent cache.
+        """
         facts = self.facts
         if not facts.knows_masks(call):
             return
@@ -326,7 +328,7 @@ class Checker:
             size = float(before.abs().max())
             error = float(apart.max()) / size if apart.numel() and size else 0.0
             difference = None
-            limit = max(1e-6, torch.finfo(key.dtype).eps)  # keys may be made anew from what it has
+            limit = max(1e-6, torch.finfo(key.dtype).eps) if remade else 0.0
             if error > limit:
                 text = "the cache returns other keys than the passes before put into it"
                 difference = Difference("cache", text)
@@ -366,20 +368,12 @@ class Checker:
         tolerance: float,
         difference: Difference | None = None,
     ) -> None:
-        """Record a comparison."""
-        heads = call.query.shape[1]
-        self.measured.append(
-            Measured(
-                check,
-                self.implementation,
-                self.facts.inputs,
-                call.module,
-                heads,
-                error,
-                tolerance,
-                difference,
-            )
-        )
+        """Record a comparison of a call."""
+        self._record(check, call.module, call.query.shape[1], error, tolerance, difference)
+
+    def _record(self, check: str, *measured: Any) -> None:
+        """Record a comparison: the module, its heads and the other fields of :class:`Measured`."""
+        self.measured.append(Measured(check, self.implementation, self.facts.inputs, *measured))
 
     def _problem(self, layer: str, text: object) -> None:
         """Note what could not be compared."""

@@ -22,6 +22,10 @@ _HALVES = {
     *("granite", "stablelm", "starcoder2"),
 }
 _NEIGHBOURS = {"cohere", "cohere2", "glm", "glm4"}
+#: Architectures whose window in both directions is the number of keys on both sides together.
+_BOTH_SIDES = {"t5gemma2_encoder", "t5gemma2_text"}
+#: Modules that leave out the softcap of their configuration: they pool all tokens with one query.
+_UNCAPPED = {"VideoPrismMultiheadAttentionPoolingHead"}
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,7 @@ class Expectation:
         scale_from: what states it.
         causal: whether later keys are hidden; None if nothing states it.
         window: sliding window, in keys, including the token itself; None for none. In both
-            directions, architectures differ in whether it includes the token itself, and in
-            whether it is the window on each side or on both together.
+            directions, architectures differ in whether it includes the token itself.
         window_from: what states the window, or that there is none.
         softcap: bound of the scores; None for none.
         sinks: the module's sinks, (Hq,); None if it has none.
@@ -45,6 +48,8 @@ class Expectation:
         masks_problem: why the keys that a row sees are not known; empty if they are.
         interleaved: whether rotated pairs are neighbours, not of two halves; None if unknown.
         folded: a scale that queries, or queries and keys, are multiplied by before; None for none.
+        window_of_both_sides: whether a window in both directions is the keys of both sides
+            together, as in T5Gemma 2, not those of each side.
     """
 
     scale: float | None
@@ -61,6 +66,7 @@ class Expectation:
     masks_problem: str
     interleaved: bool | None = None
     folded: float | None = None
+    window_of_both_sides: bool = False
 
     @property
     def masks(self) -> bool:
@@ -88,7 +94,8 @@ def expectation_of(
         problem = problem or "nothing states whether it is causal"
     elif window is not None and not causal:
         window_from = f"{window_from} in both directions"
-    softcap = entry_of(config, "attn_logit_softcapping")
+    capped = type(module).__name__ not in _UNCAPPED
+    softcap = entry_of(config, "attn_logit_softcapping") if capped else None
     sinks = getattr(module, "sinks", None)
     fits = isinstance(sinks, Tensor) and sinks.numel() == heads
     rope, rope_problem, others = _ropes(config, layer_type, width)
@@ -106,6 +113,7 @@ def expectation_of(
         other_ropes=others,
         masks_problem=problem,
         interleaved=_interleaved(config),
+        window_of_both_sides=entry_of(config, "model_type") in _BOTH_SIDES,
     )
 
 

@@ -99,7 +99,8 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
             yield Kind("left padding", lambda read: text.padded(read, left=True))
     if not _is_causal(model):
         return
-    if {"position_ids", "use_cache"} <= names and ids.shape[1] >= 12:  # packed without a cache
+    without_cache = "use_cache" in names or "past_key_values" not in names
+    if "position_ids" in names and without_cache and ids.shape[1] >= 12:
         separates = makes_masks_from_positions(model)
         yield Kind("packed", lambda read: text.packed(read, separates))
     if {"past_key_values", "use_cache"} <= names and ids.shape[1] >= 12:
