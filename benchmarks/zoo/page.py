@@ -45,9 +45,9 @@ OTHERS = (
     "Models of other libraries, examined in the same way: `python benchmarks/sweep.py --library "
     "NAME`. Of diffusers all classes of transformers are examined, of x-transformers each "
     "attention and layer option, one at a time, of torchvision and timm up to two small models of "
-    "each module, and of open_clip the configurations that differ when their towers are small. Models "
-    "with more than 100 million parameters are left out (40 million for transformers). *Listed*: "
-    "some attention is not read, and the probe says which. *Caught*: read wrongly, and reported. "
+    "each module, and of open_clip the configurations that differ when their towers are small. "
+    "Models with more than 100 million parameters are left out (40 million for transformers). "
+    "*Listed*: some attention is not read, and the probe says which. *Caught*: read wrongly, and reported. "
     "*Wrong*: read wrongly without notice.\n\n"
 )
 FUSED_HERE = (
