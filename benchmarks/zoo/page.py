@@ -47,8 +47,8 @@ OTHERS = (
     "attention and layer option, one at a time, of torchvision and timm up to two small models of "
     "each module, and of open_clip the configurations that differ when their towers are small. "
     "Models with more than 100 million parameters are left out (40 million for transformers). "
-    "*Listed*: some attention is not read, and the probe says which. *Caught*: read wrongly, and reported. "
-    "*Wrong*: read wrongly without notice.\n\n"
+    "*Listed*: some attention is not read, and the probe says which. *Caught*: read wrongly, and "
+    "reported. *Wrong*: read wrongly without notice.\n\n"
 )
 FUSED_HERE = (
     "{fused} of them run PyTorch's fused inference of its own transformer layers, which a probe "
