@@ -95,7 +95,7 @@ def expectation_of(
     elif window is not None and not causal:
         window_from = f"{window_from} in both directions"
     capped = type(module).__name__ not in _UNCAPPED
-    softcap = entry_of(config, "attn_logit_softcapping") if capped else None
+    softcap: Any = entry_of(config, "attn_logit_softcapping") if capped else None
     sinks = getattr(module, "sinks", None)
     fits = isinstance(sinks, Tensor) and sinks.numel() == heads
     rope, rope_problem, others = _ropes(config, layer_type, width)
