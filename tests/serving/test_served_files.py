@@ -20,8 +20,7 @@ from tests.serving.test_serving import LENGTHS, serve
 from tests.serving.vllm_stand_in import Impl
 
 
-def test_summaries_of_another_thread_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("acutance.serving.served_rows._MOST_PENDING", 1)
+def test_summaries_of_another_thread_lose_nothing() -> None:
     served, ended, errors = ServedRows(every=1), threading.Event(), list[Exception]()
     call = AttentionCall("layer", "test", *torch.randn(3, 1, 1, 1, 4))
 
@@ -97,10 +96,7 @@ def test_files_are_written_by_one_thread_at_a_time(tmp_path: Path) -> None:
     assert served.most == 1
 
 
-def test_the_last_rows_are_written_when_the_engine_is_idle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("acutance.serving.vllm_reader._IDLE", 0.05)
+def test_the_last_rows_are_written_when_the_engine_is_idle(tmp_path: Path) -> None:
     serve([Impl(), Impl()], folder=tmp_path)
     file, end = tmp_path / "attention-rank0.json", time.monotonic() + 30
     while not file.exists() or json.loads(file.read_text())["heads"]["rows"][0] != sum(LENGTHS):

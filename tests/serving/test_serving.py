@@ -30,7 +30,8 @@ def serve(
 def prepare(
     impls: list[Any], every: int = 1, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[ServedRows, Engine]:
-    reader = VllmReader(ServedRows(every=every), options.pop("folder", None), 1e9)
+    settings = {name: options.pop(name) for name in ("most_bytes",) if name in options}
+    reader = VllmReader(ServedRows(every=every), options.pop("folder", None), 1e9, **settings)
 
     class Layer(Attention):
         pass
@@ -161,7 +162,8 @@ def test_rows_do_not_wait_where_graphs_replay_passes(monkeypatch: pytest.MonkeyP
     served, engine = prepare([Impl(), Impl()], **MANY, batch=2, latest_first=True)
     engine.step()
     with monkeypatch.context() as patch:  # a CUDA graph is captured
-        patch.setattr("acutance.serving.vllm_reader._captures", lambda tensor: True)
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
         engine.step()
     captured, engine.graphs = set(engine.computed[-2:]), True
     engine.run()
@@ -210,9 +212,8 @@ def test_a_summary_during_a_pass_loses_nothing() -> None:
     check(served, engine)
 
 
-def test_little_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("acutance.serving.vllm_reader._MOST_BYTES", 1)
-    check(*serve([Impl(), Impl()], **MANY, batch=2))
+def test_little_memory_is_enough() -> None:
+    check(*serve([Impl(), Impl()], **MANY, batch=2, most_bytes=1))
 
 
 def test_every_row_has_the_same_chance() -> None:

@@ -29,8 +29,6 @@ from acutance.serving.vllm_layer import (
 
 __all__ = ["VllmReader"]
 
-#: Most memory for the queries that wait, and for the keys that are read at once.
-_MOST_BYTES = 1 << 26
 #: Seconds without a pass after which the files are written.
 _IDLE = 2.0
 _REPLAYED = "some passes are replayed by CUDA graphs and are not read"
@@ -46,12 +44,18 @@ class VllmReader:
         served: chooses rows and accumulates them.
         folder: where to write; None for nowhere.
         seconds: time between writes.
+        most_bytes: memory for the queries that wait, and for the keys that are read at once.
     """
 
     def __init__(
-        self, served: ServedRows, folder: str | os.PathLike[str] | None, seconds: float
+        self,
+        served: ServedRows,
+        folder: str | os.PathLike[str] | None,
+        seconds: float,
+        most_bytes: int = 1 << 26,
     ) -> None:
         self.served, self._folder, self._seconds = served, folder, seconds
+        self._most_bytes = most_bytes
         served.finish = self.finish
         self._next_write = time.monotonic() + seconds
         self._latest, self._written = 0.0, 0  # the end of the last pass; rows at the last write
@@ -132,7 +136,7 @@ class VllmReader:
                 try:
                     with self._lock:
                         self._running = True
-                        if _captures(slot_mapping):
+                        if _captures():
                             self._wait_no_more()
                         elif self._runs.waiting:
                             self._read(self._runs.end(set(slot_mapping.tolist())))
@@ -215,7 +219,7 @@ class VllmReader:
 
     def _begin(self, name: str, query: Tensor, cache: Tensor, metadata: Any) -> Pass | None:
         """Choose the rows of a pass that are read; None for none."""
-        if _captures(query):
+        if _captures():
             self._wait_no_more()
             return None
         if metadata is None:
@@ -274,7 +278,7 @@ class VllmReader:
                         to.append(part if run in complete else part.clone())
                 at += count
         self._read_names = tuple(name for layers in kinds.values() for name in layers)
-        if size * sum(run.rows for run in self._runs.waiting) > _MOST_BYTES:
+        if size * sum(run.rows for run in self._runs.waiting) > self._most_bytes:
             self.finish()
 
     def _read(self, runs: list[Run]) -> None:
@@ -333,7 +337,7 @@ class VllmReader:
         heads, tokens, width = layout.key.shape
         room = heads * len(blocks) * tokens * width * query.element_size()
         # layers at once; powers of two, since each group of layers has moments of its own
-        step = 1 << max(1, _MOST_BYTES // room).bit_length() - 1
+        step = 1 << max(1, self._most_bytes // room).bit_length() - 1
         for start in range(0, len(names), step):
             part = slice(start, start + step)
             caches = list(zip(names[part], record.caches[part], strict=True))
@@ -377,9 +381,9 @@ def _module(layer: Any) -> str:
     return name.removesuffix(".attn")
 
 
-def _captures(tensor: Tensor) -> bool:
+def _captures() -> bool:
     """Whether a CUDA graph is being captured, which allows no copy to the CPU."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _stacked(parts: list[Tensor], heads: int) -> Tensor:
