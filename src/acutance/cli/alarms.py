@@ -78,7 +78,8 @@ def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
 
     first, last = replayed.steps[0], replayed.steps[-1]
     screen.print(
-        f"{len(replayed.steps)} measurements of {len(replayed.logit_std)} layers, steps {first} to "
+        f"{len(replayed.steps)} measurements of {len(replayed.logit_std)} "
+        f"layer{'s' * (len(replayed.logit_std) != 1)}, steps {first} to "
         f"{last}. Alarm: the standard deviation of a layer's logits grew by more than a factor of "
         f"{replayed.limit:.3g} in the last quarter of the training ({false_alarms:g} false alarms "
         "per million steps)."
