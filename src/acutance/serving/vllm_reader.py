@@ -192,10 +192,10 @@ class VllmReader:
         if name in self._ran:
             self._last = next(reversed(self._ran))
             self._ran.clear()
-        if not self._ran:
+        first, self._ran[name] = not self._ran, None
+        if first:
             self._running = True
             self._pass = self._begin(name, query, cache, metadata)
-        self._ran[name] = None
         now = self._pass
         if now is not None and name not in self._refused:
             rows = query.index_select(0, now.index)  # an engine may write over its queries

@@ -29,7 +29,7 @@ __all__ = [
 
 
 Kind = Literal["logit_growth", "entropy_collapse", "large_logit", "not_finite"]
-#: Every kind of alarm, in the order in which they are told.
+#: Every kind of alarm, in the order of warnings.
 KINDS: tuple[Kind, ...] = ("logit_growth", "entropy_collapse", "large_logit", "not_finite")
 #: Metrics that every alarm needs; the bound on collapse needs one more.
 NEEDED = ("max_logit", "lse", "n_keys", "logit_std")
@@ -288,6 +288,7 @@ class _Numbers(NamedTuple):
 
     @staticmethod
     def of(summary: HeadSummary) -> _Numbers:
+        """The numbers of a summary."""
         moments = summary.moments
         parts = moments.count, moments.mean, moments.weight, moments.high
         return _Numbers(*(part.tolist() for part in parts))

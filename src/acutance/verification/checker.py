@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,7 +144,8 @@ class Checker:
         difference = None
         if not error <= _PADDING:  # or it is NaN
             text = f"padding keys get up to {error:.2g} of the weight of a real token's row"
-            text = "the weights of a real token's row are NaN" if error != error else text
+            if math.isnan(error):
+                text = "the weights of a real token's row are NaN"
             difference = Difference("padding ignored", text)
         self._record("arguments", name, shape[1], error, _PADDING, difference)
 
