@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import typer
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import app, outputs
+from acutance.files import write_text
 from acutance.summary.state import Run, State
 
 BEFORE = "what was there"
@@ -122,6 +126,61 @@ def test_a_state_is_replaced_on_demand_only(
     state.write_bytes(b"")  # as mktemp leaves it
     merged = CliRunner().invoke(app, ["merge", str(copy), "-o", str(state)])
     assert merged.exit_code == 0, merged.output
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        (("budget", "model"), ".costs"),
+        (("budget", "model"), ".reach"),
+        (("calibrate", "model"), ".judging"),
+        (("probe", "model", "--judge"), ".judging"),
+    ],
+)
+def test_every_file_of_a_state_is_replaced_on_demand_only(
+    refuse: Callable[..., str], tmp_path: Path, command: tuple[str, ...], part: str
+) -> None:
+    """A search killed early leaves one file of a state without the others."""
+    state = tmp_path / "state"
+    file = tmp_path / f"state{part}"
+    file.write_text(BEFORE)
+    said = f"{file} already exists: --resume continues from it, --overwrite replaces it"
+    assert said in refuse(*command, "--save", state)
+    assert "same file as that of --" in refuse(*command, "--save", state, "--json", file)
+    assert file.read_text() == BEFORE
+
+
+def _schemas() -> dict[str, list[str]]:
+    """The modules that write each schema in the package, by the schema."""
+    package, found = Path(acutance.__file__).parent, dict[str, list[str]]()
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch(r"acutance\.[a-z_-]+/\d+", text):
+                found.setdefault(text, []).append(str(path.relative_to(package)))
+    return found
+
+
+def test_no_text_replaces_a_state_of_any_schema(refuse: Callable[..., str], tmp_path: Path) -> None:
+    """Each schema is written down once; those of tensors are states, but for one sample."""
+    package, tensors = Path(acutance.__file__).parent, []
+    for schema, places in _schemas().items():
+        assert len(places) == 1, f"{schema} is declared in {places}"
+        if "sealed(" in (package / places[0]).read_text():
+            tensors.append(schema)
+    assert len(tensors) >= 6
+    assert "acutance.loss_calibration/1" in tensors
+    for number, schema in enumerate(tensors):
+        path = tmp_path / str(number)
+        save_file({"a": torch.zeros(1)}, path, {"schema": schema})
+        before = path.read_bytes()
+        if schema.startswith("acutance.queries_keys/"):  # a probe writes it anew
+            write_text(path, BEFORE)
+            continue
+        assert "contains a saved state" in refuse("info", "--json", path), schema
+        with pytest.raises(FileExistsError, match="contains a saved state"):
+            write_text(path, BEFORE)
+        assert path.read_bytes() == before
 
 
 def test_a_device_may_be_named_twice(tmp_path: Path) -> None:

@@ -210,15 +210,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-#: Schemas of files that a long run continues from.
-_STATES = (
-    "acutance.head_summary/", "acutance.calibration/", "acutance.judgement_state/",
-    "acutance.extension_state/",
-)  # fmt: skip
+#: The one schema of acutance's safetensors files that is no state: a probe writes it anew.
+_NO_STATE = "acutance.queries_keys/"
 
 
 def holds_state(path: str | os.PathLike[str]) -> bool:
-    """Whether a file contains the saved state of a probe, a calibration or a judgement.
+    """Whether a file contains a saved state: every safetensors file of acutance but a sample.
 
     False if there is no such file, or it cannot be read.
     """
@@ -234,7 +231,7 @@ def holds_state(path: str | os.PathLike[str]) -> bool:
             schema = str((file.metadata() or {}).get("schema"))
     except (SafetensorError, OSError, ValueError):
         return False
-    return schema.startswith(_STATES)
+    return schema.startswith("acutance.") and not schema.startswith(_NO_STATE)
 
 
 def refuse_replacing(path: str | os.PathLike[str] | None, *, resume: bool, overwrite: bool) -> None:

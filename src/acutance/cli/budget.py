@@ -151,6 +151,7 @@ def budget(options: BudgetOptions) -> None:
         },
         {"MODEL": options.model, "--text": options.text},
         state="--save",
+        parts=("", ".costs", ".reach"),
         resume=options.resume,
         overwrite=options.overwrite,
     )

@@ -235,6 +235,7 @@ def calibrate(options: CalibrateOptions) -> None:
         {"--out": options.out, "--json": options.json, "--save": options.save},
         {"MODEL": options.model, "--text": options.text},
         state="--save",
+        parts=("", ".judging"),
         resume=options.resume,
         overwrite=options.overwrite,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +42,7 @@ def check_outputs(
     inputs: Files | None = None,
     *,
     state: str = "",
+    parts: Sequence[str] = ("",),
     resume: bool | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -55,14 +56,20 @@ def check_outputs(
         inputs: paths that each option or argument reads: a file, several, or the directory of a
             model.
         state: the option whose file is a state that takes long to compute, "" for none.
+        parts: ends of the names of the files that this state is kept in.
         resume: whether the run continues from that state; None if it cannot.
         overwrite: whether that state may be replaced.
 
     Raises:
         typer.BadParameter: naming the option and the file.
     """
-    files = {option: path for option, path in outputs.items() if path is not None}
-    for option, path in files.items():
+    files = [
+        (option, Path(f"{path}{part}"))
+        for option, path in outputs.items()
+        if path is not None
+        for part in (parts if option == state else ("",))
+    ]
+    for option, path in files:
         if str(path) == "-":
             if option not in _TEXTS:
                 raise typer.BadParameter(
@@ -70,13 +77,13 @@ def check_outputs(
                 )
         elif reason := _unwritable(path):
             raise typer.BadParameter(reason, param_hint=option)
-    to_stdout = [option for option, path in files.items() if str(path) == "-"]
+    to_stdout = [option for option, path in files if str(path) == "-"]
     if len(to_stdout) > 1:
         raise typer.BadParameter(
             "only one file can be written to standard output", param_hint=", ".join(to_stdout)
         )
     known = {_identity(path): name for name, path in _read(inputs or {})}
-    for option, path in files.items():
+    for option, path in files:
         identity = _identity(path)
         if str(path) == "-" or identity is None:
             continue

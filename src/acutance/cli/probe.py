@@ -260,6 +260,7 @@ def probe(options: ProbeOptions) -> None:
         options.targets,
         {"MODEL": options.model, "--text": options.text, "--law": options.law},
         state="--save",
+        parts=("", ".judging") if options.judge else ("",),
         resume=options.resume,
         overwrite=options.overwrite,
     )
