@@ -19,6 +19,13 @@ SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward
 SANITIZE = env ACUTANCE_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
 
+# What reads the processor is told of an older one: PyTorch's kernels, MKL, OpenBLAS, NumPy and acutance's own. A machine's own choice
+# for OpenBLAS stays.
+BASELINE = env ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=$${OPENBLAS_CORETYPE:-Nehalem} \
+	NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX512_ICL AVX512_SPR" ACUTANCE_CPU=baseline TEST_THREADS=1
+AVX2 = env ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 OPENBLAS_CORETYPE=$${OPENBLAS_CORETYPE:-Haswell} \
+	NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512_ICL AVX512_SPR" ACUTANCE_CPU=avx2 TEST_THREADS=2
+
 # Tests of what is in no other environment, and of PEFT and the trainers beside it.
 INTEGRATIONS = $(addprefix tests/training/test_,trl.py torchtitan.py trackers.py qk_clip_lora.py monitor_trainers.py)
 
@@ -35,7 +42,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo llm test slow oldest integrations fuzz sanitize check format lint types docs bench wheel versions clean
+.PHONY: help demo llm test slow baseline portable oldest integrations fuzz sanitize check format lint types docs bench wheel versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +59,13 @@ test: $(VENV)/.dev ## install the development tools, run the tests and every exa
 
 slow: $(VENV)/.dev ## the tests that take longer, which `test` leaves out
 	$(PYTEST) -m slow tests
+
+baseline: $(VENV)/.dev ## `test` as on a processor without AVX, with one thread
+	$(BASELINE) $(PYTEST)
+
+portable: $(VENV)/.dev ## all tests, the slow ones too, as on a processor without AVX, then as on one with AVX2
+	$(BASELINE) $(PYTEST) -m ""
+	$(AVX2) $(PYTEST) -m ""
 
 # Without Triton: PyTorch 2.6 compiles with none that the CUDA kernels accept.
 oldest: ## `test` with the oldest versions that pyproject.toml admits, in .venv-oldest

@@ -19,7 +19,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="acutance-tests-
 os.environ["ACUTANCE_MEASURE"] = "never"
 os.environ["ACUTANCE_CACHE"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
 # One process a core: further threads would only wait for each other, in commands under test too.
-os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+# `make portable` names another number.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS") or (
+    "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+)
 
 import pytest
 import torch

@@ -16,3 +16,7 @@ def older(package: str, than: str) -> bool:
 def any_global_hook() -> bool:
     """Whether PyTorch holds a hook for all modules; 2.6 has no function that says so."""
     return any(vars(modules)[f"_global_{kind}"] for kind in HOOKS)
+
+
+#: The argument of a transformers model that takes its key-value cache.
+CACHE = "past_key_values" if older("transformers", "5.24") else "cache"

@@ -83,5 +83,5 @@ def test_models_without_a_causal_cache_are_refused_in_one_sentence(
     refused = run("budget", tmp_path / "bert", "--text", text, "--lengths", 96)
     assert refused.exit_code == 1
     assert refused.stderr.splitlines()[-1] == (
-        "acutance: BertForMaskedLM has no key-value cache: it takes no past_key_values"
+        "acutance: BertForMaskedLM has no key-value cache: its forward method takes none"
     )

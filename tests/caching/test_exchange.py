@@ -17,6 +17,7 @@ import torch
 import acutance
 from acutance import CachePlan, HeadPlan
 from acutance.caching import PlanError, export_plan, import_plan
+from tests.versions import CACHE
 
 from .conftest import build
 
@@ -272,11 +273,11 @@ def test_kvpress_reads_what_the_plan_says(tmp_path: Path) -> None:
     with torch.no_grad():
         with acutance.apply(model, plan):
             cache = model(ids[:, :30]).past_key_values
-            expected = [model(ids[:, [t]], past_key_values=cache).logits for t in range(30, 40)]
+            expected = [model(ids[:, [t]], **{CACHE: cache}).logits for t in range(30, 40)]
         with press(model):
             cache = DynamicCache()
-            model(ids[:, :30], past_key_values=cache)
-            found = [model(ids[:, [t]], past_key_values=cache).logits for t in range(30, 40)]
+            model(ids[:, :30], **{CACHE: cache})
+            found = [model(ids[:, [t]], **{CACHE: cache}).logits for t in range(30, 40)]
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=2e-5, rtol=0)
 
 

@@ -15,6 +15,7 @@ from acutance import CachePlan, HeadPlan
 from acutance.caching import PlanError, PlannedCache
 from acutance.caching.packing import quantise
 from acutance.judging import HeadsOff
+from tests.versions import CACHE
 
 from .conftest import build
 
@@ -51,7 +52,7 @@ def in_chunks(model: torch.nn.Module, ids: Tensor, sizes: Sequence[int], **given
         stop = start + size
         if mask is not None:
             given["attention_mask"] = mask[:, :stop]
-        output = model(ids[:, start:stop], past_key_values=cache, **given)
+        output = model(ids[:, start:stop], **{CACHE: cache}, **given)
         cache, start = output.past_key_values, stop
         parts.append(output.logits)
     assert start == ids.shape[1]
@@ -155,7 +156,7 @@ def test_a_cache_of_inference_mode_can_be_continued_outside(model: torch.nn.Modu
     ids = tokens(1, 40)
     with acutance.apply(model, plan_of(model, "everything")):
         _, cache = in_chunks(model, ids[:, :39], [30, 9])
-        last = model(ids[:, 39:], past_key_values=cache).logits[:, -1]
+        last = model(ids[:, 39:], **{CACHE: cache}).logits[:, -1]
         with torch.no_grad():
             whole = model(ids, use_cache=False).logits[:, -1]
     torch.testing.assert_close(last, whole, atol=1e-4, rtol=1e-4)
@@ -238,7 +239,7 @@ def test_selected_sequences_continue_as_they_would_alone(name: str, padded: bool
         cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([2, 0, 3]))
         order = torch.tensor([1, 0, 1])
-        last = model(ids[order, 60:], attention_mask=mask[order], past_key_values=cache).logits
+        last = model(ids[order, 60:], attention_mask=mask[order], **{CACHE: cache}).logits
     torch.testing.assert_close(last[:, 0], whole[order, 60], atol=1e-4, rtol=1e-4)
 
 
@@ -288,17 +289,17 @@ def test_caches_that_are_not_the_plans_are_refused(model: torch.nn.Module) -> No
     with acutance.apply(model, plan_of(model, "streaming")):
         planned = model(ids).past_key_values
         with pytest.raises(acutance.ApplyError, match=r"got a DynamicCache with 8 tokens"):
-            model(ids, past_key_values=full)
+            model(ids, **{CACHE: full})
         with pytest.raises(acutance.ApplyError, match=r"got a StaticCache with 0 tokens"):
-            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+            model(ids, **{CACHE: StaticCache(config=model.config, max_cache_len=16)})
         with pytest.raises(ValueError, match=r"cannot be cropped"):
             planned.crop(-1)
     with acutance.apply(model, plan_of(model, "full")):
         with pytest.raises(acutance.ApplyError, match=r"the cache of another plan"):
-            model(ids, past_key_values=planned)
+            model(ids, **{CACHE: planned})
         model(ids)
     with pytest.raises(acutance.ApplyError, match=r"read only while its plan is applied"):
-        model(ids[:, :1], past_key_values=planned)
+        model(ids[:, :1], **{CACHE: planned})
 
 
 def test_packed_documents_are_refused(model: torch.nn.Module) -> None:

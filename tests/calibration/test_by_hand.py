@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import acutance
 from acutance import scaling
+from tests.versions import CACHE
 
 LAW = scaling.LogN(train_length=3, n_min=2)  # by default, rows of up to 16 keys are alike
 DIM, HEADS = 16, 4
@@ -264,7 +265,7 @@ def test_a_row_of_a_cache_has_the_factor_of_its_position(name: str) -> None:
             whole = model(text).logits
             past, steps = None, []
             for cut in text.split([5, 1, 1, 5], 1):
-                step = model(cut, past_key_values=past, use_cache=True)
+                step = model(cut, **{CACHE: past}, use_cache=True)
                 past = step.past_key_values
                 steps.append(step.logits)
             padded = F.pad(text, (0, 3))

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 import acutance
 from acutance.capture.entry_points import EntryPoints, is_library_code
 from acutance.scaling import LogN
+from tests.versions import CACHE
 
 LAW = LogN(train_length=4)
 
@@ -138,7 +139,7 @@ def test_decoding_under_a_law_is_that_of_passes_which_are_followed(ids: Tensor) 
         rows = [output.last_hidden_state]
         for place in range(5, 9):
             cache = output.past_key_values
-            output = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            output = model(ids[:, place : place + 1], **{CACHE: cache}, use_cache=True)
             rows.append(output.last_hidden_state)
         return rows
 

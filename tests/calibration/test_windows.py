@@ -18,6 +18,7 @@ from acutance import scaling
 from acutance.calibration import ApplyError, Law, LawError
 from acutance.calibration.named_law import named_law
 from acutance.scaling import Window
+from tests.versions import CACHE
 
 Built = Callable[..., nn.Module]
 #: float64, two layers; the model's rotation is rounded to float32, some 1e-7 at these positions
@@ -234,9 +235,7 @@ def test_a_cache_gives_what_one_pass_gives(llama: nn.Module, tokens: Tensor, win
             for start, stop in itertools.pairwise([0, 9, 16, *range(17, LENGTH + 1)]):
                 part = tokens[:, start:stop]
                 places = torch.arange(start, stop)[None]
-                parts.append(
-                    logits(llama, input_ids=part, past_key_values=cache, position_ids=places)
-                )
+                parts.append(logits(llama, input_ids=part, **{CACHE: cache}, position_ids=places))
             torch.testing.assert_close(torch.cat(parts, 1), want, atol=CLOSE, rtol=0)
 
 

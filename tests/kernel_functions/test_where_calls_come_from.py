@@ -28,6 +28,7 @@ from tests.kernel_functions.checks import (
     tensors,
 )
 from tests.kernel_functions.stand_ins import flash_attn_2, flash_attn_3
+from tests.versions import CACHE
 
 
 @pytest.fixture
@@ -195,8 +196,8 @@ def test_a_compiled_law_counts_the_keys_of_packed_documents(
         steps = []
         for run in (model, compiled):  # a decoded token sees the keys of the cache
             cache = DynamicCache(config=model.config)
-            model(TOKENS, past_key_values=cache)
-            steps.append(run(TOKENS[:, :1], past_key_values=cache).logits)
+            model(TOKENS, **{CACHE: cache})
+            steps.append(run(TOKENS[:, :1], **{CACHE: cache}).logits)
         torch.testing.assert_close(*steps)
 
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import acutance
-from tests.versions import any_global_hook
+from tests.versions import CACHE, any_global_hook
 
 TOLERANCE = 1e-5
 
@@ -144,7 +144,7 @@ def test_one_decoded_token_is_read_with_the_right_heads(
                 input_ids=ids[:, -1:],
                 attention_mask=mask if masked else None,
                 position_ids=options["position_ids"][:, -1:],
-                past_key_values=before.past_key_values,
+                **{CACHE: before.past_key_values},
             )
         maps = llama_models["eager"](
             input_ids=ids, attention_mask=mask, output_attentions=True, **options

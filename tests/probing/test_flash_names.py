@@ -22,7 +22,7 @@ from transformers.utils.generic import TransformersKwargs
 import acutance
 from acutance.capture.readers import interface_call
 from acutance.capture.readers.interface_call import InterfaceCall, uses_flash_masks
-from tests.versions import older
+from tests.versions import CACHE, older
 
 BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
 # releases before 5.2 have no such tables
@@ -98,7 +98,7 @@ def test_a_window_after_a_cache_is_read(monkeypatch: pytest.MonkeyPatch, name: s
         plain = model(ids[:, :-QUERIES])
         cache = plain.past_key_values
         with acutance.probe(model, verify=True) as probe:
-            model(ids[:, -QUERIES:], past_key_values=cache)
+            model(ids[:, -QUERIES:], **{CACHE: cache})
     summary = probe.summary()
     assert {layer.status for layer in summary.layers} == {"verified"}
     place = summary.metrics.index("n_keys")

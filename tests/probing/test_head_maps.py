@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import acutance
+from tests.versions import CACHE
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,7 +82,7 @@ def test_a_sample_of_a_continued_sequence_keeps_its_places(
     for options in ({}, {"max_rows": 2, "structure": True}):
         with torch.no_grad(), acutance.probe(model, **asked, **options) as probe:
             cache = model(ids[:, :6], use_cache=True).past_key_values
-            model(ids[:, 6:], past_key_values=cache, use_cache=True)
+            model(ids[:, 6:], **{CACHE: cache}, use_cache=True)
         assert probe.summary().unread == ()
         records.append([one.record() for one in probe.maps["layer 1 head 2"]])
         assert [one.positions for one in probe.maps["layer 1 head 2"]] == [(5, 7, 9)] * 2

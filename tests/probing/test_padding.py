@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import acutance
 from acutance.capture.padding import PaddingMask, TokenMasks
 from acutance.probing import Layer
+from tests.versions import CACHE
 
 LENGTHS, TOKENS, VOCABULARY = (11, 6), 11, 97
 REAL = torch.arange(TOKENS) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -417,9 +418,9 @@ def test_padding_is_left_out_where_a_prefix_of_keys_comes_before(side: str) -> N
 
     given = {"input_ids": tokens, "attention_mask": whole}
     with torch.no_grad():
-        maps = model(**given, past_key_values=prefix(), output_attentions=True).attentions
+        maps = model(**given, **{CACHE: prefix()}, output_attentions=True).attentions
         with acutance.probe(model, verify=True) as probe:
-            model(**given, past_key_values=prefix())
+            model(**given, **{CACHE: prefix()})
     summary = probe.summary()
     assert [counts(layer) for layer in summary.layers] == [(17, 5, 0, 0)] * 2
     expected = torch.cat([over(entropy(weights), real) for weights in maps])

@@ -17,7 +17,7 @@ import acutance
 from acutance.probing import Examples, HeadSummary, Moments
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.structure import STRUCTURE, statistics
-from tests.versions import any_global_hook
+from tests.versions import CACHE, any_global_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -164,7 +164,7 @@ def test_a_cache_read_token_by_token_equals_the_whole(implementation: str, cache
         for first, last in ((0, 9), (9, 12), *((i, i + 1) for i in range(12, 17))):
             places = torch.arange(first, last)
             past = model(
-                tokens[:, first:last], past_key_values=past, use_cache=True,
+                tokens[:, first:last], **{CACHE: past}, use_cache=True,
                 cache_position=places, position_ids=places[None],
             ).past_key_values  # fmt: skip
     both = probe.summary()

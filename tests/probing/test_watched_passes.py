@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 import acutance
 from acutance.capture.entry_points import classes_are_library
+from tests.versions import CACHE
 
 
 def gpt2(layers: int = 2) -> Any:
@@ -68,7 +69,7 @@ def run(model: Any, ids: Tensor) -> None:
         output = model(
             ids[:, place : place + 1],
             attention_mask=padded[:, : place + 1],
-            past_key_values=output.past_key_values,
+            **{CACHE: output.past_key_values},
             use_cache=True,
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tests.verification.models import attend, build, repeated, with_function
+from tests.versions import CACHE
 
 Made = Callable[[], nn.Module]
 
@@ -162,8 +163,8 @@ def cached_decoding_ignores_the_window() -> nn.Module:
     forward = model.model.forward
 
     def with_whole_cache(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = DynamicCache()
+        if kwargs.get("use_cache") and kwargs.get(CACHE) is None:
+            kwargs[CACHE] = DynamicCache()
         return forward(*args, **kwargs)
 
     model.model.forward = with_whole_cache
@@ -185,8 +186,8 @@ def sliding_cache_rolls_wrongly() -> nn.Module:
     forward = model.model.forward
 
     def with_rolled_cache(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = Rolled(config=model.config)
+        if kwargs.get("use_cache") and kwargs.get(CACHE) is None:
+            kwargs[CACHE] = Rolled(config=model.config)
         return forward(*args, **kwargs)
 
     model.model.forward = with_rolled_cache
@@ -289,7 +290,7 @@ def packed_documents_see_each_other() -> nn.Module:
 
     def without_documents(*args: Any, **kwargs: Any) -> Any:
         ids = kwargs["input_ids"]
-        if kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None:
+        if kwargs.get("attention_mask") is None and kwargs.get(CACHE) is None:
             kwargs["attention_mask"] = torch.ones_like(ids)
         return forward(*args, **kwargs)
 
@@ -367,7 +368,7 @@ def decoding_counts_padding() -> nn.Module:
     forward = model.model.forward
 
     def with_cache_positions(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if cache is not None and cache.get_seq_length():
             start = cache.get_seq_length()
             length = kwargs["input_ids"].shape[1]
@@ -475,7 +476,6 @@ def _own_attention(model: Any, *, neighbours: bool = False, sinks: bool = True) 
             hidden_states: Tensor,
             position_embeddings: Any = None,
             attention_mask: Any = None,
-            past_key_values: Any = None,
             **rest: Any,
         ) -> tuple[Tensor, None]:
             shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -484,8 +484,9 @@ def _own_attention(model: Any, *, neighbours: bool = False, sinks: bool = True) 
             width = self.head_dim // 2
             cos, sin = (table[..., :width].unsqueeze(1) for table in position_embeddings)
             q, k = (_turned(x, cos, sin, neighbours) for x in (q, k))
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
+            cache = rest.get(CACHE)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
             function = AttentionInterface().get_interface(self.config._attn_implementation, attend)
             passed = {"s_aux": self.sinks} if sinks and hasattr(self, "sinks") else {}
             output = function(self, q, k, v, attention_mask, scaling=self.scaling, **passed)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.model_cache import cache_argument, returned_cache
 from acutance.capture.module_names import class_name, named_modules, unwrap
 from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
@@ -93,7 +94,7 @@ def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
     try:
         with huggingface.change(shapes), torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            cache = inner(input_ids=token, use_cache=True).past_key_values
+            cache = returned_cache(inner(input_ids=token, use_cache=True))
     finally:
         inner.train(training)
     if cache is None or not shapes.calls or cache.get_seq_length() != 1:
@@ -114,8 +115,8 @@ def check_model(model: torch.nn.Module) -> None:
     name, inner = class_name(model), unwrap(model)
     config: Any = getattr(inner, "config", None)
     takes = inspect.signature(inner.forward).parameters
-    if config is None or "past_key_values" not in takes or "input_ids" not in takes:
-        raise PlanError(f"{name} has no key-value cache: it takes no past_key_values")
+    if config is None or cache_argument(takes) is None or "input_ids" not in takes:
+        raise PlanError(f"{name} has no key-value cache: its forward method takes none")
     if getattr(config, "is_encoder_decoder", False):
         raise PlanError(f"the cache of {name} cannot be planned: it is an encoder-decoder")
     if by_hand := [

@@ -339,7 +339,7 @@ class PlannedCache(Cache):  # type: ignore[misc]
     """transformers' cache that holds what a plan keeps.
 
     :func:`acutance.apply` gives one to every forward pass and every ``generate`` that has no cache
-    yet. To continue from it later, pass ``output.past_key_values`` on as usual. Keys are stored
+    yet. To continue from it later, pass the cache in its output on as usual. Keys are stored
     after RoPE. Gradients do not reach keys of earlier passes.
 
     Args:

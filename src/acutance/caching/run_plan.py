@@ -24,6 +24,7 @@ from acutance.caching.stores import Attend
 from acutance.calibration.in_force import ApplyError, CountedChange
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.kernel_functions import calls
+from acutance.capture.model_cache import CACHE_ARGUMENTS, cache_argument
 from acutance.capture.module_names import class_name, named_modules, unwrap
 from acutance.capture.module_stack import Running, module_of_method
 from acutance.capture.protocols import Changer
@@ -82,10 +83,11 @@ class AppliedPlan(CountedChange, Changer):
         forget_pending()
         names = list(signature.parameters)[1:]  # the first is self
         given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        argument = next((name for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+        cache = None if argument is None else given[argument]
         if isinstance(cache, PlannedCache):
             if cache.plan is not self.plan and cache.plan != self.plan:
-                raise ApplyError("past_key_values is the cache of another plan")
+                raise ApplyError(f"{argument} is the cache of another plan")
             return None
         if cache is None:
             config: Any = module.config
@@ -95,13 +97,14 @@ class AppliedPlan(CountedChange, Changer):
         elif type(cache).__name__ != "DynamicCache" or cache.get_seq_length():
             what = f"{type(cache).__name__} with {cache.get_seq_length()} tokens"
             raise ApplyError(
-                "past_key_values must be a cache of this plan, an empty DynamicCache or None, got "
-                f"a {what}"
+                f"{argument} must be a cache of this plan, an empty DynamicCache or None, got a "
+                f"{what}"
             )
-        place, planned = names.index("past_key_values"), PlannedCache(self.plan)
+        declared, planned = cache_argument(names), PlannedCache(self.plan)
+        place = len(args) if declared is None else names.index(declared)
         if place < len(args):
             return (*args[:place], planned, *args[place + 1 :]), kwargs
-        return args, {**kwargs, "past_key_values": planned}
+        return args, {**kwargs, argument or str(declared): planned}
 
     # -- attention calls, as acutance.capture.protocols.Changer -----------------------------------
 
@@ -156,7 +159,8 @@ def _signature(module: torch.nn.Module) -> inspect.Signature | None:
     if getattr(module, "config", None) is None:
         return None
     found = inspect.signature(type(module).forward)
-    return found if {"past_key_values", "input_ids"} <= set(found.parameters) else None
+    takes_a_cache = cache_argument(found.parameters) is not None
+    return found if takes_a_cache and "input_ids" in found.parameters else None
 
 
 class PlannedCall:

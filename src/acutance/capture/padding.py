@@ -19,6 +19,7 @@ from torch import Tensor
 
 from acutance.capture import entry_points
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.model_cache import CACHE_ARGUMENTS
 from acutance.masks import hidden_scores, hides
 
 __all__ = [
@@ -53,7 +54,6 @@ _INPUTS = {"input_ids", "inputs_embeds", "pixel_values", "input_features", "inpu
 _STATES = "hidden_states"
 #: A mask of a module that takes one of these is about keys, which may be of another sequence.
 _KEYS = {"key", "keys", "k"}
-_PAST = ("past_key_values", "past_key_value")
 _ROWS_AT_ONCE = 1 << 22
 _MODULE_FILE = torch.nn.modules.module.__file__
 _DEPTH = 6  # frames between a hook and PyTorch's code that calls it, at most
@@ -230,7 +230,9 @@ def _token_mask(mask: Any, *, padded: bool) -> Tensor | None:
 
 def _cached_tokens(arguments: Mapping[str, Any]) -> int | None:
     """Number of tokens in the cache that a module was called with; None without a cache."""
-    cache = next((arguments[name] for name in _PAST if arguments.get(name) is not None), None)
+    cache = next(
+        (arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None
+    )
     if cache is None:
         return None
     try:

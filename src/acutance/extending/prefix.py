@@ -11,6 +11,7 @@ from torch import Tensor
 from acutance.calibration.law import by_layer
 from acutance.calibration.logits import call_model, logits_of
 from acutance.calibration.losses import Loss, NextToken
+from acutance.capture.model_cache import cache_argument
 from acutance.judging.remedies import LawRemedy, Remedy
 
 __all__ = ["Prefix", "begins_beyond"]
@@ -50,7 +51,7 @@ class Prefix:
         if window != self._window:
             self._cache = _read(self._model, ids[:, : self.length])
             self._window = window
-        return {"input_ids": ids[:, self.length :], "past_key_values": self._cache}
+        return {"input_ids": ids[:, self.length :], **_cached(self._model, self._cache)}
 
 
 def begins_beyond(model: torch.nn.Module, remedy: Remedy, length: int) -> bool:
@@ -78,22 +79,31 @@ def begins_beyond(model: torch.nn.Module, remedy: Remedy, length: int) -> bool:
 
 def _can_continue(model: Any, ids: Tensor) -> bool:
     """Whether a model with all keys of its first tokens kept reads the next ones as without."""
-    takes = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
     kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
-    if "past_key_values" not in takes or kinds != {"full_attention"}:
+    if _cache_name(model) is None or kinds != {"full_attention"}:
         return False
     few = ids[:, :_COMPARED]
     half = few.shape[1] // 2
     try:
         with torch.no_grad():
             whole = logits_of(model, call_model(model, {"input_ids": few}))[:, half:]
-            rest = {"input_ids": few[:, half:], "past_key_values": _read(model, few[:, :half])}
+            rest = {"input_ids": few[:, half:], **_cached(model, _read(model, few[:, :half]))}
             parts = logits_of(model, call_model(model, rest))
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
         return False
     scale = float(whole.abs().amax()) * torch.finfo(whole.dtype).eps
     return bool(((parts - whole).abs() <= max(1e-4, 8 * scale)).all())
+
+
+def _cache_name(model: Any) -> str | None:
+    """The argument of a model's forward method that takes a cache."""
+    return cache_argument(inspect.signature(model.forward).parameters)
+
+
+def _cached(model: Any, cache: Any) -> dict[str, Any]:
+    """A cache as an argument of a model that takes one."""
+    return {_cache_name(model) or "past_key_values": cache}
 
 
 def _read(model: Any, ids: Tensor) -> Any:
@@ -113,6 +123,6 @@ def _read(model: Any, ids: Tensor) -> Any:
 
     cache = Fixed()
     base = getattr(model, "base_model", model)
-    call_model(base, {"input_ids": ids, "past_key_values": cache})
+    call_model(base, {"input_ids": ids, **_cached(base, cache)})
     cache.full = True
     return cache

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.model_cache import cache_argument, returned_cache
 from acutance.capture.module_names import unwrap
 from acutance.verification.arguments import Pass
 
@@ -99,11 +100,12 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
             yield Kind("left padding", lambda read: text.padded(read, left=True))
     if not _is_causal(model):
         return
-    without_cache = "use_cache" in names or "past_key_values" not in names
+    cache = cache_argument(names)
+    without_cache = "use_cache" in names or cache is None
     if "position_ids" in names and without_cache and ids.shape[1] >= 12:
         separates = makes_masks_from_positions(model)
         yield Kind("packed", lambda read: text.packed(read, separates))
-    if {"past_key_values", "use_cache"} <= names and ids.shape[1] >= 12:
+    if cache is not None and "use_cache" in names and ids.shape[1] >= 12:
         steps = [ids.shape[1] - _STEPS, *([1] * _STEPS)]
         yield Kind("cache by token", lambda read: text.cached(read, "cache by token", steps), True)
         size = -(-ids.shape[1] // _CHUNKS)
@@ -197,9 +199,9 @@ class _Text:
             facts = Pass(name, size, past, real[:, : past + size], positions[:, part], is_text=True)
             rest = {"attention_mask": real[:, : past + size].long(), "use_cache": True}
             if cache is not None:
-                rest["past_key_values"] = cache
+                rest[cache_argument(self._names) or "past_key_values"] = cache
             output = read(facts, self._arguments(ids[:, part], positions[:, part], **rest))
-            cache, past = getattr(output, "past_key_values", None), past + size
+            cache, past = returned_cache(output), past + size
             if cache is None:
                 raise ValueError("the model returns no past_key_values")
         return output

@@ -256,7 +256,8 @@ class CachePlanPress(BasePress):
 
     def forward_hook(self, module, input, kwargs, output):
         """After a layer has run, mask what its next token does not read."""
-        keys = kwargs["past_key_values"].layers[module.layer_idx].keys
+        cache = kwargs["cache" if "cache" in kwargs else "past_key_values"]
+        keys = cache.layers[module.layer_idx].keys
         stored = keys.shape[2]
         masked = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
         for head, kept in enumerate(HEADS[module.layer_idx]):
