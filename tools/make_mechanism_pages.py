@@ -6,8 +6,8 @@ Run it from the repository's root after a change of the table or of what is meas
     python tools/make_mechanism_pages.py --pages    # the pages alone, from the figures' record
 
 The figures' record, docs/mechanisms/readings.json, holds two comparisons: against the number of
-keys, and against the deviation of the scores. Every number in a page is read from it or printed by
-the page's own example, which the tests run.
+keys, and against the deviation of scaled dot products. Every number in a page is read from it or
+printed by the page's own example, which the tests run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def points(found: Comparison, name: str) -> list[dict[str, float | None]]:
 
 
 def measure() -> dict[str, Any]:
-    """Every mechanism against n, at scores of deviation 1, and against that deviation."""
+    """Every mechanism against n, for standard normal queries and keys, and for wider queries."""
     by_n = compare("all", n=LENGTHS, d=WIDTH, costs=False)
     by_deviation = [
         compare("all", n=AT, d=WIDTH, std=(deviation, 1.0), costs=False) for deviation in DEVIATIONS
@@ -179,7 +179,8 @@ def page(entry: Mechanism, record: dict[str, Any], lines: list[str]) -> str:
     last = record["lengths"][-1]
     share = measured[-1]
     summary = (
-        f"Among {last:,} keys, with scores of deviation 1, {share:,.4g} are effective."
+        f"For standard normal queries and keys of width {record['width']}, {share:,.4g} of {last:,}"
+        " keys are effective."
         if not math.isnan(share)
         else f"Its rows among {last:,} keys have no effective keys to draw."
     )
@@ -210,7 +211,7 @@ def page(entry: Mechanism, record: dict[str, Any], lines: list[str]) -> str:
             f"```{{image}} figures/{entry.name}.svg",
             ":class: only-light",
             f':alt: "{entry.title}: effective keys against the number of keys, and against the'
-            ' deviation of the scores, theory beside measurement."',
+            ' deviation of scaled dot products, theory beside measurement."',
             "```",
             f"```{{image}} figures/{entry.name}-dark.svg",
             ":class: only-dark",

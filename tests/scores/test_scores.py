@@ -77,8 +77,8 @@ def make(name: str, by_head: bool) -> tuple[Any, Any]:
     return Additive(*parts), formula
 
 
-#: ``scale_invariant`` depends on the query's position too: test_distance.
-NAMES = [name for name in SCORES if name != "scale_invariant"]
+#: ``scale_invariant`` and ``features`` depend on positions too: test_distance, test_features.
+NAMES = [name for name in SCORES if name not in ("scale_invariant", "features")]
 CASES = [(name, by_head) for name in NAMES for by_head in (False, True)]
 TILED = [case for case in CASES if case[0] in ("additive", "location")]
 #: The sum of at most 8 products, and a tanh: 16 roundings of numbers of about 10.
@@ -338,12 +338,12 @@ def test_functions_are_scores() -> None:
 
 
 def test_every_name_is_found_or_says_what_it_needs() -> None:
-    assert [*NAMES, "scale_invariant"] == list(SCORES)
+    assert [*NAMES, "scale_invariant", "features"] == list(SCORES)
     assert NAMES == ["scaled_dot", "dot", "cosine", "general", "additive", "location"]
     for name in ("scaled_dot", "dot", "cosine", "scale_invariant"):
         assert type(scores.get(name)) is SCORES[name]
         assert SCORES[name].name == name
-    for name in ("general", "additive", "location"):
+    for name in ("general", "additive", "location", "features"):
         with pytest.raises(
             ValueError, match=rf"score='{name}' needs parameters: pass scores\.\w+\("
         ):

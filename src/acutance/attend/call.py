@@ -23,7 +23,7 @@ from acutance.kernels.ops import attend_rows
 from acutance.kernels.whole_rows import WeighedRows, weigh_rows
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, apply_scaling, visible_keys
-from acutance.scores import DotScore, ScaledDot, ScaleInvariant, TileScore
+from acutance.scores import DotScore, Features, ScaledDot, ScaleInvariant, TileScore
 from acutance.shapes import check_flags, check_inputs, check_number, check_softcap
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 
@@ -125,7 +125,7 @@ def _validated(query: Tensor, key: Tensor, value: Tensor | None, options: Option
     elif isinstance(score, DotScore):
         query, key, scale = score.transform(query, constant_where_not_finite(key))
     else:
-        if isinstance(score, ScaleInvariant) and score.offset is None:
+        if isinstance(score, Features | ScaleInvariant) and score.offset is None:
             score = replace(score, offset=options.masks.get("query_offset") or 0)
         score, query, key = score.prepare(query, constant_where_not_finite(key))
         scale = 1.0

@@ -24,7 +24,7 @@ from acutance.comparison.measured import Rows as MeasuredRows
 from acutance.comparison.record import Gaussian, Inputs
 from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import Call, Decay, Linear, Recurrence, Rows, Sizes
-from acutance.mechanisms.feature_maps import CosFormer, FeatureMap, feature_map
+from acutance.mechanisms.feature_maps import CallableMap, CosFormer, FeatureMap, feature_map
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
 
@@ -82,7 +82,7 @@ def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -
     if isinstance(form, Decay | Recurrence):
         predicted = _decays(form, inputs, n)
     elif law == "linear":
-        assert isinstance(form, Linear)
+        assert isinstance(form, Linear | Rows)
         predicted = _linear(form, inputs, n)
     else:
         predicted = _scored(mechanism, inputs, measured, n)
@@ -235,7 +235,7 @@ def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
     return Predicted(values, dict.fromkeys(values, "fixed"), why, {"lam": float(lam.mean())})
 
 
-def _linear(form: Linear, inputs: Inputs, n: float) -> Predicted:
+def _linear(form: Linear | Rows, inputs: Inputs, n: float) -> Predicted:
     """Predict linear attention from the mean and covariance of key features."""
     q, mean, covariance, exact = feature_moments(form, inputs)
     sparsity = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
@@ -264,7 +264,7 @@ _DRAWS = 1 << 15
 _GRID = 20_001
 
 
-def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, bool]:
+def feature_moments(form: Linear | Rows, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Query features, and mean and covariance of key features, for each head.
 
     For Gaussian keys the moments are those of the distribution: by quadrature for componentwise
@@ -277,9 +277,15 @@ def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tenso
     """
     heads, group = inputs.query.shape[1], inputs.query.shape[1] // inputs.key.shape[1]
     sizes = Sizes(heads, inputs.key.shape[1], inputs.n, inputs.key.shape[3])
-    chosen = feature_map(form.feature_map(sizes))
+    chosen: FeatureMap
+    of_query: FeatureMap
+    if isinstance(form, Rows):
+        score = form.options(sizes)["score"]
+        chosen, of_query = CallableMap(score.key_map), CallableMap(score.query_map)
+    else:
+        chosen = of_query = feature_map(form.feature_map(sizes))
     places = torch.arange(inputs.n)
-    q = chosen(inputs.query.double(), places[inputs.offset :]).flatten(0, 1)
+    q = of_query(inputs.query.double(), places[inputs.offset :]).flatten(0, 1)
     if inputs.law is not None and not isinstance(chosen, CosFormer):
         mean, covariance = _of_law(chosen, inputs.law, inputs.key.shape[3])
         count = q.shape[0]

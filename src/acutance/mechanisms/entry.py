@@ -98,10 +98,17 @@ class Rows(Form):
 
     Args:
         options: returns the options of ``attention`` for given sizes.
+        causal: whether rows never see later keys.
     """
 
     kind: ClassVar[str] = "rows"
     options: Callable[[Sizes], Mapping[str, Any]]
+    causal: bool = False
+
+    @property
+    def always_causal(self) -> bool:  # type: ignore[override]
+        """Whether rows never see later keys, regardless of ``is_causal``."""
+        return self.causal
 
     def options_for(self, call: Call) -> dict[str, Any]:
         """Options of :func:`acutance.attention`, parameters on the query's device and dtype."""

@@ -1,4 +1,4 @@
-r"""Table entries of mechanisms without scores: feature maps, decays and a recurrence."""
+r"""Table entries of mechanisms without scores: feature maps, decays, gates and a recurrence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import elu, logsigmoid
 
 from acutance.mechanisms.decays import alibi_decays, retnet_decays
-from acutance.mechanisms.entry import Decay, Linear, Mechanism, Recurrence, Theory
+from acutance.mechanisms.entry import Decay, Linear, Mechanism, Recurrence, Rows, Theory
 from acutance.mechanisms.feature_maps import FEATURE_MAPS, CosFormer
+from acutance.scores import Features
+from acutance.weights import ReLU
 
 __all__ = ["SCORELESS"]
 
@@ -140,6 +143,67 @@ _COSFORMER = Mechanism(
     Linear(lambda sizes: CosFormer(length=max(1, sizes.keys))),
 )  # fmt: skip
 
+_IN_ROWS = (
+    "In blocks of whole rows, with every statistic: O(n²) time and O(n) memory plus one block. Its"
+    " output alone could be had from sums over keys in O(n)."
+)
+
+_TWO_MAPS = Mechanism(
+    "linear_two_maps", "Linear attention, exponential queries and ReLU keys",
+    r"p_j \propto \phi_q(q) \cdot \phi_k(k_j), \quad \phi_q(x) = e^x, \; \phi_k(x) = \max(x, 0)",
+    "Su Jianlin (2023), https://kexue.fm/archives/9889",
+    _NOISY + " Each map can be chosen for its part: φ_k for key features that are mostly near zero,"
+    " φ_q for a query with few large ones.",
+    Theory(
+        ("sparsity_linear", "sparsity_linear_iid"), "linear",
+        _MOMENTS.replace("q=φ(q)", "q=φ_q(q)").replace("key features", "key features φ_k(k)"),
+    ),
+    _IN_ROWS,
+    "acutance.attention(query, key, value, score=acutance.scores.Features(torch.exp, torch.relu),"
+    ' weights=acutance.weights.ReLU(normalize="sum"))',
+    Rows(lambda sizes: {
+        "score": Features(torch.exp, torch.relu), "weights": ReLU(normalize="sum")
+    }),
+)  # fmt: skip
+
+
+def _elu1(x: Tensor) -> Tensor:
+    """elu(x) + 1 of each component."""
+    return elu(x) + 1
+
+
+def _log_gate(key: Tensor) -> Tensor:
+    """Compute log σ(w·k)/16 of each key, w of length 1 with equal components."""
+    return logsigmoid(key.sum(-1) / key.shape[-1] ** 0.5) / 16
+
+
+_GATED = Mechanism(
+    "linear_gated", "Linear attention, elu + 1 features, with a gate computed from each key",
+    r"p_{ij} \propto \phi(q_i) \cdot \phi(k_j) \prod_{t=j+1}^{i} \lambda_t, \quad"
+    r" \lambda_t = \sigma(w \cdot k_t)^{1/16}, \; \phi(x) = \mathrm{elu}(x) + 1",
+    "Sun et al. (2024), arXiv:2405.05254 (the gate), and Katharopoulos et al. (2020),"
+    " arXiv:2006.16236",
+    "On the keys since the last small gates: about (1 + λ)/(1 − λ) of them for gates of mean λ, at"
+    " any length; unlike with a constant decay, the data decide which.",
+    Theory(
+        ("effective_keys_decay", "sparsity_linear"), None,
+        "For independent gates of mean m₁ and features of sparsity S, the means over rows of (Σa)²"
+        " and Σa² have the ratio 1 + 2 m₁ S²/(1 − m₁); no function predicts the mean of (Σa)²/Σa²"
+        " itself.",
+    ),
+    _IN_ROWS,
+    "acutance.attention(query, key, value, is_causal=True, score=acutance.scores.Features("
+    "lambda x: torch.nn.functional.elu(x) + 1, lambda x: torch.nn.functional.elu(x) + 1,"
+    " log_gate=lambda k: torch.nn.functional.logsigmoid(k.sum(-1) / k.shape[-1] ** 0.5) / 16),"
+    ' weights=acutance.weights.ReLU(normalize="sum"))',
+    Rows(
+        lambda sizes: {
+            "score": Features(_elu1, _elu1, _log_gate), "weights": ReLU(normalize="sum")
+        },
+        causal=True,
+    ),
+)  # fmt: skip
+
 _RETENTION = Mechanism(
     "retention", "Retention: signed scores times RetNet's decays",
     r"a_{ij} = \lambda_h^{i - j} \, q_i \cdot k_j / \sqrt d, \quad \lambda_h = 1 - 2^{-5-h}",
@@ -177,6 +241,7 @@ _LRU = Mechanism(
 SCORELESS: tuple[Mechanism, ...] = (
     _IDENTITY,
     *(_linear(name) for name in _TITLES),
+    _TWO_MAPS,
     _COSFORMER,
     _decay(
         "decay", "One decay, λ = 0.9", r"a_j = \lambda^{n - j}",
@@ -189,5 +254,6 @@ SCORELESS: tuple[Mechanism, ...] = (
         "acutance.mechanisms.alibi_decays(query.shape[1]).to(query)", _slopes,
     ),
     _RETENTION,
+    _GATED,
     _LRU,
 )  # fmt: skip

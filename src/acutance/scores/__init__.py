@@ -28,7 +28,7 @@ from acutance.scores.products import (
     scaled_dot,
 )
 from acutance.scores.qk_norm import HenryGain, QKNorm, SwinGain, l2_norm, layer_norm, rms_norm
-from acutance.scores.tiles import Additive, ScaleInvariant, additive, scale_invariant
+from acutance.scores.tiles import Additive, Features, ScaleInvariant, additive, scale_invariant
 from acutance.shapes import did_you_mean
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Cosine",
     "Dot",
     "DotScore",
+    "Features",
     "FunctionScore",
     "General",
     "GeneralScore",
@@ -66,13 +67,14 @@ __all__ = [
 #: Every score by its name.
 SCORES: dict[str, type[Any]] = {
     kind.name: kind
-    for kind in (ScaledDot, Dot, Cosine, General, Additive, Location, ScaleInvariant)
+    for kind in (ScaledDot, Dot, Cosine, General, Additive, Location, ScaleInvariant, Features)
 }
 
 _PARAMETERS = {
     "general": "General(weight), or the module GeneralScore",
     "additive": "Additive(query_weight, key_weight, vector), or the module AdditiveScore",
     "location": "Location(weight), or the module LocationScore",
+    "features": "Features(query_map, key_map)",
 }
 
 

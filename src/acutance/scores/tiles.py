@@ -1,4 +1,4 @@
-r"""Scores computed tile by tile: scale-invariant attention, and additive scores.
+r"""Scores computed tile by tile: scale-invariant, additive, and of linear attention with gates.
 
 The additive score is :math:`v^\top \tanh(W_q q + W_k k)`. Written out, the
 tanh is L×S×hidden. Here it exists for a few hidden units of one tile at a time, and the backward
@@ -7,6 +7,7 @@ pass computes it again instead of keeping it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from acutance.scores.base import TileScore, check_pair, check_parameter, precise
+from acutance.scores.base import TileScore, check_pair, check_parameter, dot_tile, precise
+from acutance.scores.products import Dot
 from acutance.shapes import check_count, check_number, describe
 
-__all__ = ["Additive", "ScaleInvariant", "additive", "scale_invariant"]
+__all__ = ["Additive", "Features", "ScaleInvariant", "additive", "scale_invariant"]
 
 
 #: Elements of the tanh that exist at a time, where a tile alone is not larger.
@@ -281,3 +283,90 @@ def scale_invariant(
         tensor([[[[2.0000, 1.7032]]]])
     """
     return ScaleInvariant(tau, scale, offset).tile(query, key)
+
+
+@dataclass(frozen=True)
+class Features:
+    r"""The weights of linear attention as scores: a feature map each for query and key, and gates.
+
+    .. math:: s_{ij} = \phi_q(q_i) \cdot \phi_k(k_j) \prod_{t=j+1}^{i} \lambda_t
+
+    With non-negative features, ``weights=ReLU(normalize="sum")`` makes them linear attention. Rows
+    are computed in blocks, in O(n²) time and O(n) memory, and have every statistic.
+
+    Args:
+        query_map: φ_q, a function from (..., E) to (..., F).
+        key_map: φ_k.
+        log_gate: a function from keys (B, H, S, E) to log λ (B, H, S), at most 0; None for λ = 1.
+            For keys after the row's position the product is over the gates in between.
+        offset: keys before the first query, as with a cache; None is the call's ``query_offset``.
+
+    Raises:
+        ValueError: if the gates have another shape, or one is above 1.
+
+    Example:
+        Equal keys that each halve the weight of all earlier ones:
+
+        >>> half = lambda k: torch.full_like(k[..., 0], 0.5).log()
+        >>> score = Features(torch.exp, torch.exp, log_gate=half, offset=3)
+        >>> score.tile(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 4, 2))
+        tensor([[[[0.2500, 0.5000, 1.0000, 2.0000]]]])
+
+    Source:
+        Su Jianlin, kexue.fm article 9889 (two maps); Sun et al. (2024), arXiv:2405.05254 (gates).
+    """
+
+    name: ClassVar[str] = "features"
+    query_map: Callable[[Tensor], Tensor]
+    key_map: Callable[[Tensor], Tensor]
+    log_gate: Callable[[Tensor], Tensor] | None = None
+    offset: int | None = None
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """Scores (B, Hq, l, s) of queries and of all keys, in float32 at least."""
+        score, query, key = self.prepare(query, key)
+        return score.tile(query, key, key_start)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        """Features, with the summed log gates appended in two parts, as float32 alone is coarse."""
+        check_pair(query, key)
+        query, key = precise(query), precise(key)
+        total = key.new_zeros(key.shape[:3], dtype=torch.float64)
+        if self.log_gate is not None:
+            gate = self.log_gate(key)
+            if gate.shape != key.shape[:3]:
+                raise ValueError(
+                    f"log_gate must return (B, H, S) = {tuple(key.shape[:3])}, got "
+                    f"{tuple(gate.shape)}"
+                )
+            if not torch.compiler.is_compiling() and bool((gate > 0).any()):
+                raise ValueError(
+                    "log_gate must return logarithms of gates, at most 0, got "
+                    f"{float(gate.max()):g}"
+                )
+            total = gate.double().cumsum(-1)
+        place = torch.arange(query.shape[2], device=key.device) + (self.offset or 0)
+        own = total[..., place.clamp(max=max(0, key.shape[2] - 1))] if key.shape[2] else total
+        own = own.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return _Gated(), _with(self.query_map(query), own), _with(self.key_map(key), total)
+
+
+def _with(features: Tensor, total: Tensor) -> Tensor:
+    """Features with a float64 number for each, as two components of their own dtype."""
+    high = total.to(features.dtype)
+    return torch.cat((features, torch.stack((high, (total - high).to(features.dtype)), -1)), -1)
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """Products of features, times the exponential of minus the difference of their last two."""
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        products = dot_tile(Dot(), query[..., :-2], key[..., :-2])
+        own = query[..., None, -2:].unflatten(1, (key.shape[1], -1))
+        high, low = (own - key[:, :, None, None, :, -2:]).flatten(1, 2).unbind(-1)
+        scores: Tensor = products * (high + low).abs().neg().exp()
+        return scores
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        return self, query, key

@@ -1,0 +1,106 @@
+"""Features with gates: the formula, blocks, gradients, long sequences, and the means of theory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import acutance
+from acutance.mechanisms import MECHANISMS, decay_attention
+from acutance.scores import Features
+from acutance.weights import ReLU
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def log_gate(key: Tensor) -> Tensor:
+    return logsigmoid(key.sum(-1))
+
+
+def formula(query: Tensor, key: Tensor, offset: int) -> Tensor:
+    """The scores one by one, for grouped heads, the gates multiplied out."""
+    out = torch.empty(*query.shape[:3], key.shape[2], dtype=torch.float64)
+    group = query.shape[1] // key.shape[1]
+    for b, h, i, j in torch.cartesian_prod(*map(torch.arange, out.shape)).tolist():
+        own = key[b, h // group]
+        between = own[min(i + offset, j) + 1 : max(i + offset, j) + 1]
+        gates = torch.sigmoid(between.sum(-1)).prod()
+        out[b, h, i, j] = query[b, h, i].exp() @ own[j].relu() * gates
+    return out
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_scores_are_the_formula_whole_and_in_blocks(offset: int) -> None:
+    query, key = rand(2, 6, 5, 4), rand(2, 2, 9, 4, seed=1)
+    score = Features(torch.exp, torch.relu, log_gate, offset)
+    want = formula(query, key, offset)
+    torch.testing.assert_close(score.tile(query, key), want, rtol=1e-12, atol=1e-13)
+    prepared, q, k = score.prepare(query, key)
+    for i in range(0, 5, 2):
+        for j in range(0, 9, 4):
+            tile = prepared.tile(q[:, :, i : i + 2], k[:, :, j : j + 4], j)
+            block = want[:, :, i : i + 2, j : j + 4]
+            torch.testing.assert_close(tile, block, rtol=1e-12, atol=1e-13)
+
+
+def test_attention_weighs_by_them_and_carries_every_gradient() -> None:
+    query, key = rand(1, 2, 3, 4).requires_grad_(), rand(1, 2, 7, 4, seed=1).requires_grad_()
+    value, bias = rand(1, 2, 7, 3, seed=2), rand(1).requires_grad_()
+    score = Features(torch.exp, torch.exp, lambda k: logsigmoid(k.sum(-1) + bias))
+    out, stats = acutance.attention(
+        query, key, value, is_causal=True, query_offset=4, score=score,
+        weights=ReLU(normalize="sum"), return_stats=True,
+    )  # fmt: skip
+    total = logsigmoid(key.sum(-1) + bias).cumsum(-1)
+    a = (total[..., 4:, None] - total[..., None, :]).exp() * (query.exp() @ key.exp().mT)
+    a = a.tril(4)
+    p = a / a.sum(-1, keepdim=True)
+    torch.testing.assert_close(out, p @ value)
+    torch.testing.assert_close(stats.entropy, torch.special.entr(p).sum(-1))
+    got = torch.autograd.grad(out.square().sum(), (query, key, bias))
+    want = torch.autograd.grad((p @ value).square().sum(), (query, key, bias))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_constant_gate_is_a_decay_far_from_the_start_in_float32() -> None:
+    """Sums of log gates reach 7e4 there, where float32 alone is 4e-3 coarse."""
+    n = 200_000
+    query, key, value = rand(3, 1, 1, n, 2).float().unbind(0)
+    score = Features(torch.exp, torch.exp, lambda k: torch.full_like(k[..., 0], math.log(0.7)))
+    last = query[:, :, -2:]
+    _, stats = acutance.attention(
+        last, key, value, is_causal=True, query_offset=n - 2, score=score,
+        weights=ReLU(normalize="sum"), return_stats=True,
+    )  # fmt: skip
+    _, want = decay_attention(
+        last, key, value, decay=0.7, feature_map=torch.exp, query_offset=n - 2, return_stats=True
+    )
+    torch.testing.assert_close(stats.effective_keys, want.effective_keys, rtol=1e-5, atol=0)
+
+
+def test_the_table_s_gated_rows_have_the_means_of_theory() -> None:
+    """The ratio of the means of (sum a)² and of sum a² is 1 + 2 m S²/(1 - m)."""
+    query, key = rand(1, 400, 1, 64).float(), rand(1, 400, 1024, 64, seed=1).float()
+    form = MECHANISMS["linear_gated"].form
+    score = form.options(None)["score"]  # type: ignore[attr-defined]
+    a = Features(score.query_map, score.key_map, score.log_gate, 1023).tile(query, key).double()
+    ratio = float(a.sum(-1).square().mean() / a.square().sum(-1).mean())
+    m = float(logsigmoid(rand(1_000_000, seed=2)).div(16).exp().mean())
+    content = score.query_map(query) @ score.key_map(key).mT
+    S2 = float(content.mean(-1).square().mean() / content.square().mean())
+    assert ratio == pytest.approx(1 + 2 * m * S2 / (1 - m), rel=0.05)
+
+
+def test_gates_that_do_not_fit_are_refused() -> None:
+    query, key = rand(1, 1, 2, 4), rand(1, 1, 3, 4)
+    with pytest.raises(ValueError, match=r"log_gate must return \(B, H, S\) = \(1, 1, 3\), got"):
+        Features(torch.exp, torch.exp, lambda k: k).tile(query, key)
+    with pytest.raises(ValueError, match=r"logarithms of gates, at most 0, got 0\.5"):
+        Features(torch.exp, torch.exp, lambda k: k[..., 0] * 0 + 0.5).tile(query, key)
