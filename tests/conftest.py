@@ -15,9 +15,6 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
 # A compiled graph kept from another version of the operators would be run in place of this one.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="acutance-tests-")
-# Kernels that are timed halfway through a test would be other ones in its second half.
-os.environ["ACUTANCE_MEASURE"] = "never"
-os.environ["ACUTANCE_CACHE"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
 # One process a core: further threads would only wait for each other, in commands under test too.
 # `make portable` names another number.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS") or (
@@ -36,7 +33,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 def pytest_unconfigure() -> None:
     """Remove what this process cached."""
-    shutil.rmtree(os.environ["ACUTANCE_CACHE"], ignore_errors=True)
+    shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -305,16 +308,69 @@ def test_the_environment_chooses_an_instruction_set(use_cpu: Callable[[str], Non
     assert kernels.info().cpu == CPUS[-1]
 
 
-def test_without_wide_vectors_many_queries_are_left_to_plain_torch(
-    use_cpu: Callable[[str], None],
+@pytest.mark.parametrize("name", [None, *CPUS])
+def test_the_number_of_queries_never_decides_the_backend(
+    name: str | None, use_cpu: Callable[[str], None]
 ) -> None:
-    use_cpu("baseline")
-    for length, backend in ((64, "native"), (65, "blocked")):
+    use_cpu(name or "")
+    for length in (1, 64, 3000):
         q = torch.ones(1, 1, length, 3)
-        assert row_statistics(q, q).backend == backend
-        assert attend.attention(q, q, q, return_stats=True)[1].backend == backend
-        assert row_statistics(q, q, backend="native").backend == "native"
-    assert "more than 64 queries" in str(kernels.info())
+        key = q[:, :, :4]
+        for noise in (False, True):  # with noise a call takes the long way
+            assert row_statistics(q, key, key, noise=noise).backend == "native"
+        assert attend.attention(q, key, key, return_stats=True)[1].backend == "native"
+
+
+def test_a_fixed_table_says_where_pairs_of_bfloat16_are_multiplied() -> None:
+    found = the_library()
+    widest = found.cpus[0]
+    for vendor, family in (("AuthenticAMD", 25), ("AuthenticAMD", 26)):
+        assert found.usual_cpu(vendor, family) == widest
+    without = found.cpus[widest == "avx512_bf16"]
+    for vendor, family in (("GenuineIntel", 6), ("AuthenticAMD", 6), ("GenuineIntel", 25), ("", 0)):
+        assert found.usual_cpu(vendor, family) == without
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="Linux says what processor it is")
+def test_the_table_is_asked_for_this_processor(use_cpu: Callable[[str], None]) -> None:
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    said = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
+    use_cpu("")
+    used = the_library().usual_cpu(said.get("vendor_id", ""), int(said.get("cpu family", 0)))
+    assert kernels.info().cpu == used
+
+
+@pytest.mark.parametrize("name", [None, *CPUS])
+def test_info_says_for_each_dtype_what_is_used_and_why(
+    name: str | None, use_cpu: Callable[[str], None]
+) -> None:
+    use_cpu(name or "")
+    found = kernels.info()
+    assert list(found.dtypes) == ["float32", "float64", "bfloat16", "float16"]
+    for dtype, text in found.dtypes.items():
+        used, _, why = text.partition(": ")
+        assert used == f"native, {name or found.cpu}"
+        if name:
+            assert why == "set by ACUTANCE_CPU"
+        else:
+            assert why.startswith(("the widest", "multiplies pairs", "avx512_bf16 is not known"))
+        assert f"{dtype:16} {text}" in str(found)
+
+
+def test_nothing_is_timed_or_written(tmp_path: Path) -> None:
+    """What runs is the same in every process, whatever its home directory holds."""
+    code = (
+        "import torch, acutance; q = torch.ones(1, 8, 1024, 64); "
+        "acutance.attention(q, q, q); print(acutance.kernels.info().dtypes)"
+    )
+    said = []
+    for home in (tmp_path / "a", tmp_path / "b"):
+        home.mkdir()
+        command, environment = [sys.executable, "-c", code], os.environ | {"HOME": str(home)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        said.append(done.stdout)
+    assert said[0] == said[1] == f"{kernels.info().dtypes}\n"
+    assert not [*tmp_path.glob("*/**/*acutance*")]
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(use_cpu: Callable[[str], None]) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from acutance.comparison.record import COMPARED, Inputs
-from acutance.kernels.selection.timing import cpu_seconds
 from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import Decay, Gated, Linear, Recurrence, Statistics
 
@@ -208,6 +207,20 @@ class Seconds(NamedTuple):
 
     wall: float
     cpu: float
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of all threads of this process so far.
+
+    Read from ``getrusage`` where there is one: Linux moves ``time.process_time`` on in steps of a
+    few milliseconds while CPU time is limited (``ulimit -t``).
+    """
+    if sys.platform == "win32":
+        return time.process_time()
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def timed(call: Callable[[], object], repeats: int = 1) -> Seconds:

@@ -7,29 +7,23 @@ It speaks plain C (``cpu/api.h``): structures of numbers and addresses, written 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 __all__ = [
     *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_BITS", "PLACES", "RAGGED", "SUMS"),
-    *("Choice", "Chooser", "Layout", "Library"),
+    *("Layout", "Library"),
 ]
 
 #: Version of the structures below; a library of another one is refused.
 ABI = 6
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
-
-#: Without AVX2 or its like the native kernel is the faster one for so many queries only, as long as
-#: it was not timed: with SSE2, float32 and width 64 it takes 0.1 to 1.2 of the blocked path's time
-#: up to 64 queries, and 1.3 (causal) to 1.9 (full) at 1024.
-MOST_QUERIES_OF_BASELINE = 64
 
 
 class Layout:
@@ -128,44 +122,6 @@ METRIC_BITS = {
 }
 
 
-class Choice(NamedTuple):
-    """The instruction set that the native kernel uses for a pass and dtype, and why.
-
-    Attributes:
-        dtype: of queries, keys and values.
-        name: of the pass: "forward", "decode" (few queries) or "backward".
-        cpu: the instruction set, such as "avx512".
-        seconds: measured time of a small call by instruction set; empty if none was timed.
-    """
-
-    dtype: str
-    name: str
-    cpu: str
-    seconds: dict[str, float]
-
-
-class Chooser(Protocol):
-    """Protocol of what chooses a library's instruction sets: ``kernels.selection.Selection``.
-
-    Attributes:
-        times: seconds of the kernels on this machine, by dtype.
-    """
-
-    times: dict[str, dict[str, dict[str, float]]]
-
-    def apply(self, dtype: str) -> None:
-        """Make the library use the instruction sets that were fastest for a dtype."""
-
-    def choice(self, dtype: str, name: str) -> Choice:
-        """The instruction set in use for the pass ``name`` of a dtype."""
-
-    def choices(self) -> tuple[Choice, ...]:
-        """The instruction sets in use for every dtype and pass."""
-
-    def complete(self) -> None:
-        """Time the dtypes that have no measured times yet."""
-
-
 class Library:
     """The loaded shared library of native kernels."""
 
@@ -193,9 +149,6 @@ class Library:
         #: sums, the table of the Gaussian entropy, the numbers.
         self.metrics = loaded.acutance_metrics
         self.metrics.argtypes = [*words, *[ctypes.c_void_p] * 3]
-        loaded.acutance_choose.argtypes = words
-        loaded.acutance_row_cost.argtypes = [ctypes.c_int64, ctypes.c_double]
-        loaded.acutance_run.argtypes = [*words[:2], ctypes.c_char_p, ctypes.c_char_p]
         #: The C functions of two packed structures; 0, or the number of a reason.
         self.forward: Callable[[bytes, bytes], int] = loaded.acutance_forward
         self.backward: Callable[[bytes, bytes], int] = loaded.acutance_backward
@@ -204,12 +157,8 @@ class Library:
         self.openmp = _openmp()
         if self.openmp is not None:
             loaded.acutance_use_threads(self.openmp)
-        #: The instruction set that all calls take, by :meth:`use_cpu`; None where it is chosen.
+        #: The instruction set named by :meth:`use_cpu`; None for the processor's usual one.
         self.named: str | None = None
-        #: Queries up to which this library is faster than plain PyTorch; infinite if it always is.
-        self.most_queries = self._usual_most_queries()
-        #: What the kernels took on this machine; None until :func:`load` has looked.
-        self.selection: Chooser | None = None
 
     @property
     def cpu(self) -> str:
@@ -227,7 +176,7 @@ class Library:
         return str(self._loaded.acutance_compiler().decode())
 
     def use_cpu(self, name: str | None) -> None:
-        """Use one instruction set, by name, for all calls; None uses the one chosen for each pass.
+        """Use an instruction set by name; None uses the processor's usual one.
 
         Raises:
             ValueError: if this machine or this build does not support it.
@@ -238,53 +187,15 @@ class Library:
                 f"of {', '.join(self.cpus)}, got {name!r}"
             )
         self.named = name
-        self.most_queries = self._usual_most_queries()
-        if name is None and self.selection is not None:
-            for dtype in self.selection.times:
-                self.selection.apply(dtype)
 
-    def _usual_most_queries(self) -> float:
-        """Largest number of queries for the native kernel if it was not measured."""
-        return MOST_QUERIES_OF_BASELINE if self.cpu == "baseline" else math.inf
-
-    def choose(self, code: int, dtype: int, place: int) -> None:
-        """Use the instruction set ``cpus[place]`` for a pass and dtype, given as their codes.
-
-        Raises:
-            ValueError: if there is no such pass, dtype or index.
-        """
-        if self._loaded.acutance_choose(code, dtype, place):
-            raise ValueError(
-                f"the native kernel has no pass {code} for dtype {dtype} and instruction set "
-                f"{place}"
-            )
-
-    def row_cost(self, dtype: int, cost: float) -> None:
-        """Set the time of a row computed alone, relative to a row of a tile; 0 is the default.
-
-        Raises:
-            ValueError: if there is no such dtype, or the factor is negative or NaN.
-        """
-        if self._loaded.acutance_row_cost(dtype, cost):
-            raise ValueError(
-                f"cost must be at least 0, and dtype one of the native kernel's, got cost={cost} "
-                f"and dtype={dtype}"
-            )
-
-    def run(self, place: int, code: int, call: bytes, result: bytes) -> int:
-        """Run one pass with the instruction set ``cpus[place]``, whatever is chosen.
+    def usual_cpu(self, vendor: str, family: int) -> str:
+        """The instruction set that a processor with these :attr:`cpus` uses if none is named.
 
         Args:
-            place: index of the instruction set.
-            code: of the pass.
-            call: the packed C structure of the call.
-            result: that of the results, whose memory is written.
-
-        Returns:
-            The kernel's status, for :func:`acutance.kernels.native.check`.
+            vendor: as its CPUID states it, such as "AuthenticAMD".
+            family: likewise; 25 is Zen 3 and 4.
         """
-        status: int = self._loaded.acutance_run(place, code, call, result)
-        return status
+        return self.cpus[self._loaded.acutance_usual_cpu(vendor.encode(), family)]
 
     def exp(self, numbers: torch.Tensor) -> torch.Tensor:
         """The native kernels' own exponential of float32 or float64 numbers, for tests of it."""

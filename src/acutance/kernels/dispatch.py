@@ -6,7 +6,6 @@ device and the reference for behaviour, ``dense`` the whole matrix in plain PyTo
 
 from __future__ import annotations
 
-import math
 import os
 from functools import cache
 from types import ModuleType
@@ -15,7 +14,7 @@ from typing import cast
 from torch.compiler import is_compiling
 
 from acutance.compiling import constant
-from acutance.kernels import blocked, dense, library, native
+from acutance.kernels import blocked, dense, native
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
@@ -52,13 +51,6 @@ def _forced() -> str:
     return forced()
 
 
-@constant
-def _most_queries() -> float:
-    """Largest number of queries for which the native kernel is the faster one."""
-    found = library.load()
-    return math.inf if isinstance(found, str) else found.most_queries
-
-
 def why_not(backend: str, call: KernelCall) -> str | None:
     """Why a backend does not support a call, as a clause; None if it does."""
     if backend == "native":
@@ -81,9 +73,9 @@ def choose(backend: str, call: KernelCall) -> str:
     """The name of the backend for a call.
 
     Args:
-        backend: its name, or "auto": then the one that the environment variable
-            :data:`BACKEND_VARIABLE` names, if it supports the call, and otherwise the fastest that
-            does.
+        backend: its name, or "auto": then the first that supports the call of the one that the
+            environment variable :data:`BACKEND_VARIABLE` names, the compiled kernel for the device
+            and "blocked".
         call: the call.
 
     Raises:
@@ -94,12 +86,8 @@ def choose(backend: str, call: KernelCall) -> str:
         if reason is not None:
             raise ValueError(f"backend={backend!r} does not support this call: {reason}")
         return backend
-    fastest = "triton"
-    if call.query.device.type == "cpu":
-        most = _most_queries()
-        few = most == math.inf or call.query.shape[2] <= most
-        fastest = "native" if few else "blocked"
-    for name in (_forced(), fastest):
+    compiled = "native" if call.query.device.type == "cpu" else "triton"
+    for name in (_forced(), compiled):
         if name != "auto" and why_not(name, call) is None:
             return name
     return "blocked"

@@ -253,7 +253,7 @@ def attend(
         return None
     if backend == "auto":
         backend = dispatch.forced()
-    if backend != "native" and (backend != "auto" or found.most_queries < L):
+    if backend not in ("native", "auto"):
         return None
     count = B * Hq * L
     wide = dtype if dtype is float64 else float32

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from acutance.kernels import dispatch, library
-from acutance.kernels.bindings import Choice
+from acutance.kernels.bindings import CPU_VARIABLE, Library
 from acutance.kernels.call import KernelCall, Rule
-from acutance.kernels.selection.timing import cache_file
+from acutance.kernels.native import DTYPES
 from acutance.masks import Masking
 
 __all__ = ["KernelInfo", "info"]
@@ -27,12 +25,9 @@ class KernelInfo:
         why_not: in a sentence why they are not; None where they are.
         path: file of their library, or None.
         compiler: what built it, or None.
-        cpu: instruction set of float32 with many queries, or None; ``ACUTANCE_CPU`` names another.
+        cpu: instruction set that it uses, or None; ``ACUTANCE_CPU`` names another.
         cpus: instruction sets that this machine and build have, widest first.
-        choices: the instruction set of each dtype and pass, with the times that decided.
-        times_file: file that keeps those times, or None.
-        most_queries: queries up to which the native kernel is faster than plain PyTorch; infinite
-            if it always is.
+        dtypes: what computes each dtype on the CPU, and why.
         openmp: whether the threads are those of the OpenMP library that torch runs on.
         threads: how many a call uses, torch's own number.
         triton: why the Triton kernels cannot run, or None if they can.
@@ -46,9 +41,7 @@ class KernelInfo:
     compiler: str | None
     cpu: str | None
     cpus: tuple[str, ...]
-    choices: tuple[Choice, ...]
-    times_file: str | None
-    most_queries: float
+    dtypes: dict[str, str]
     openmp: bool
     threads: int
     triton: str | None
@@ -67,9 +60,7 @@ class KernelInfo:
         if self.forced != "auto":
             why = f"set by {dispatch.BACKEND_VARIABLE}"
         elif self.native:
-            why = "the fastest available; blocked handles dropout and widths above 256"
-            if self.most_queries < math.inf:
-                why += f", and more than {self.most_queries:.0f} queries"
+            why = "always where it can; blocked handles dropout and widths above 256"
         else:
             why = "plain PyTorch, because the native kernel is absent"
         lines = {
@@ -78,40 +69,33 @@ class KernelInfo:
             "threads": f"{self.threads}, {pool}",
             "triton": "yes" if self.triton is None else f"no: {self.triton}",
             "auto on the CPU": f"{self.auto}: {why}",
+            **self.dtypes,
         }
-        lines |= _chosen(self.choices)
-        if any(choice.seconds for choice in self.choices):
-            lines["times cached in"] = str(self.times_file)
         return "\n".join(f"{name:16} {text}" for name, text in lines.items())
 
 
-def _chosen(choices: tuple[Choice, ...]) -> dict[str, str]:
-    """A line for each dtype: the instruction set of each pass, and the measured times."""
-    lines = {}
-    for dtype in dict.fromkeys(choice.dtype for choice in choices):
-        parts = []
-        for choice in choices:
-            if choice.dtype == dtype:
-                times = ", ".join(
-                    f"{name} {1e6 * seconds:.0f} µs" for name, seconds in choice.seconds.items()
-                )
-                parts.append(f"{choice.name} {choice.cpu} ({times or 'not timed'})")
-        lines[dtype] = "; ".join(parts)
-    return lines
+def _used(found: Library | str, auto: str, dtype: torch.dtype) -> str:
+    """What computes a dtype on the CPU, and why."""
+    if auto != "native" or isinstance(found, str):
+        return auto
+    used = f"native, {found.cpu}"
+    if found.named is not None:
+        return f"{used}: set by {CPU_VARIABLE}"
+    if dtype != torch.bfloat16 or "avx512_bf16" not in found.cpus:
+        return f"{used}: the widest here for this dtype"
+    if found.cpu == "avx512_bf16":
+        return f"{used}: multiplies pairs, at twice float32's rate on this processor"
+    return f"{used}: avx512_bf16 is not known to be faster on this processor"
 
 
 def info() -> KernelInfo:
     """Which kernels are available, which one a call uses, and why.
 
-    Kernels that were not timed yet on this machine are timed now, in less than 0.1 s, unless
-    ``ACUTANCE_CPU`` or ``ACUTANCE_MEASURE=never`` says what runs.
-
     Returns:
         The record; its text is for reading.
 
     Raises:
-        ValueError: if ``ACUTANCE_CPU``, ``ACUTANCE_BACKEND`` or ``ACUTANCE_MEASURE`` has an unknown
-            value.
+        ValueError: if ``ACUTANCE_CPU`` or ``ACUTANCE_BACKEND`` has an unknown value.
 
     Example:
         >>> info().auto in ("native", "blocked")
@@ -121,30 +105,21 @@ def info() -> KernelInfo:
     here = not isinstance(found, str)
     query = torch.empty(1, 1, 1, 1)
     masking = Masking(batch=1, heads=1, group=1, queries=1, keys=1)
-    chosen = None if isinstance(found, str) else found.selection
-    if chosen is not None:
-        chosen.complete()
+    auto = dispatch.choose("auto", KernelCall(query, query, query, masking, Rule(1.0)))
     return KernelInfo(
         native=here,
         why_not=None if here else str(found),
         path=None if isinstance(found, str) else str(found.path),
         compiler=None if isinstance(found, str) else found.compiler,
-        cpu=None if chosen is None else chosen.choice("float32", "forward").cpu,
+        cpu=None if isinstance(found, str) else found.cpu,
         cpus=() if isinstance(found, str) else found.cpus,
-        choices=() if chosen is None else chosen.choices(),
-        times_file=None if isinstance(found, str) else _text(cache_file(found)),
-        most_queries=math.inf if isinstance(found, str) else found.most_queries,
+        dtypes={str(dtype)[6:]: _used(found, auto, dtype) for dtype in DTYPES},
         openmp=not isinstance(found, str) and found.openmp is not None,
         threads=torch.get_num_threads(),
         triton=_why_no_triton(),
         forced=dispatch.forced(),
-        auto=dispatch.choose("auto", KernelCall(query, query, query, masking, Rule(1.0))),
+        auto=auto,
     )
-
-
-def _text(path: Path | None) -> str | None:
-    """A path as text; None for None."""
-    return None if path is None else str(path)
 
 
 def _why_no_triton() -> str | None:

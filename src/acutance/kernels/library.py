@@ -7,7 +7,6 @@ import struct
 from functools import cache
 from pathlib import Path
 
-from acutance.kernels import selection
 from acutance.kernels.bindings import CPU_VARIABLE, Library
 
 __all__ = ["FOLDER_VARIABLE", "load"]
@@ -37,5 +36,4 @@ def load() -> Library | str:
     wanted = os.environ.get(CPU_VARIABLE)
     if wanted:
         library.use_cpu(wanted)
-    library.selection = selection.install(library)
     return library

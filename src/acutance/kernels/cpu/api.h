@@ -163,24 +163,15 @@ enum {
 ACUTANCE_EXPORT int acutance_metrics(int64_t asked, int64_t dtype, int64_t count, const void* rows,
                                      const double* table, void* out);
 
-// The passes that an instruction set is chosen for: many queries, few queries, gradients.
-enum { ACUTANCE_FORWARD, ACUTANCE_DECODE, ACUTANCE_BACKWARD, ACUTANCE_PASSES };
-// Choose for a pass of a dtype by place in acutance_cpus, from 0; -1: the first. 0, or 2 where
-// there is no such place. acutance_use_cpu overrules it.
-ACUTANCE_EXPORT int acutance_choose(int64_t pass, int64_t dtype, int64_t place);
-// How many times longer a row takes by keys than a lane by queries, of a dtype; 0: as written.
-ACUTANCE_EXPORT int acutance_row_cost(int64_t dtype, double cost);
-// One pass by the instruction set at a place, whatever is chosen, for measuring it. `result` is an
-// acutance_sums, for ACUTANCE_BACKWARD an acutance_gradients.
-ACUTANCE_EXPORT int acutance_run(int64_t place, int64_t pass, const acutance_call* call,
-                                 const void* result);
-
 // Name of the instruction set in use: "avx512_bf16", "avx512", "avx2", "neon" or "baseline".
 ACUTANCE_EXPORT const char* acutance_cpu(void);
-// Choose one by name (null: the best); 0, or 2 where this machine or build has it not.
+// Choose one by name (null: acutance_usual_cpu's); 0, or 2 where this machine or build has it not.
 ACUTANCE_EXPORT int acutance_use_cpu(const char* name);
-// Names of those this machine and build have, best first, separated by spaces.
+// Names of those this machine and build have, widest first, separated by spaces.
 ACUTANCE_EXPORT const char* acutance_cpus(void);
+// Place in acutance_cpus of the one that a processor with these uses unless another is named, by the
+// vendor and the family that its CPUID states: the widest that is known to be fast there.
+ACUTANCE_EXPORT int acutance_usual_cpu(const char* vendor, int family);
 ACUTANCE_EXPORT int64_t acutance_abi(void);
 // GOMP_parallel of the OpenMP library torch runs on, so that its threads are used; null: own ones.
 ACUTANCE_EXPORT void acutance_use_threads(
@@ -197,9 +188,8 @@ typedef void (*acutance_parallel)(void (*body)(void*), void* data, unsigned thre
 
 typedef struct {
   const char* name;
-  // Whether decode is faster than forward for the call, one of its rows taking row_cost times as
-  // long as one lane's; 0: as long as it took where the kernel was written.
-  int (*few_queries)(const acutance_call*, const acutance_sums*, double row_cost);
+  // Whether decode is faster than forward for the call.
+  int (*few_queries)(const acutance_call*, const acutance_sums*);
   int (*forward)(const acutance_call*, const acutance_sums*, acutance_parallel);  // many queries
   int (*decode)(const acutance_call*, const acutance_sums*, acutance_parallel);   // few
   int (*backward)(const acutance_call*, const acutance_gradients*, acutance_parallel);

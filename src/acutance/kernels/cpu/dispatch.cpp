@@ -1,6 +1,9 @@
 // Choice of the instruction set at run time, and the threads.
 #include <pthread.h>
 #include <string.h>
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+#endif
 
 #include "api.h"
 
@@ -37,15 +40,45 @@ bool has_avx512() {
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-// Kernels this machine can run, best first.
+// Processors whose products of bfloat16 pairs (vdpbf16ps) take as long as one float32 product, and
+// so do twice the work. On Intel they do half of float32's: on the Xeon (Sapphire Rapids class) that
+// this kernel was measured on, and on the Emerald Rapids of github.com/libxsmm/tpp-mlir/pull/1025.
+// What is not listed multiplies in float32.
+const struct {
+  const char* vendor;
+  int family;
+} FULL_RATE_PAIRS[] = {
+    {"AuthenticAMD", 25},  // Zen 4 (Zen 3 has none): github.com/iree-org/iree/pull/15089, and here
+    {"AuthenticAMD", 26},  // Zen 5: a goal of 95 % of libxsmm's kernel in the pull request above
+};
+
+bool has_fast_pairs(const char* vendor, int family) {
+  for (const auto& known : FULL_RATE_PAIRS)
+    if (!strcmp(vendor, known.vendor) && family == known.family) return true;
+  return false;
+}
+
+// Kernels this machine can run, widest first.
 struct Sets {
   const acutance_kernel* kernel[5];
-  int count = 0;
+  int count = 0, usual = 0;
   char names[80];
 
   Sets() {
+    char vendor[13] = {};
+    int family = 0;
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_cpu_init();
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid(0, &a, &b, &c, &d)) {
+      memcpy(vendor, &b, 4);
+      memcpy(vendor + 4, &d, 4);
+      memcpy(vendor + 8, &c, 4);
+    }
+    if (__get_cpuid(1, &a, &b, &c, &d)) {
+      family = int(a >> 8 & 15);
+      if (family == 15) family += int(a >> 20 & 255);
+    }
 #endif
 #if defined(ACUTANCE_HAVE_AVX512_BF16)
     if (has_avx512_bf16()) kernel[count++] = &acutance_kernel_avx512_bf16;
@@ -67,6 +100,13 @@ struct Sets {
       if (i) strcat(names, " ");
       strcat(names, kernel[i]->name);
     }
+    usual = usual_on(vendor, family);
+  }
+
+  // The widest; but not what differs from the next by pairs alone where those are slow.
+  int usual_on(const char* vendor, int family) const {
+    const bool pairs = count > 1 && !strcmp(kernel[0]->name, "avx512_bf16");
+    return pairs && !has_fast_pairs(vendor, family);
   }
 };
 
@@ -75,24 +115,11 @@ const Sets& sets() {
   return found;
 }
 
-enum { DTYPES = 4 };
-const acutance_kernel* named = nullptr;  // for everything
-const acutance_kernel* chosen[ACUTANCE_PASSES][DTYPES] = {};
-double row_cost[DTYPES] = {};
-
-bool is_dtype(int64_t dtype) { return dtype >= 0 && dtype < DTYPES; }
+const acutance_kernel* named = nullptr;
 
 const acutance_kernel* current() {
   const acutance_kernel* kernel = __atomic_load_n(&named, __ATOMIC_RELAXED);
-  return kernel ? kernel : sets().count ? sets().kernel[0] : nullptr;
-}
-
-// The kernel of a pass; null where there is none at all, or no such dtype.
-const acutance_kernel* kernel_of(int pass, int64_t dtype) {
-  if (!is_dtype(dtype)) return nullptr;
-  if (__atomic_load_n(&named, __ATOMIC_RELAXED)) return current();
-  const acutance_kernel* kernel = __atomic_load_n(&chosen[pass][dtype], __ATOMIC_RELAXED);
-  return kernel ? kernel : current();
+  return kernel ? kernel : sets().count ? sets().kernel[sets().usual] : nullptr;
 }
 
 struct Share {
@@ -143,57 +170,25 @@ int acutance_use_cpu(const char* name) {
   return 2;
 }
 
+int acutance_usual_cpu(const char* vendor, int family) { return sets().usual_on(vendor, family); }
+
 void acutance_use_threads(acutance_parallel given) { parallel = given ? given : own_threads; }
 
 int acutance_forward(const acutance_call* call, const acutance_sums* sums) {
   if (call->abi != ACUTANCE_ABI) return 1;
-  const acutance_kernel* kernel = kernel_of(ACUTANCE_FORWARD, call->dtype);
-  if (!kernel) return 2;
-  // what a row costs was measured for what was chosen, not for what is named
-  double cost = 0;
-  if (!__atomic_load_n(&named, __ATOMIC_RELAXED))
-    __atomic_load(&row_cost[call->dtype], &cost, __ATOMIC_RELAXED);
-  if (!kernel->few_queries(call, sums, cost)) return kernel->forward(call, sums, parallel);
-  return kernel_of(ACUTANCE_DECODE, call->dtype)->decode(call, sums, parallel);
+  const acutance_kernel* kernel = current();
+  if (!kernel || uint64_t(call->dtype) > ACUTANCE_F16) return 2;
+  return (kernel->few_queries(call, sums) ? kernel->decode : kernel->forward)(call, sums, parallel);
 }
 
 int acutance_backward(const acutance_call* call, const acutance_gradients* gradients) {
   if (call->abi != ACUTANCE_ABI) return 1;
-  const acutance_kernel* kernel = kernel_of(ACUTANCE_BACKWARD, call->dtype);
-  return kernel ? kernel->backward(call, gradients, parallel) : 2;
+  return current() ? current()->backward(call, gradients, parallel) : 2;
 }
 
 int acutance_ragged(const acutance_ragged_call* call, const acutance_stored_head* stored) {
   if (call->abi != ACUTANCE_ABI) return 1;
-  const acutance_kernel* kernel = kernel_of(ACUTANCE_DECODE, call->dtype);
-  return kernel ? kernel->ragged(call, stored, parallel) : 2;
-}
-
-int acutance_choose(int64_t pass, int64_t dtype, int64_t place) {
-  if (pass < 0 || pass >= ACUTANCE_PASSES || !is_dtype(dtype)) return 2;
-  if (place < -1 || place >= sets().count) return 2;
-  const acutance_kernel* kernel = place < 0 ? nullptr : sets().kernel[place];
-  __atomic_store_n(&chosen[pass][dtype], kernel, __ATOMIC_RELAXED);
-  return 0;
-}
-
-int acutance_row_cost(int64_t dtype, double cost) {
-  if (!is_dtype(dtype) || !(cost >= 0)) return 2;
-  __atomic_store(&row_cost[dtype], &cost, __ATOMIC_RELAXED);
-  return 0;
-}
-
-int acutance_run(int64_t place, int64_t pass, const acutance_call* call, const void* result) {
-  if (call->abi != ACUTANCE_ABI) return 1;
-  if (place < 0 || place >= sets().count) return 2;
-  const acutance_kernel* kernel = sets().kernel[place];
-  switch (pass) {
-    case ACUTANCE_FORWARD: return kernel->forward(call, (const acutance_sums*)result, parallel);
-    case ACUTANCE_DECODE: return kernel->decode(call, (const acutance_sums*)result, parallel);
-    case ACUTANCE_BACKWARD:
-      return kernel->backward(call, (const acutance_gradients*)result, parallel);
-  }
-  return 2;
+  return current() ? current()->ragged(call, stored, parallel) : 2;
 }
 
 int acutance_structure(const acutance_call* call, const acutance_places* places) {
