@@ -195,3 +195,15 @@ def test_coverage_names_attention_that_ran_unread() -> None:
     (line,) = summary.unread
     assert line == "second: LinearAttention ran, and nothing in it was read as attention"
     assert summary.coverage == "Coverage: attention read in 1 module, not in 1: second."
+
+
+class Sparsemax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)).clamp(min=0)
+
+
+def test_a_sparse_softmax_that_ran_unread_is_named_and_an_ordinary_one_is_not() -> None:
+    model = nn.Sequential(Coder(), Sparsemax(), nn.Softmax(-1))
+    with acutance.probe(model) as probe:
+        model(torch.randn(2, 5, 8))
+    assert probe.summary().unread == ("1: Sparsemax ran, and nothing in it was read as attention",)

@@ -169,7 +169,7 @@ def likelihoods(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def channels(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     torch.softmax(query, 1)  # as over the classes of a picture
-    key = torch.softmax(key, 2)  # each feature over positions
+    (torch.softmax(key, 2) * value).sum(2)  # pools each feature over positions
     (key.mT @ value).softmax(1)
     return F.scaled_dot_product_attention(query, key, value)
 
@@ -352,3 +352,99 @@ def test_heads_may_come_first(function: Any) -> None:
     assert (layer.heads, layer.rows) == (HEADS, BATCH * QUERIES)
     entropy = expected(*given[:2])
     assert float((probe.summary().mean("entropy") - entropy).abs().max()) < TOLERANCE
+
+
+def beside_sdpa(function: Any) -> Any:
+    return lambda *qkv: (F.scaled_dot_product_attention(*qkv), function(*qkv))
+
+
+def keys_before_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.softmax(key @ query.mT, -2).mT @ value
+
+
+def slots(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    shares = torch.softmax(torch.einsum("bnd,bmd->bnm", query[:, 0], key[:, 0]), dim=1) + 1e-8
+    shares = shares / shares.sum(-1, keepdim=True)
+    return torch.einsum("bnm,bmd->bnd", shares, value[:, 0])
+
+
+def features_over_tokens(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query @ (torch.softmax(key, 2).mT @ value)
+
+
+def sparsemax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = query @ key.mT
+    ordered = scores.sort(-1, descending=True).values
+    sums = ordered.cumsum(-1) - 1
+    count = (ordered * torch.arange(1, KEYS + 1) > sums).sum(-1, keepdim=True)
+    return (scores - sums.gather(-1, count - 1) / count).clamp(min=0) @ value
+
+
+def exponentials(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.einsum("bhid,bhjd->bhij", query, key)
+    e = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return torch.einsum("bhij,bhjd->bhid", e / e.sum(-1, keepdim=True), value)
+
+
+def normalised_by_columns(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    relative = (key @ query.mT).square()  # turned: it is summed over its rows
+    return (relative / relative.sum(-2, keepdim=True)).mT @ value
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (keys_before_queries, "over dimension 2 of"),
+        (slots, "over dimension 1 of"),
+        (features_over_tokens, "over dimension 2 of"),
+        (sparsemax, "computed without a softmax"),
+        (exponentials, "computed without a softmax"),
+        (normalised_by_columns, "computed without a softmax"),
+    ],
+)
+def test_weights_that_are_not_read_beside_a_readable_layer_are_listed(
+    function: Any, reason: str
+) -> None:
+    model, given = Written(beside_sdpa(function)), inputs()
+    with acutance.probe(model, verify=True) as probe:
+        model(*given)
+        model(*given)
+    (layer,) = probe.summary().layers
+    assert layer.source == "scaled_dot_product_attention"
+    (line,) = probe.unread
+    assert line.startswith("Written: a matrix product uses")
+    assert reason in line
+
+
+def mixture_of_experts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    tokens = query[:, 0]
+    top, chosen = F.linear(tokens, torch.randn(5, WIDTH)).softmax(-1).topk(2, -1)
+    share = torch.zeros(BATCH, QUERIES, 5).scatter(-1, chosen, top / top.sum(-1, keepdim=True))
+    experts = torch.einsum("btd,edf->btef", tokens, torch.randn(5, WIDTH, WIDTH))
+    return torch.einsum("bte,btef->btf", share, experts)
+
+
+def classifier(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    classes = F.linear(query + query @ (key.mT @ value), torch.randn(9, WIDTH))[:, 0]
+    F.cross_entropy(classes.flatten(0, -2), torch.zeros(classes[..., 0].numel(), dtype=torch.int64))
+    return classes.transpose(1, -1).softmax(1)
+
+
+def squeeze_and_select(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    both = torch.stack([query, key[:, :, : query.shape[2]]], 1)
+    share = both.mean((-2, -1), keepdim=True).softmax(1)
+    return F.linear((share * both).sum(1), torch.ones(3, WIDTH)) @ torch.ones(3, 2)
+
+
+def averages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    adjacency = torch.ones(1, 1, KEYS, KEYS).tril()  # a graph's, of no activations
+    return (adjacency / adjacency.sum(-1, keepdim=True)) @ value
+
+
+@pytest.mark.parametrize("function", [mixture_of_experts, classifier, squeeze_and_select, averages])
+def test_heads_gates_and_fixed_averages_are_not_listed(function: Any) -> None:
+    model, given = Written(beside_sdpa(function)), inputs()
+    with acutance.probe(model, verify=True) as probe:
+        model(*given)
+    assert len(probe.summary().layers) == 1
+    assert probe.unread == []

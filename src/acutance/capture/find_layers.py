@@ -24,6 +24,7 @@ __all__ = [
     "is_windowed",
     "layer_numbers",
     "looks_like_attention",
+    "looks_like_weights",
     "may_compute_attention",
     "max_heads",
     "scripted_attention",
@@ -34,6 +35,7 @@ __all__ = [
 #: Ends the reason of a module that is listed for its name alone.
 NOT_READ = "nothing in it was read as attention"
 _NAME = re.compile(r"attention|attn", re.IGNORECASE)
+_SPARSE = re.compile(r"sparsemax|entmax", re.IGNORECASE)
 _OPERATIONS = re.compile(r"aten::(_?softmax|scaled_dot_product_attention|_safe_softmax)\b")
 
 
@@ -45,6 +47,16 @@ def looks_like_attention(kind: str) -> bool:
         [True, True, False]
     """
     return _NAME.search(kind) is not None
+
+
+def looks_like_weights(kind: str) -> bool:
+    """Whether a class name contains "attention", "attn", or the name of a sparse softmax.
+
+    Example:
+        >>> [looks_like_weights(name) for name in ("Sparsemax", "Entmax15", "SelfAttn", "Softmax")]
+        [True, True, True, False]
+    """
+    return looks_like_attention(kind) or _SPARSE.search(kind) is not None
 
 
 def scripted_attention(module: torch.nn.Module) -> str:

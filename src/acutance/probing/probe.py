@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import NOT_READ, looks_like_attention
+from acutance.capture.find_layers import NOT_READ, looks_like_weights
 from acutance.capture.head_axis import heads_of
 from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.module_names import class_name
@@ -278,7 +278,7 @@ class Probe:
         )
 
     def _not_read(self, records: Iterable[str]) -> Iterator[str]:
-        """Sentences about modules with attention in their class name that ran but were not read."""
+        """Sentences about modules that ran unread and look like attention by class name."""
         mentioned = {name.partition("#")[0] for name in records}
         mentioned |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
         listener, modules = self._listener, self._listener.modules
@@ -289,7 +289,7 @@ class Probe:
                 for other in mentioned
             )
             if (
-                looks_like_attention(kind)
+                looks_like_weights(kind)
                 and not already_mentioned
                 and listener.captures_module(name)
             ):

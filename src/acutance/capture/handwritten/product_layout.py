@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from acutance.capture.handwritten.graph import einsum_terms
@@ -19,6 +20,7 @@ __all__ = [
     "ProductAxes",
     "layout_of",
     "axes_in_product",
+    "sums_to_one",
     "summed_operands",
     "tensors_in",
 ]
@@ -63,7 +65,6 @@ def axes_in_product(
         result: strides and sizes of the softmax's result.
 
     Example:
-        >>> import torch
         >>> weights = torch.rand(2, 5, 5, 7)  # (B, L, H, S)
         >>> values = torch.rand(2, 7, 5, 3)  # (B, S, H, D)
         >>> pair = weights.transpose(1, 2), values.transpose(1, 2)
@@ -114,7 +115,6 @@ def summed_operands(
         The operands; None for a function that is not a product.
 
     Example:
-        >>> import torch
         >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
         >>> [
         ...     len(summed_operands("bmm", pair, {}))
@@ -151,6 +151,28 @@ def summed_operands(
         and label not in right
         and any(label in other for i, other in enumerate(terms) if i != index)
     ]
+
+
+def sums_to_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor) -> bool:
+    """Whether a factor is not negative and sums to 1 over the dimension that a product sums over.
+
+    Rows of zeros alone, which see no key, are left out.
+
+    Example:
+        >>> weights, values = torch.full((2, 3, 4), 0.25), torch.rand(2, 4, 5)
+        >>> [
+        ...     sums_to_one("matmul", (left, right), {}, left)
+        ...     for left, right in ((weights, values), (weights.mT, weights))
+        ... ]
+        [True, False]
+    """
+    labels = _labels(name, args, kwargs, weights)
+    if labels is None or weights.numel() == 0 or bool((weights < 0).any()):
+        return False
+    sums = weights.detach().sum(labels[0].index(labels[3])).double()
+    eps = torch.finfo(weights.dtype).eps
+    near = (sums - 1).abs() <= min(64 * eps, 0.05) + eps * weights.shape[-1] ** 0.5
+    return bool((near | (sums == 0)).all()) and bool(near.any())
 
 
 def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """Hand-written attention: a softmax followed by a matrix product.
 
 A softmax alone may be a gate, a mixture or a classifier. It is attention if a matrix product sums
-over the normalised dimension, so each softmax is remembered until such a product comes.
+over the normalised dimension, so each softmax is remembered until such a product comes. Weights
+that are computed without a softmax from a product of activations, such as sparsemax, are recognised
+where a second product takes them: they sum to 1.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from acutance.capture.handwritten.product_layout import (
     axes_in_product,
     layout_of,
     summed_operands,
+    sums_to_one,
     tensors_in,
 )
 
@@ -84,6 +87,7 @@ class Softmax:
         dropped: whether dropout was applied.
         inplace: whether the result was written over the scores.
         unreadable_reason: why its rows cannot be read; empty if they can.
+        over_keys: whether the normalised dimension could be keys.
         layout: strides and sizes of the result.
         rearranged: whether a copy may have moved its dimensions.
         product_axes: what the product that uses it says about its dimensions.
@@ -98,8 +102,10 @@ class Softmax:
         version: int,
         log: bool,
         unreadable_reason: str = "",
+        over_keys: bool = True,
     ) -> None:
         dim %= scores.dim()
+        self.over_keys = over_keys
         self.unreadable_reason = unreadable_reason
         self.scores, self.module, self.log = scores.movedim(dim, -1), module, log
         self.dim = dim
@@ -172,14 +178,21 @@ class Softmaxes:
     Args:
         report: called with a softmax when a product uses it.
         unused: called with a softmax when its result is freed unused.
+        written_out: called when a product takes weights that were computed without a softmax.
     """
 
-    def __init__(self, report: Report, unused: Callable[[Softmax], None]) -> None:
-        self._report, self._unused = report, unused
+    def __init__(
+        self,
+        report: Report,
+        unused: Callable[[Softmax], None],
+        written_out: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._report, self._unused, self._written_out = report, unused, written_out
         self._pending: dict[int, tuple[weakref.ref[Tensor], Softmax]] = {}
+        self._products: dict[int, weakref.ref[Tensor]] = {}  # and what was computed from them
 
     def __bool__(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self._products)
 
     def add(
         self,
@@ -191,6 +204,7 @@ class Softmaxes:
         version: int | None = None,
         log: bool = False,
         unreadable_reason: str = "",
+        over_keys: bool = True,
     ) -> None:
         """Register a softmax, or its logarithm, of a module.
 
@@ -202,11 +216,13 @@ class Softmaxes:
             version: write count of the scores before the softmax; None for the present one.
             log: whether the result is the logarithm of the weights.
             unreadable_reason: why its rows cannot be read; empty if they can.
+            over_keys: whether ``dim`` could be keys; if not, any product that uses it is reported.
         """
         if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 0:
             version = version_of(scores) if version is None else version
             self._alias(
-                result, Softmax(scores, result, module, dim, version, log, unreadable_reason)
+                result,
+                Softmax(scores, result, module, dim, version, log, unreadable_reason, over_keys),
             )
 
     def follow(
@@ -228,11 +244,9 @@ class Softmaxes:
             kwargs: its keyword arguments.
             result: what it returned.
         """
-        inputs = [
-            each for each in tensors_in((*args, *kwargs.values())) if id(each) in self._pending
-        ]
-        if not inputs:
-            return
+        given = list(tensors_in((*args, *kwargs.values())))
+        inputs = [each for each in given if id(each) in self._pending]
+        computed = [each for each in given if id(each) in self._products]
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
         if name in _PRODUCTS:
             for weights in inputs:
@@ -240,25 +254,70 @@ class Softmaxes:
                 if softmax is None or softmax.log:
                     continue
                 sums = summed_operands(name, args, kwargs, softmax.step) or ()
-                if any(weights is tensor for tensor in sums):
+                if not softmax.over_keys:
+                    self._used(weights)
+                elif any(weights is tensor for tensor in sums):
                     softmax.note_product(name, args, kwargs, weights)
                     self._used(weights)
+            if not inputs:
+                self._follow_product(name, args, kwargs, given, result)
+            return
+        if any(word in name for word in _MAPS):
+            return
+        for tensor in tensors_in((result,)) if computed else ():
+            if tensor.is_floating_point() and 2 * tensor.numel() >= computed[0].numel():
+                self._remember_product(tensor)
+        if not inputs:
             return
         softmax = self._pending[id(inputs[0])][1]
         if name in ("exp", "exp_"):
             softmax.log = False
         if "dropout" in name:
             softmax.dropped |= drops(args, kwargs)
-        if any(word in name for word in _MAPS) or _gates(name, args, inputs[0]):
+        if _gates(name, args, inputs[0]):
             return
         for tensor in tensors_in((result,)):
+            if not softmax.over_keys and tensor.numel() > inputs[0].numel():
+                continue  # what it was multiplied by, not weights
             if tensor.is_floating_point() and 2 * tensor.numel() >= inputs[0].numel():
                 softmax.follow_copy(inputs[0], tensor)
                 self._alias(tensor, softmax)
 
+    def _follow_product(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        result: Any,
+    ) -> None:
+        """Report a product that takes weights computed from another; remember one of activations.
+
+        Args:
+            name: name of the product's function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            given: the tensors among them.
+            result: what it returned.
+        """
+        for weights in given:
+            if id(weights) in self._products and sums_to_one(name, args, kwargs, weights):
+                self._written_out()
+                return
+        parameters = any(isinstance(each._base, torch.nn.Parameter) for each in given)
+        activations = not parameters and min((each.dim() for each in given), default=0) >= FEWEST
+        if activations and isinstance(result, Tensor) and result.is_floating_point():
+            self._remember_product(result)
+
+    def _remember_product(self, tensor: Tensor) -> None:
+        """Remember a product, or what was computed from it, until it is freed."""
+        key = id(tensor)
+        self._products[key] = weakref.ref(tensor, lambda _: self._products.pop(key, None))
+
     def clear(self) -> None:
-        """Forget all softmaxes."""
+        """Forget all softmaxes and products."""
         self._pending.clear()
+        self._products.clear()
 
     def finish(self) -> None:
         """Report the remaining softmaxes as unused and forget them."""

@@ -74,12 +74,20 @@ _KINDS: dict[Any, str] = {
     F.softmin: "softmax",
     **dict.fromkeys((*SOFTMAX, *NOISY), "softmax"),
     **dict.fromkeys(LOG_SOFTMAX, "log softmax"),
+    **dict.fromkeys((torch.matmul, torch.bmm, torch.baddbmm, torch.einsum), "product"),
+    **dict.fromkeys((Tensor.matmul, Tensor.bmm, Tensor.baddbmm), "product"),
+    **dict.fromkeys((Tensor.__matmul__, Tensor.__rmatmul__), "product"),
 }
 _KINDS |= {watched: _KINDS[function] for watched, function in ATTENTION_FUNCTIONS.items()}
 _OPERATORS = {OpOverload, OpOverloadPacket}
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
+#: The reason of sparsemax, entmax, or exponentials and their sum.
+WRITTEN_OUT = (
+    "a matrix product uses weights that were computed without a softmax: report what it computes "
+    "with acutance.tap"
+)
 
 
 class FunctionCapture(TorchFunctionMode):
@@ -88,7 +96,7 @@ class FunctionCapture(TorchFunctionMode):
     def __init__(self, observer: FunctionObserver) -> None:
         super().__init__()
         self.observer = observer
-        self._softmaxes = Softmaxes(self._on_product, self._on_unused)
+        self._softmaxes = Softmaxes(self._on_product, self._on_unused, self._on_written_out)
         self._heads = HeadAxes()
         wants_products = isinstance(observer, ProductObserver) and observer.products
         self._lineage = Lineage(operands=True) if wants_products else None
@@ -118,14 +126,14 @@ class FunctionCapture(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if self.observer.muted():
             return func(*args, **kwargs)
-        if kind is not None:
+        if kind not in (None, "product"):
             self.observer.note_function()
         else:
             if self._lineage is None:
                 result = func(*args, **kwargs)
             else:
                 result = self._lineage.call(func, args, kwargs)
-            if self._softmaxes:
+            if self._softmaxes or kind == "product":
                 self._softmaxes.follow(func, args, kwargs, result)
             return result
         func = ATTENTION_FUNCTIONS.get(func, func)
@@ -289,27 +297,34 @@ class FunctionCapture(TorchFunctionMode):
             heads = heads_of(self.observer.module_of(module))
             if heads is None:  # a softmax that is a module of its own: its attention is around it
                 heads = heads_of(self.observer.module_of(module.rpartition(".")[0]))
-            if could_be_over_keys(scores, dim, heads):
-                with torch._C.DisableTorchFunction():
-                    if func is F.softmin:  # the softmax of what is negated, in memory of its own
-                        scores = -scores
-                        version = version_of(scores)
-                    self._softmaxes.add(
-                        scores,
-                        result,
-                        module,
-                        dim=dim,
-                        version=version,
-                        log=log,
-                        unreadable_reason=unreadable_reason,
-                    )
-                if self._lineage is not None:
-                    self._lineage.weights(result)
+            over_keys = could_be_over_keys(scores, dim, heads)
+            if not over_keys and not unreadable_reason:
+                unreadable_reason = (
+                    f"a matrix product uses its softmax over dimension {dim % scores.dim()} of "
+                    f"{tuple(scores.shape)}, and only softmaxes over the last are read: report "
+                    "what it computes with acutance.tap"
+                )
+            with torch._C.DisableTorchFunction():
+                if func is F.softmin:  # the softmax of what is negated, in memory of its own
+                    scores = -scores
+                    version = version_of(scores)
+                self._softmaxes.add(
+                    scores,
+                    result,
+                    module,
+                    dim=dim,
+                    version=version,
+                    log=log,
+                    unreadable_reason=unreadable_reason,
+                    over_keys=over_keys,
+                )
+            if over_keys and self._lineage is not None:
+                self._lineage.weights(result)
         return result
 
     def _on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
         """Record the scores of a softmax that a matrix product uses."""
-        name = self.observer.call_name()
+        name = self.observer.call_name() if softmax.over_keys else self.observer.running()
         if name is None:
             return
         try:
@@ -369,9 +384,16 @@ class FunctionCapture(TorchFunctionMode):
         assert isinstance(self.observer, ProductObserver)
         self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)
 
+    def _on_written_out(self) -> None:
+        """List a product that takes weights which were computed without a softmax."""
+        if (module := self.observer.running()) is not None:
+            self.observer.unreadable(module, WRITTEN_OUT)
+
     def _on_unused(self, softmax: Softmax) -> None:
         """Note a four-dimensional softmax that no product used: it may still be attention."""
-        if softmax.log:  # log-probabilities that nobody exponentiates: of an output, not weights
+        if (
+            softmax.log or not softmax.over_keys
+        ):  # log-probabilities that nobody exponentiates: of an output, not weights
             return
         shape = tuple(softmax.scores.shape)
         if softmax.module is not None and len(shape) == 4:
