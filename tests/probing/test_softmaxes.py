@@ -436,12 +436,19 @@ def squeeze_and_select(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.linear((share * both).sum(1), torch.ones(3, WIDTH)) @ torch.ones(3, 2)
 
 
+def taps_of_a_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    taps = F.linear(key[:, 0], torch.randn(1, WIDTH)).softmax(1)  # (B, S, 1)
+    return value[:, 0].mT @ taps
+
+
 def averages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     adjacency = torch.ones(1, 1, KEYS, KEYS).tril()  # a graph's, of no activations
     return (adjacency / adjacency.sum(-1, keepdim=True)) @ value
 
 
-@pytest.mark.parametrize("function", [mixture_of_experts, classifier, squeeze_and_select, averages])
+@pytest.mark.parametrize(
+    "function", [mixture_of_experts, classifier, squeeze_and_select, taps_of_a_kernel, averages]
+)
 def test_heads_gates_and_fixed_averages_are_not_listed(function: Any) -> None:
     model, given = Written(beside_sdpa(function)), inputs()
     with acutance.probe(model, verify=True) as probe:

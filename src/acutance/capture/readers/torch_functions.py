@@ -304,6 +304,8 @@ class FunctionCapture(TorchFunctionMode):
                     f"{tuple(scores.shape)}, and only softmaxes over the last are read: report "
                     "what it computes with acutance.tap"
                 )
+            if not over_keys and scores.shape[-1] == 1:
+                return result  # one weight each: taps of a kernel, or a pooling
             with torch._C.DisableTorchFunction():
                 if func is F.softmin:  # the softmax of what is negated, in memory of its own
                     scores = -scores
