@@ -49,6 +49,19 @@ def test_every_experiment_is_there() -> None:
     assert set(EXPERIMENTS) > LONG
 
 
+def test_the_guide_counts_the_theorems_and_marks_them() -> None:
+    tested = [
+        claim for experiment in EXPERIMENTS.values() for claim in experiment.tested(quick=True)
+    ]
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "reproduce.md").read_text("utf-8")
+    theorems = sum(claim.theorem for claim in tested)
+    assert theorems >= 25
+    assert f"{theorems} of the {len(tested)} claims at the quick size are theorems" in guide
+    for name, experiment in EXPERIMENTS.items():
+        (line,) = (line for line in guide.splitlines() if line.startswith(f"| `{name}` |"))
+        assert experiment.claims[0].theorem is line.endswith(" holds (theorem) |")
+
+
 def measured(record: Record, claim: str, **where: float | int | str) -> tuple[float, float]:
     (row,) = record.of(claim, **where)
     return row.measured, row.error
@@ -72,6 +85,12 @@ def a_wrong_prediction_changes_every_verdict(record: Record) -> None:
     assert record.judgements
     for judgement in record.judgements:
         assert decided(judgement.claim, record.rows), judgement.claim.key
+
+
+def no_theorem_is_left_to_chance(record: Record) -> None:
+    theorems = {j.claim.key: j.claim for j in record.judgements if j.claim.theorem}
+    assert all(claim.expected == "holds" for claim in theorems.values())
+    assert not any(row.error or row.samples for row in record.rows if row.claim in theorems)
 
 
 def the_error_of_every_mean_can_be_judged(record: Record) -> None:
@@ -174,6 +193,7 @@ def entropy_at_finite_n_agrees_everywhere(record: Record) -> None:
 EVERY: tuple[Check, ...] = (
     verdicts_are_those_stated_beforehand,
     a_wrong_prediction_changes_every_verdict,
+    no_theorem_is_left_to_chance,
     the_error_of_every_mean_can_be_judged,
     figures_are_whole_and_titled,
 )

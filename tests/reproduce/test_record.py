@@ -91,6 +91,17 @@ def test_a_verdict_of_another_kind_than_expected_shows() -> None:
     assert judge(claim, rows_at(claim, {1.0: 1.0})).as_expected
 
 
+def test_a_theorem_is_marked_in_the_verdict_and_in_the_record(tmp_path: Path) -> None:
+    claim = Claim("c", "text", theorem=True)
+    rows = rows_at(claim, {1.0: 0.0})
+    assert verdict(judge(claim, rows), rows).plain.startswith("holds (theorem)")
+    record = Record("r", "t", "p", (judge(claim, rows),), tuple(rows), 0, True, 0.0)
+    record.save(tmp_path / "r.json")
+    assert load(tmp_path / "r.json").judgements[0].claim.theorem
+    plain = Claim("c", "text")
+    assert "theorem" not in verdict(judge(plain, rows), rows).plain
+
+
 def test_a_claim_without_rows_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one result for the claim 'c', got none"):
         judge(Claim("c", "text"), [Claim("other", "text").row("y", 1.0, 1.0, {})])

@@ -23,9 +23,16 @@ NORMS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
 
 ATTAINED = Claim(
     "attained", "one logit above all others, alike, has exactly the least entropy", SOURCE,
-    within=1e-9,
+    within=1e-9, theorem=True,
 )  # fmt: skip
-FLOOR = Claim("floor", "no row of logits of norm s has less", SOURCE, relation=">=", rounding=1e-9)
+FLOOR = Claim(
+    "floor",
+    "no row of logits of norm s has less",
+    SOURCE,
+    relation=">=",
+    rounding=1e-9,
+    theorem=True,
+)
 REACHED = Claim("reached", "gradient descent on the measured entropy ends there", within=0.01)
 
 

@@ -36,7 +36,7 @@ FALLS = Claim(
 KEEPS = Claim("keeps", f"with it accuracy at n = {TEST} is 0.95 or more", SOURCE, relation=">=")
 DILUTES = Claim(
     "dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
-    "with the scores of a short string", within=1e-4,
+    "with the scores of a short string", within=1e-4, theorem=True,
 )  # fmt: skip
 
 

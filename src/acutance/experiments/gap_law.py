@@ -27,7 +27,9 @@ GROWTH = Claim(
     "growth", "Λ grows as √log n (normal), log n (one gap), n (uniform), not at all (exponential)",
     SOURCE, "holds only where", within=0.02, bound="logits", sense="in",
 )  # fmt: skip
-ONE_GAP = Claim("one gap", "one key Δ above the rest: Λ = log n / Δ", SOURCE, within=1e-9)
+ONE_GAP = Claim(
+    "one gap", "one key Δ above the rest: Λ = log n / Δ", SOURCE, within=1e-9, theorem=True
+)
 LEVEL = Claim("level", "Λ = √(2 log n) for normal logits", SOURCE, "does not hold", within=0.02)
 LIMIT = Claim(
     "limit", "median Λ = c·h(b_n): hazard rate at the top, c from the Poisson limit of the gaps",

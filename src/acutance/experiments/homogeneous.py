@@ -37,7 +37,7 @@ SHARPENS = Claim(
     "sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
     "holds only where", relation="<=", bound="weights", sense="in",
 )  # fmt: skip
-CANCELS = Claim("cancels", "λ leaves relu² and |x|^k unchanged", SOURCE, within=1e-9)
+CANCELS = Claim("cancels", "λ leaves relu² and |x|^k unchanged", SOURCE, within=1e-9, theorem=True)
 ENTROPY = Claim(
     "entropy", "there H = log n + log E|x|^k − E|x|^k log|x|^k / E|x|^k, for any λ", within=0.005
 )

@@ -37,13 +37,17 @@ TYPICAL = Claim(
     relation="<=",
 )  # fmt: skip
 ENTROPY = Claim("entropy", "E H falls from log n to 0 as the exact integral")
-RANGE = Claim("range", "0 ≤ H ≤ log n in every row", SOURCE, relation="<=", rounding=1e-9)
+RANGE = Claim(
+    "range", "0 ≤ H ≤ log n in every row", SOURCE, relation="<=", rounding=1e-9, theorem=True
+)
 FROBENIUS = Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral")
 TYPICAL_NORM = Claim(
     "typical_norm", "at scales of 4 M_n and more the median ‖λJ‖_F has lost half of its best",
     relation="<=",
 )  # fmt: skip
-TRACE = Claim("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<=")
+TRACE = Claim(
+    "trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<=", theorem=True
+)
 
 
 def measure(run: Run) -> Sequence[Row]:

@@ -49,7 +49,7 @@ DRIFT = Claim("drift", "under that law E H is the exact integral")
 SCALE = Claim("scale", "the scale that does keep 1/E Σp² = 2 is the integral's solution")
 MATCH = Claim(
     "match", "one key above the rest keeps H at λ = log(n − 1) + logit p, with "
-    "h(p) + (1 − p)·log(n − 1) = H", rounding=1e-9,
+    "h(p) + (1 − p)·log(n − 1) = H", rounding=1e-9, theorem=True,
 )  # fmt: skip
 
 

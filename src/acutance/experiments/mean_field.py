@@ -27,8 +27,8 @@ BOUND = "λ(s_max − s̄)/log n"
 APPROXIMATE = Claim(
     "approximate", "H ≈ log n − λ(s_max − s̄)", SOURCE, "holds only where", within=0.02, bound=BOUND
 )
-IDENTITY = Claim("identity", "H = H_mf + J + G in every row", rounding=1e-9)
-LOWER = Claim("lower", "H_mf ≤ H in every row", relation="<=", rounding=1e-9)
+IDENTITY = Claim("identity", "H = H_mf + J + G in every row", rounding=1e-9, theorem=True)
+LOWER = Claim("lower", "H_mf ≤ H in every row", relation="<=", rounding=1e-9, theorem=True)
 JENSEN = Claim("jensen", "E J = E log Z − log n − λE s̄, exactly")
 GAP = Claim("gap", "E G = λ(E s_max − E⟨s⟩), exactly")
 

@@ -50,7 +50,7 @@ MOST = Claim(
 FAR = 512
 SAME = Claim(
     "same", "a law built into a model and the same law applied to it give the same loss",
-    within=1e-4,
+    within=1e-4, theorem=True,
 )  # fmt: skip
 ENTROPY = Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">=")
 

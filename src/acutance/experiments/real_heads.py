@@ -41,8 +41,10 @@ FOUR = Claim(
     "deviation and Jensen gap of the other logits", expected="holds only where", within=0.05,
     bound=BOUND,
 )  # fmt: skip
-FLOOR = Claim("floor", "H ≥ log n − (s_max − s̄)", SOURCE, relation=">=", rounding=1e-4)
-IDENTITY = Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3)
+FLOOR = Claim(
+    "floor", "H ≥ log n − (s_max − s̄)", SOURCE, relation=">=", rounding=1e-4, theorem=True
+)
+IDENTITY = Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3, theorem=True)
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,18 @@ ENOUGH = Claim(
 )  # fmt: skip
 CERTIFICATE = Claim(
     "certificate", "dropping all but the k largest keys is 1 − exp(−KL) away in total variation",
-    SOURCE,
+    SOURCE, theorem=True,
 )  # fmt: skip
 COUNTED = Claim("counted", "the gap histogram tells that distance as sorting does", within=0.03)
 KEYS = Claim("keys", "the gap histogram tells the keys of 99 % as sorting does", within=0.03)
-FLOOR = Claim("floor", "in every row H ≥ log n − (s_max − s̄)", FIELD, relation=">=", rounding=1e-4)
+FLOOR = Claim(
+    "floor",
+    "in every row H ≥ log n − (s_max − s̄)",
+    FIELD,
+    relation=">=",
+    rounding=1e-4,
+    theorem=True,
+)
 TIGHT = Claim(
     "tight", "in half of the heads that bound is above 0", FIELD, "does not hold", relation=">="
 )

@@ -38,7 +38,9 @@ SHARP = Claim(
     "sharp", "dot products start with H below a fifth of log n", expected="holds only where",
     relation="<=", bound="d/(2 log n)", sense="from",
 )  # fmt: skip
-QUERY = Claim("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays")
+QUERY = Claim(
+    "query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays", theorem=True
+)
 KEY = Claim(
     "key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
     "cosine read as a normalised dot product", "does not hold",

@@ -30,7 +30,7 @@ CRITICAL = Claim(
     "critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", SOURCE,
     "holds only where", within=0.01, bound="n", sense="from",
 )  # fmt: skip
-EXACT = Claim("exact", "the cosine at finite n is the closed form", within=1e-9)
+EXACT = Claim("exact", "the cosine at finite n is the closed form", within=1e-9, theorem=True)
 
 
 def closed_form(n: float, rho: float, gamma: float) -> float:

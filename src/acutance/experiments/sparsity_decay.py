@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 SOURCE = "Su Jianlin, kexue.fm/archives/9889, on linear RNNs"
 LAMBDAS = (0.5, 0.9, 0.99, 0.999)
 
-FORMULA = Claim("formula", "S = (1 − λⁿ)/(√n(1 − λ))·√((1 − λ²)/(1 − λ²ⁿ))", SOURCE, within=1e-9)
-VANISHES = Claim("vanishes", "S → 0 as n grows", SOURCE, relation="<=")
+FORMULA = Claim(
+    "formula", "S = (1 − λⁿ)/(√n(1 − λ))·√((1 − λ²)/(1 − λ²ⁿ))", SOURCE, within=1e-9, theorem=True
+)
+VANISHES = Claim("vanishes", "S → 0 as n grows", SOURCE, relation="<=", theorem=True)
 KEYS = Claim(
     "keys", "so it attends to ever fewer keys: 1/Σp² falls as S does", "a reading of article 9889",
     "does not hold", within=0.02,

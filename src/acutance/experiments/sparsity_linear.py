@@ -23,7 +23,7 @@ SHAPES = (0.25, 1.0, 4.0)  # of the gamma law; σ'/μ' = 1/√shape
 
 IDENTITY = Claim(
     "identity", "S = (1 + q'Σ'q' / (q'·μ')²)^(−1/2) with the row's own μ', Σ'", SOURCE,
-    within=1e-9,
+    within=1e-9, theorem=True,
 )  # fmt: skip
 IID = Claim(
     "iid", "independent components: S = (1 + (σ'/μ')²‖q'‖₂²/‖q'‖₁²)^(−1/2)", SOURCE, within=0.002
@@ -32,7 +32,9 @@ WIDER = Claim(
     "wider", "a larger d makes it sparser", f"{SOURCE}, as two public copies have it",
     "does not hold", relation="<=",
 )  # fmt: skip
-RATIO = Claim("ratio", "‖q'‖₂/‖q'‖₁ ≥ d^(−1/2): a minimum, not a maximum", relation=">=")
+RATIO = Claim(
+    "ratio", "‖q'‖₂/‖q'‖₁ ≥ d^(−1/2): a minimum, not a maximum", relation=">=", theorem=True
+)
 
 
 def measure(run: Run) -> Sequence[Row]:

@@ -27,9 +27,11 @@ FORMULA = Claim(
     "formula", "S = M₂/√M₄, a function of u = β/γ alone", SOURCE, "holds only where",
     within=0.02, bound="n·Φ(u)", sense="from",
 )  # fmt: skip
-PRINTED = Claim("printed", "eq. 6, typeset rightly, is M₂/√M₄", SOURCE, rounding=0.0, within=1e-9)
+PRINTED = Claim(
+    "printed", "eq. 6, typeset rightly, is M₂/√M₄", SOURCE, rounding=0.0, within=1e-9, theorem=True
+)
 BOUNDED = Claim("bounded", "for β ≥ 0, S ≥ 1/√6", SOURCE, relation=">=", within=0.005)
-FLOOR = Claim("floor", "S ≥ 1/√n in every row", relation=">=")
+FLOOR = Claim("floor", "S ≥ 1/√n in every row", relation=">=", theorem=True)
 OPPOSITE = Claim("opposite", "for β < 0, a smaller γ is sparser", SOURCE, relation="<=")
 
 

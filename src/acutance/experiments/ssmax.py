@@ -26,13 +26,17 @@ FADES = Claim(
     "holds only where", relation=">=", bound="n",
 )  # fmt: skip
 SSMAX = Claim(
-    "ssmax", "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15)), near 1", SOURCE, within=1e-9
+    "ssmax",
+    "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15)), near 1",
+    SOURCE,
+    within=1e-9,
+    theorem=True,
 )
-SOFTMAX = Claim("softmax", "with softmax it is e⁵/(e⁵ + n − 1)", SOURCE, within=1e-9)
-LEAST = Claim("least", "with SSMax it stays above 0.8", SOURCE, relation=">=")
+SOFTMAX = Claim("softmax", "with softmax it is e⁵/(e⁵ + n − 1)", SOURCE, within=1e-9, theorem=True)
+LEAST = Claim("least", "with SSMax it stays above 0.8", SOURCE, relation=">=", theorem=True)
 CRITICAL = Claim(
     "critical", "a smaller s fails at some length: what counts is s·gap > 1", expected="holds",
-    within=1e-9,
+    within=1e-9, theorem=True,
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ SPREADS = Claim(
     "spreads", "without a law the entropy of the position-free heads grows with the text", SWAN,
     relation=">=",
 )  # fmt: skip
-SAME = Claim("same", "what begins beyond T changes no loss at T", within=1e-5)
+SAME = Claim("same", "what begins beyond T changes no loss at T", within=1e-5, theorem=True)
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,19 @@ D = 16
 
 RANGE = Claim(
     "range", "at τ = 1 a row of cosines has H ≥ log n − 0.4745", SOURCE, relation="<=",
+    theorem=True,
 )  # fmt: skip
 LIMIT = Claim("limit", "that range is reached as n grows: D(2) = 0.474474647", within=0.005)
 SHARE = Claim("share", "with 20.55 % of the cosines at +1, the others at −1", within=0.002)
-EXACT = Claim("exact", "the least entropy at finite n is that of two levels", within=1e-9)
+EXACT = Claim(
+    "exact", "the least entropy at finite n is that of two levels", within=1e-9, theorem=True
+)
 WIDENS = Claim(
-    "widens", "the τ that allows a row 50, 90 or 99 % of log n does", SOURCE, within=1e-6
+    "widens",
+    "the τ that allows a row 50, 90 or 99 % of log n does",
+    SOURCE,
+    within=1e-6,
+    theorem=True,
 )
 RANDOM = Claim("random", "random keys: the exact integral over cosines in R^d")
 LINEAR = Claim(

@@ -58,6 +58,8 @@ class Claim:
         rounding: absolute difference allowed for float64 rounding.
         bound: the condition that limits the claim, a key of its rows' conditions; "" for none.
         sense: whether it holds up to a value of ``bound``, from a value on, or in categories.
+        theorem: whether it follows by algebra, so that no measurement can refute it and agreement
+            only shows that the code computes what it says.
     """
 
     key: str
@@ -69,6 +71,7 @@ class Claim:
     rounding: float = 1e-12
     bound: str = ""
     sense: Literal["up to", "from", "in"] = "up to"
+    theorem: bool = False
 
     def row(
         self,

@@ -44,8 +44,10 @@ def where(row: Row) -> str:
 
 
 def verdict(judgement: Judgement, rows: Sequence[Row]) -> Text:
-    """The verdict, coloured, with a mark if it is unexpected or the data could not decide it."""
+    """The verdict, coloured; marked if a theorem, unexpected, or not decided by the data."""
     text = Text(judgement.verdict, style=_COLOURS[judgement.kind])
+    if judgement.claim.theorem:
+        text.append(" (theorem)", style="dim")
     if not judgement.as_expected:
         text.append(f"  (expected: {judgement.claim.expected})", style="bold red")
     if not decided(judgement.claim, rows):
@@ -76,7 +78,7 @@ def summary(records: Sequence[Record], width: int = _WIDE) -> Table:
     table = (_wide if width >= _WIDE else _narrow)(records)
     table.caption = (
         "predicted and measured: the row that is furthest off for what it is allowed; "
-        "rows: how many agree"
+        "rows: how many agree; theorem: follows by algebra, so agreement tests the code only"
     )
     table.caption_justify = "left"
     return table
