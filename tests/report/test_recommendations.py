@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import acutance
+from acutance.diagnose.overview import advice_in_brief
 from acutance.diagnose.recommendations import KINDS
 from acutance.diagnose.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES, SINK
 from acutance.probing import HeadSummary, Moments, Profile
@@ -282,3 +283,34 @@ def test_everything_is_plain_json(summary_of: Make, tmp_path: Path) -> None:
 
 def test_no_head_calls_for_nothing() -> None:
     assert recommendations(HeadSummary((), ("entropy",), Moments.none(0, 1))) == []
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_advice_fits_encoders_and_decoders(causal: bool) -> None:
+    key = torch.zeros(2, 2, 32, 8)
+    key[:, 1, 0] = 1.0  # the second head's sink; the first head averages
+    query = torch.full((2, 2, 32, 8), 2.0)
+    model = torch.nn.Module()
+    model.forward = lambda: torch.nn.functional.scaled_dot_product_attention(  # type: ignore[method-assign]
+        query, key, key, is_causal=causal
+    )
+    with acutance.probe(model) as probe:
+        model()
+    summary = probe.summary()
+    advice = {found.kind: found.advice for found in recommendations(summary)}
+    assert set(advice) == {"sink", "dead"}
+    assert ("cache" in advice["sink"]) is causal
+    assert ("acutance judge" in advice["dead"]) is causal
+    assert ("acutance.apply" in advice["dead"]) is not causal
+    brief = " ".join(advice_in_brief(summary))
+    assert ("KV cache" in brief, "judge the loss" in brief) == (causal, causal)
+
+
+def test_a_decoder_whose_rows_are_sampled_or_cached_is_no_encoder(summary_of: Make) -> None:
+    keep = [
+        only(summary_of((2,), layer={0: counts}, first_weight={(0, 1): 0.4})).advice
+        for counts in ({"calls": 20}, {"rows": 400, "skipped": 80}, {"rows": 400, "excluded": 8})
+    ]
+    assert ["cache" in advice for advice in keep] == [True] * 3
+    encoder = only(summary_of((2,), layer={0: {"rows": 400}}, first_weight={(0, 1): 0.4}))
+    assert "cache" not in encoder.advice

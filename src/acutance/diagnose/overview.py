@@ -41,6 +41,8 @@ _IN_BRIEF = {
     "sink": ("first token", "keep it in a KV cache"),
     "dead": ("dead", "judge the loss without"),
 }
+#: What else to do about heads of an encoder, which has no cache, and often no loss to judge.
+_IN_ENCODERS = {"sink": "not a fault in itself", "dead": "try your task without"}
 
 
 def overview(summary: Judged) -> list[str]:
@@ -70,6 +72,7 @@ def overview(summary: Judged) -> list[str]:
 def advice_in_brief(summary: Judged) -> list[str]:
     """What to do, most urgent first, at most five lines; one line if there is nothing to do."""
     by_kind: dict[str, list[Recommendation]] = defaultdict(list)
+    encoding = {head.layer for head in facts(summary) if head.sees_all}
     for each in recommendations(summary):
         by_kind[each.kind].append(each)
     lines = []
@@ -81,6 +84,8 @@ def advice_in_brief(summary: Judged) -> list[str]:
             where = f"layer {most.layer}" if len(same) == 1 else _counted(len(same), "layer")
             first = f" (L{most.layer} most)" if len(same) > 1 else ""
             name, action = _IN_BRIEF[kind]
+            if all(each.layer in encoding for each in same):
+                action = _IN_ENCODERS.get(kind, action)
             lines.append(f"{name}: {many}{where}{first}; {action}")
     return lines[:MOST_ADVICE] or [no_recommendation(summary)]
 

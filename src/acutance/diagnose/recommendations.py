@@ -1,8 +1,9 @@
 """Recommendations: what is unusual about a model's attention, and how to find out what it means.
 
 Attention statistics do not show how a change would affect the loss, so the advice says how to
-measure that (:func:`acutance.judge`), or names a change that costs nothing. Growth is reported only
-if a fitted slope is significant, and a finding that may be intended is marked as suspected.
+measure that (:func:`acutance.judge`, or the user's own task in an encoder), or names a change that
+costs nothing. Growth is reported only if a fitted slope is significant, and a finding that may be
+intended is marked as suspected.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
         >>> print(recommendations(probe.summary())[0].sentence)
         Layer 0 heads 0–1: entropy is 1.000 of its maximum log n (n = 40 keys on average); check
-        whether the heads contribute anything: acutance judge --law off:LAYER.HEAD measures the
-        loss without them.
+        whether the heads contribute anything: acutance.apply(model, "off:LAYER.HEAD") runs your
+        own task without them.
     """
     advice: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]

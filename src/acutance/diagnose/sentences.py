@@ -50,6 +50,13 @@ def _from_to(beyond: _Beyond, name: str, form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _without(head: HeadFacts, them: str) -> str:
+    """How to measure what heads contribute: a loss needs a model that predicts tokens."""
+    if head.sees_all:
+        return f'acutance.apply(model, "off:LAYER.HEAD") runs your own task without {them}'
+    return f"acutance judge --law off:LAYER.HEAD measures the loss without {them}"
+
+
 def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     """Reason, advice and certainty for heads with scores that are not finite."""
     rows, not_finite = worst.numbers["rows"], worst.numbers["not_finite"]
@@ -86,8 +93,7 @@ def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
     return (
         f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of its maximum log n, "
         f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys per row",
-        "a head may pick a single token by design: acutance judge --law off:LAYER.HEAD measures "
-        "the loss without it",
+        f"a head may pick a single token by design: {_without(head, 'it')}",
         "suspected",
     )
 
@@ -102,17 +108,22 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
         f"{head.layer} head {head.head} has {low:.2f} nats (± {off:.1g}) at n ≈ {low_n} and "
         f"{high:.2f} nats at n ≈ {high_n}",
         "this is not a fault in itself, and a law that keeps entropy constant can raise the loss: "
-        "measure a law with acutance judge before you use it",
+        f"measure a law {'on your own task' if head.sees_all else 'with acutance judge'} before "
+        "you use it",
         "fitted",
     )
 
 
 def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     """Reason, advice and certainty for heads that attend to the first key."""
+    keep = "a head can rest on it where nothing else fits, which is not a fault"
+    if not head.sees_all:
+        keep = (
+            "keep it when truncating a cache or sliding a window (it takes one entry of the cache)"
+        )
     return (
         f"{_from_to(beyond, 'first_weight', '.0%')} of the weight is on the first visible key",
-        "this token may be an attention sink, which the weights alone do not prove: keep it when "
-        "truncating a cache or sliding a window (it takes one entry of the cache)",
+        f"this token may be an attention sink, which the weights alone do not prove: {keep}",
         "measured",
     )
 
@@ -126,8 +137,7 @@ def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Senten
     )
     return (
         f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of its maximum log n{over}",
-        f"check whether {they} anything: acutance judge --law off:LAYER.HEAD measures the loss "
-        f"without {them}",
+        f"check whether {they} anything: {_without(head, them)}",
         "suspected",
     )
 

@@ -172,6 +172,17 @@ class HeadFacts:
         """Largest value of a metric over the head's rows."""
         return self._value(name, self._arrays.high)
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether its rows see whole sequences, as in an encoder, not only what precedes them.
+
+        True if no row sees one key alone, as the first row of a causal head does, and a call has as
+        many rows as keys, unlike one that decodes. Unknown, and False, if rows were left out.
+        """
+        record, low = self.record, self._value("n_keys", self._arrays.low)
+        whole = not (record.excluded or record.skipped)
+        return whole and 1 < low <= (record.rows + record.padded) / max(record.calls, 1)
+
     def has(self, name: str) -> bool:
         """Whether the summary recorded a metric."""
         return name in self._columns
@@ -207,6 +218,7 @@ class _Arrays:
         self.columns = {name: column for column, name in enumerate(summary.metrics)}
         self.mean: list[list[float]] = moments.mean.tolist()
         self.high: list[list[float]] = moments.high.tolist()
+        self.low: list[list[float]] = moments.low.tolist()
         self.count: list[list[int]] = moments.count.tolist()
         self.near: list[list[float]] | None = None
         distances = summary.distances
