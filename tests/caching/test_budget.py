@@ -19,11 +19,14 @@ from acutance.caching import Budget, HeadPlan, budget, cache_shapes
 from acutance.caching.alternatives import Rounded, rounded
 from acutance.caching.packing import quantise
 from acutance.caching.proposals import Option, cheapest
+from acutance.caching.render import sentences
 from acutance.caching.rules import HeadReach, propose, read_reach
 from acutance.calibration.by_loss.runs import read_windows
 from acutance.capture.attention_call import AttentionCall
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
+
+from .conftest import build
 
 SHORT = HeadPlan("streaming", first=2, recent=14)
 LONG = HeadPlan("streaming", first=2, recent=46)
@@ -315,3 +318,16 @@ def test_too_few_windows_and_no_cache() -> None:
         budget(decoder(), windows(3), plans=[SHORT])
     with pytest.raises(ValueError, match="has no key-value cache"):
         budget(torch.nn.TransformerEncoderLayer(8, 2), windows(4), plans=[SHORT])
+
+
+def test_untrained_weights_are_said_as_a_probe_says_them(found: Budget) -> None:
+    assert not found.untrained
+    assert not any(line.startswith("Untrained") for line in sentences(found))
+    tokens = torch.randint(1, 64, (4, 48), generator=torch.Generator().manual_seed(0))
+    random = build(hidden_size=64, intermediate_size=64)
+    for name, part in random.named_parameters():
+        if "norm" in name:
+            part.data.fill_(1.0)
+    again = budget(random, tokens, keep=0.6, plans=[SHORT], shares=[0.6])
+    assert again.to_dict()["untrained"] is True
+    assert next(iter(sentences(again))).startswith("Untrained: ")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration import LossCalibration, loss_slopes
+from acutance.calibration.by_loss.render import sentences as by_loss_sentences
+from acutance.calibration.render import sentences
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 from acutance.judging import LossError, MaskedTokens
@@ -237,3 +239,31 @@ def test_a_model_without_a_head_has_no_loss() -> None:
         acutance.calibrate(decoder().model, tokens, target="loss")
     with pytest.raises(ValueError, match="at least 2 windows, got 1"):
         loss_slopes(decoder(), tokens[:1])
+
+
+@pytest.mark.parametrize("target", ["entropy", "loss"])
+def test_untrained_weights_are_said_as_a_probe_says_them(
+    built: Callable[[str, str], torch.nn.Module], target: str, tmp_path: Path
+) -> None:
+    tokens = torch.randint(3, 97, (8, 32), generator=torch.Generator().manual_seed(1))
+    model = built("llama", "sdpa")
+    for part in model.modules():
+        if "Norm" in type(part).__name__:
+            part.weight.data.fill_(1.0)
+    trained = decoder()
+    for one, is_random in ((model, True), (trained, False)):
+        with acutance.probe(one) as probe, torch.no_grad():
+            one(tokens)
+        assert probe.summary().about.get("untrained", False) is is_random
+        found = acutance.calibrate(
+            one, list(tokens.split(1)), target=target, lengths=[16, 32], passes=2
+        )
+        assert found.untrained is is_random
+        words = by_loss_sentences if target == "loss" else sentences
+        assert any(line.startswith("Untrained: ") for line in words(found)) is is_random
+        *_, last = words(found)
+        assert ("can raise the loss of another" in last) is not getattr(found, "empty", False)
+        found.save(tmp_path / "law.json")
+        again = acutance.Law.load(tmp_path / "law.json")
+        assert again.untrained is is_random
+        assert ("untrained" in again.record()) is is_random  # older releases read other laws

@@ -63,6 +63,9 @@ def test_a_law_is_fitted_written_and_probed(
     assert "entropy, kept at its value for n = 16" in done.stdout
     assert "before" in done.stdout
     assert "after" in done.stdout
+    assert "Untrained: every norm" in done.stdout  # as a probe of this model says
+    assert json.loads(record.read_text())["law"]["untrained"] is True
+    assert acutance.Law.load(law).untrained
     heads = json.loads(record.read_text())["heads"]
     assert len(heads) == 2
     means = {}

@@ -34,6 +34,7 @@ from acutance.calibration.fit.passes import evaluating
 from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.losses import AnyLoss
 from acutance.files import refuse_replacing
+from acutance.probing.causes import is_untrained
 from acutance.scaling import Window
 from acutance.shapes import check_number
 
@@ -174,6 +175,7 @@ def budget(
         loss=read.loss.words,
         costs=costs,
         options=tuple(plans),
+        untrained=is_untrained(model),
     )
 
 

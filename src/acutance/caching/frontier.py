@@ -47,6 +47,7 @@ class Budget:
         loss: what was measured, in words.
         costs: for every key head, derivatives by gates to each of ``options``.
         options: what heads could keep instead of everything.
+        untrained: whether the model's weights look untrained.
     """
 
     plan: CachePlan
@@ -57,6 +58,7 @@ class Budget:
     loss: str
     costs: tuple[GateSlope, ...]
     options: tuple[HeadPlan, ...]
+    untrained: bool = False
 
     @property
     def frontier(self) -> tuple[Point, ...]:
@@ -81,6 +83,7 @@ class Budget:
             "n": self.n,
             "windows": self.windows,
             "mean_loss": self.mean_loss,
+            "untrained": self.untrained,
             "full_bytes": self.plan.full_bytes(self.n),
             "points": [
                 {

@@ -12,6 +12,7 @@ from acutance.caching.exchange.plan_record import Costs
 from acutance.caching.frontier import Budget
 from acutance.caching.plan import CachePlan
 from acutance.report.screen import NumberTable, Wrapped
+from acutance.summary.layer import UNTRAINED
 
 __all__ = ["sentences", "show", "show_plan"]
 
@@ -45,6 +46,8 @@ def show(found: Budget) -> RenderableType:
 
 def sentences(found: Budget) -> Iterator[str]:
     """What was chosen and how sure it is, one sentence for each point."""
+    if found.untrained:
+        yield UNTRAINED
     chosen = found.chosen
     if chosen is None:
         yield "No smaller plan keeps the loss within the limit: the plan is the full cache."

@@ -37,6 +37,7 @@ __all__ = [
 
 SCHEMA = "acutance.law/1"
 _JUDGED = "judged"
+_UNTRAINED = "untrained"
 
 #: Layers by block number, range, name or pattern, as
 #: :class:`acutance.capture.layer_choice.LayerChoice` reads them.
@@ -74,6 +75,7 @@ class Law:
         judged: what it does to the loss of held-out text, a record as
             :meth:`acutance.judging.LawComparison.to_dict` gives; None if that was not measured.
         window: the window of layers that ``layers`` does not name; None if they have none.
+        untrained: whether the weights that it was fitted to look untrained.
 
     Example:
         >>> from acutance import scaling
@@ -92,6 +94,7 @@ class Law:
     weights_not_loaded: str | None = None
     judged: Mapping[str, Any] | None = field(default=None, hash=False)
     window: Window | None = None
+    untrained: bool = False
 
     @classmethod
     def of(
@@ -173,7 +176,11 @@ class Law:
 
     def record(self) -> dict[str, Any]:
         """The law as JSON-serialisable values."""
-        optional = {NOT_LOADED: self.weights_not_loaded, _JUDGED: self.judged}
+        optional = {
+            NOT_LOADED: self.weights_not_loaded,
+            _JUDGED: self.judged,
+            _UNTRAINED: self.untrained or None,
+        }
         return {
             "schema": SCHEMA,
             "model": self.model.to_dict(),
@@ -209,7 +216,7 @@ class Law:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"its schema must be {SCHEMA!r}, got {found!r:.60}")
         known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
-        if wrong := sorted((set(record) - {NOT_LOADED, _JUDGED}) ^ known):
+        if wrong := sorted((set(record) - {NOT_LOADED, _JUDGED, _UNTRAINED}) ^ known):
             raise ValueError(
                 f"it must have the fields {', '.join(sorted(known))} and no others; missing or "
                 f"unknown: {', '.join(wrong):.60}"
@@ -242,6 +249,7 @@ class Law:
             weights_not_loaded=random,
             judged=judged,
             window=rest.window,
+            untrained=record.get(_UNTRAINED) is True,
         )
 
 

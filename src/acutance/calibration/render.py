@@ -13,12 +13,17 @@ from acutance.calibration.fit.collect import HELD, TARGETS
 from acutance.calibration.fit.next_factors import ROUNDING
 from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.report.screen import NumberTable, Wrapped
-from acutance.summary.layer import not_loaded_sentence
+from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
-__all__ = ["sentences", "show"]
+__all__ = ["OTHER_TEXT", "sentences", "show"]
 
 #: Heads that a table lists one by one; more are summed up by layer.
 MOST_HEADS = 64
+#: The last line of a report: what the law was not judged on.
+OTHER_TEXT = (
+    "A law is fitted to, and judged on, one kind of text; it can raise the loss of another. Before "
+    "you use it, judge it on yours: acutance judge MODEL --law LAW --text FILE."
+)
 _FAMILIES = {
     "constant": "constant",
     "sqrt_log_n": "√log n",
@@ -144,6 +149,8 @@ def sentences(result: Calibration) -> Iterator[str]:
     unit = _unit(result)
     if result.weights_not_loaded is not None:
         yield not_loaded_sentence(result.weights_not_loaded)
+    if result.untrained:
+        yield UNTRAINED
     if result.metric == "max_logit":
         over = sum(_exceeds(one.before, one.target) for one in result.heads)
         still = sum(_exceeds(one.after, one.target) for one in result.heads)
@@ -207,6 +214,7 @@ def sentences(result: Calibration) -> Iterator[str]:
         )
     else:
         yield f"Beyond n = {result.lengths[-1]} nothing was measured."
+    yield OTHER_TEXT
 
 
 def _exceeds(shown: Sequence[float], bound: Sequence[float]) -> bool:

@@ -12,6 +12,7 @@ __all__ = [
     "NOT_LOADED",
     "STATUSES",
     "Status",
+    "UNTRAINED",
     "coverage_line",
     "judged_sentences",
     "not_loaded_sentence",
@@ -148,6 +149,11 @@ def _union_of_names(one: str, other: str) -> str:
 
 #: What records call the weights that did not load.
 NOT_LOADED = "weights_not_loaded"
+#: Shown above the numbers of a model that :func:`acutance.probing.is_untrained` finds untrained.
+UNTRAINED = (
+    "Untrained: every norm has its initial gain and the weights look random. The numbers describe "
+    "an initialisation, not a trained model."
+)
 
 
 def judged_sentences(about: Mapping[str, Any]) -> list[str]:
@@ -187,10 +193,7 @@ def notices(about: Mapping[str, Any]) -> list[str]:
             amount = f"{done:,} of {total:,} windows were read{many}"
         sentences.append(f"Incomplete: {amount}; all numbers below refer to that part of the text.")
     if about.get("untrained") is True:
-        sentences.append(
-            "Untrained: every norm has its initial gain and the weights look random. The "
-            "numbers below describe an initialisation, not a trained model."
-        )
+        sentences.append(UNTRAINED)
     return sentences
 
 

@@ -8,9 +8,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
+from acutance.calibration.render import OTHER_TEXT
 from acutance.report.screen import NumberTable, Wrapped
 from acutance.scaling import Window
-from acutance.summary.layer import not_loaded_sentence
+from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
 __all__ = ["sentences", "show"]
 
@@ -90,6 +91,8 @@ def sentences(found: LossCalibration) -> Iterator[str]:
     """What the fit changed and how it changed the loss, one sentence for each point."""
     if found.weights_not_loaded is not None:
         yield not_loaded_sentence(found.weights_not_loaded)
+    if found.untrained:
+        yield UNTRAINED
     windows = f"{found.stopped} windows that were not fitted to"
     effect = f"{found.delta:+.4f} ± {found.error:.4f} nat"
     streaming = sum(window is not None for window in found.reads)
@@ -132,3 +135,5 @@ def sentences(found: LossCalibration) -> Iterator[str]:
             f"Beyond n = {last} each head keeps its last factor, without measurement; rows with "
             f"fewer than {first} keys use that length's factor."
         )
+    if not found.empty:
+        yield OTHER_TEXT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from acutance.calibration.fit.windows import (
 from acutance.calibration.losses import AnyLoss
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
+from acutance.probing.causes import is_untrained
 from acutance.scaling import Scaling, Window
 from acutance.shapes import check_count
 
@@ -156,11 +158,12 @@ def calibrate(
             raise ValueError(
                 "target='loss' holds nothing constant: value and reference cannot be given"
             )
-        return calibrate_by_loss(
+        by_loss = calibrate_by_loss(
             model, batches, lengths=lengths, loss=loss, law=law, window=window, passes=passes,
             limit=limit, windowed=windowed, save=save, save_every=save_every, resume=resume,
             overwrite=overwrite, advance=advance,
         )  # fmt: skip
+        return replace(by_loss, untrained=is_untrained(model))
     if loss is not None:
         raise ValueError(f"loss is for target='loss', got target={target!r:.40}")
     if window is not None:
@@ -193,7 +196,8 @@ def calibrate(
         model, turns, request, progress, seed, save, check_count("save_every", save_every, 1)
     )
     job.run(advance)
-    return summarise(model, request, job.fitted(), windows, len(progress.passes), job.skipped)
+    result = summarise(model, request, job.fitted(), windows, len(progress.passes), job.skipped)
+    return replace(result, untrained=is_untrained(model))
 
 
 class _Job:
