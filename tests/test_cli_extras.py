@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from acutance.comparison import compare
+from acutance.extras import install
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +41,7 @@ def test_a_figure_without_matplotlib_is_refused_before_any_work(
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr == (
-        f'acutance: {option} needs matplotlib; install it with: pip install "acutance[plots]"\n'
+        f"acutance: {option} needs matplotlib; install it with: {install('plots')}\n"
     )
 
 
@@ -65,8 +66,19 @@ def test_a_mechanism_without_its_library_stops_a_comparison_before_its_first_ste
     assert steps == []
 
 
+def test_what_an_extra_installs_works_before_a_release() -> None:
+    """Packages of others, by name, those of nested extras too; acutance is in no registry yet."""
+    assert install("plots") == 'pip install "matplotlib<4,>=3.9"'
+    assert all(name in install("gguf") for name in ('"gguf<', '"accelerate<', '"transformers<'))
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert 'install "acutance[' not in sources + (ROOT / "README.md").read_text()
+    assert not re.search(r'install "?acutance\[[a-z,]+\]"?(?! @)', pages)
+
+
 def test_the_demo_draws() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     (demo,) = re.findall(r"^demo = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     assert '"acutance[hf,plots]"' in demo
+    assert '"pandas' in demo  # to_frame() is the first line of Python of the README
     assert "--figure heads.svg" in (ROOT / "Makefile").read_text()

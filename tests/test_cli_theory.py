@@ -265,7 +265,7 @@ def test_the_even_arrangement_says_its_share_and_random_keys_about_theirs(
         ("predict --n 8 --logit-std 1 --tau 2", '--tau: "softmax" takes'),
         ("predict --n 8 --scale 1 --family cosine", "--d: "),
         ("predict --n 8 --mechanism linear --q 1,x --mu 1 --sigma 1", "--q: must be numbers"),
-        ("predict --n 8 --mechanism linear --q 1,2 --mu 1,1 --sigma 1", "--mu: beside sigma"),
+        ("predict --n 8 --mechanism linear --q 1,2 --mu 1", "--q, --mu, --sigma: the mechanism"),
         (
             "temperature --n 256 --fraction 1.5",
             "--fraction: the fraction must be above 0 and below 1",
@@ -337,3 +337,9 @@ def test_a_terminal_without_unicode_gets_letters() -> None:
         capture_output=True, check=True, env=environment,
     )  # fmt: skip
     assert b"free cosines" in done.stdout
+
+
+def test_the_mean_of_features_is_one_number(run: Callable[..., Any]) -> None:
+    given = ("predict", "--n", 8, "--mechanism", "linear", "--q", "1,2", "--sigma", 1, "--mu")
+    assert run(*given, "1,1").exit_code == 2
+    assert run(*given, 1).exit_code == 0

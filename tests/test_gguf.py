@@ -21,6 +21,7 @@ from acutance.cli import app
 from acutance.corpus.gguf_file import read_gguf
 from acutance.corpus.load_model import ModelError, load_model
 from acutance.corpus.texts import model_digest
+from acutance.extras import install
 from tests.tiny_gguf import llama, tensors, write_gguf
 
 TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 4
@@ -38,7 +39,7 @@ def run(*arguments: object) -> Any:
 
 def test_the_model_that_was_written_is_loaded(path: Path) -> None:
     ids = torch.arange(40)[None]
-    loaded = load_model(str(write_gguf(path)))
+    loaded = load_model(str(write_gguf(path)), head=False)
     with torch.no_grad():
         expected = llama()(input_ids=ids).last_hidden_state
         assert torch.equal(loaded.model(input_ids=ids).last_hidden_state, expected)
@@ -52,7 +53,7 @@ def test_the_model_that_was_written_is_loaded(path: Path) -> None:
 def test_quantised_weights_are_those_of_the_formats_own_reader(
     path: Path, kind: gguf.GGMLQuantizationType, share: float
 ) -> None:
-    model = load_model(str(write_gguf(path, kind=kind))).model
+    model = load_model(str(write_gguf(path, kind=kind)), head=False).model
     written, plain = tensors(model), tensors(llama())
     for tensor in gguf.GGUFReader(path).tensors:
         expected = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -76,7 +77,7 @@ def test_probe_and_calibrate_take_a_file(path: Path, tmp_path: Path) -> None:
     assert record["about"]["weights"] == "GGUF, all F32"
     assert [layer["status"] for layer in record["layers"]] == ["verified"] * 2
     assert "Converting" not in done.stderr  # the loader's own bars
-    ids = torch.tensor(load_model(str(path)).tokenizer(TEXT)["input_ids"][:32])[None]
+    ids = torch.tensor(load_model(str(path), head=False).tokenizer(TEXT)["input_ids"][:32])[None]
     with acutance.probe(model := llama()) as probe:
         model(input_ids=ids)
     again = run("probe", path, "--text", text, "--length", 32, "--every", 99, "--json", "-")
@@ -197,7 +198,7 @@ def test_a_missing_package_is_named(path: Path, monkeypatch: pytest.MonkeyPatch,
         return None if asked == name else find(asked, *more)
 
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
-    with pytest.raises(ModelError, match=rf'{name}; install with: pip install "acutance\[gguf\]"'):
+    with pytest.raises(ModelError, match=f"{name}; install with: {re.escape(install('gguf'))}"):
         load_model(str(path))
 
 
@@ -215,3 +216,30 @@ def test_names_that_are_near_a_file_say_what_to_do(tmp_path: Path) -> None:
     shutil.copy(folder / "tiny.gguf", part := folder / "big-00001-of-00003.gguf")
     with pytest.raises(ModelError, match="is one of 3 parts of a model; join them with"):
         load_model(str(part))
+
+
+def test_a_head_is_loaded_where_a_model_has_one(tmp_path: Path) -> None:
+    """The embedded encoder has none, so it keeps its class and loads once."""
+    from transformers import AutoModel, AutoTokenizer
+
+    from acutance.experiments.models.trained import directory
+
+    assert type(load_model(directory()).model).__name__.endswith("ForCausalLM")
+    assert type(load_model(directory(), head=False).model).__name__.endswith("Model")
+    assert type(load_model().model).__name__ == "BertModel"
+    bare = load_model(directory(), head=False).model
+    bare.config.architectures = None  # as in a file that states no class
+    bare.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(directory()).save_pretrained(tmp_path)
+    assert type(load_model(str(tmp_path), allow_missing=False).model) is type(bare)
+    assert isinstance(bare, type(AutoModel.from_config(bare.config)))
+
+
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from acutance.corpus.ranks import Ranks, SingleProcess
+
+    for found, device in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        assert SingleProcess().device("auto") == device
+        assert Ranks(1, 2, 1).device("auto") == {"cpu": "cpu", "cuda": "cuda:1"}[device]
+        assert SingleProcess().device("mps") == "mps"

@@ -11,11 +11,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
-    "data", "escapes", "files", "from_json", "compiling", "masks", "shapes", "check_masks",
-    "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend", "structure",
-    "mechanisms", "nn", "testing", "capture", "diagnose", "summary", "report", "probing", "corpus",
-    "serving", "calibration", "caching", "judging", "extending", "training", "verification",
-    "experiments", "reproduce", "comparison", "cli",
+    "data", "escapes", "extras", "files", "from_json", "compiling", "masks", "shapes",
+    "check_masks", "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend",
+    "structure", "mechanisms", "nn", "testing", "capture", "diagnose", "summary", "report",
+    "probing", "corpus", "serving", "calibration", "caching", "judging", "extending",
+    "training", "verification", "experiments", "reproduce", "comparison", "cli",
 ]  # fmt: skip
 MODULE = re.compile(rf"acutance\.({'|'.join(STAGES)})(\.[a-z_0-9]+)*")
 FACADES = {

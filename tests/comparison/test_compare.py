@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from acutance.comparison import COMPARED, DEFAULT_MECHANISMS, Step, compare, pic
 from acutance.comparison.measured import mean_and_error, measure, query_gradient
 from acutance.comparison.predicted import feature_moments, predict_rows
 from acutance.comparison.record import Gaussian, Inputs, gaussian
+from acutance.comparison.render import legend
 from acutance.mechanisms import MECHANISMS
 from acutance.mechanisms.entry import Linear
 from acutance.probing import QueryKeySample
@@ -262,3 +264,11 @@ def test_a_sample_has_only_so_many_tokens() -> None:
     sample = QueryKeySample(part, part, part, ("a",), is_causal=False)
     with pytest.raises(ValueError, match=r"n must be at most the 10 tokens .* got 11"):
         compare("dot", n=11, source=sample, costs=False)
+
+
+@pytest.mark.parametrize(("threads", "said"), [(1, "on 1 thread."), (2, "on 2 threads.")])
+def test_the_legend_counts_threads(threads: int, said: str) -> None:
+    found = compare(["identity"], n=8, d=16)
+    settings = found.settings | {"threads": threads}
+    timed = [replace(result, seconds=1.0) for result in found.results]
+    assert legend(replace(found, settings=settings, results=timed), wide=False)[-1].endswith(said)

@@ -109,7 +109,7 @@ def test_bad_input_is_one_sentence(
 
 
 def test_a_model_without_a_head_is_refused(run: Callable[..., Any]) -> None:
-    done = run("judge", "--law", "ssmax")  # the embedded encoder
+    done = run("judge", load_model._embedded(), "--law", "ssmax")
     assert done.exit_code == 1
     assert "was saved without a language-model head" in done.stderr
     assert done.stderr.count("\n") == 1

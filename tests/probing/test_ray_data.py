@@ -116,7 +116,7 @@ def test_another_model_on_a_node_ends_the_run() -> None:
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(ImportError, match=r'install it with: pip install "acutance\[ray\]"'):
+    with pytest.raises(ImportError, match=r'install it with: pip install "ray\[data\]"'):
         probe_dataset(None)  # type: ignore[arg-type]
 
 

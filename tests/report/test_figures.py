@@ -96,7 +96,7 @@ def test_without_matplotlib_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     sentence = (
         r"^acutance\.report\.figures needs matplotlib; "
-        r'install it with: pip install "acutance\[plots\]"$'
+        r'install it with: pip install "matplotlib<4,>=3.9"$'
     )
     with pytest.raises(ImportError, match=sentence):
         draw_heads(summary_of(), tmp_path / "x.png")

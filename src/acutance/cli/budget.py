@@ -18,7 +18,7 @@ from acutance.cli.options import (
     Dark,
     Device,
     JsonTo,
-    Model,
+    LanguageModel,
     Resume,
     Tokenizer,
     TrustRemoteCode,
@@ -48,7 +48,7 @@ _LEAST = 4
 class BudgetOptions:
     """The options of ``acutance budget``."""
 
-    model: Model = None
+    model: LanguageModel
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,7 +124,7 @@ class BudgetOptions:
     dark: Dark = False
     tokenizer: Tokenizer = None
     attention: AttentionName = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False
@@ -157,11 +157,6 @@ def budget(options: BudgetOptions) -> None:
     )
     check_figure("--figure", options.figure)
     check_resume(options.resume, options.save)
-    if options.model is None:
-        raise typer.BadParameter(
-            "a cache plan needs a causal language model, and the included MiniLM is none: name one",
-            param_hint="MODEL",
-        )
     lengths = None if options.length is None else read_lengths(options.length)
     if lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("a plan is for one length", param_hint="--lengths")

@@ -206,7 +206,7 @@ class CalibrateOptions:
     json: JsonTo = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False
@@ -287,6 +287,8 @@ def _check_by_loss(options: CalibrateOptions, value: float | None) -> None:
     """Refuse options that do not go with ``--target loss``, before a model is loaded."""
     from acutance.calibration.by_loss.fit import FAMILIES
 
+    if options.model is None:
+        raise typer.BadParameter("--target loss needs a language model", param_hint="MODEL")
     if value is not None:
         raise typer.BadParameter(
             f"loss is lowered, not brought to a value: remove ={value:g}", param_hint="--target"

@@ -17,7 +17,7 @@ from acutance.cli.options import (
     AttentionName,
     Device,
     JsonTo,
-    Model,
+    LanguageModel,
     Resume,
     Tokenizer,
     TrainLength,
@@ -43,7 +43,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class ExtendOptions:
     """The options of ``acutance extend``."""
 
-    model: Model = None
+    model: LanguageModel
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -150,7 +150,7 @@ class ExtendOptions:
     json: JsonTo = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False
@@ -199,12 +199,12 @@ def extend(options: ExtendOptions) -> None:
         )
 
 
-def _check_folder(out: Path, model: str | None) -> None:
+def _check_folder(out: Path, model: str) -> None:
     """Refuse a directory that cannot be made, is the model's, or has files of something else."""
     if not out.is_dir() and (out.exists() or not out.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{out} cannot be a directory", param_hint="--out")
-    source = None if model is None else Path(model).expanduser()
-    if source is not None and source.exists() and out.exists() and out.samefile(source):
+    source = Path(model).expanduser()
+    if source.exists() and out.exists() and out.samefile(source):
         raise typer.BadParameter(f"{out} is the model's directory", param_hint="--out")
     if out.is_dir() and any(out.iterdir()) and not (out / "extend.json").is_file():
         raise typer.BadParameter(

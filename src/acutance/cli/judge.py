@@ -17,7 +17,7 @@ from acutance.cli.options import (
     AttentionName,
     Device,
     JsonTo,
-    Model,
+    LanguageModel,
     Resume,
     SaveEvery,
     Tokenizer,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class JudgeOptions:
     """The options of ``acutance judge``."""
 
-    model: Model = None
+    model: LanguageModel
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,7 +111,7 @@ class JudgeOptions:
     json: JsonTo = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False

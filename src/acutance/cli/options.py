@@ -30,17 +30,18 @@ READ, MEASURE, FIT, WRITE = "What to read", "What to measure", "What to fit", "W
 LESS, LONG, MANY = "Time and cost", "Long runs", "Long runs, several machines"
 CHARTS = ("heads", "layers", "lengths", "theory")
 
+_MODEL = (
+    "Directory of a saved model, a .gguf file, or a name that transformers can load. 'smollm2' is "
+    "the model that 'make llm' installs."
+)
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL",
-        help=(
-            "Directory of a saved model, a .gguf file, or a name that transformers can load. "
-            "Default: the MiniLM included with acutance\\[demo]. 'smollm2' is the model that "
-            "'make llm' installs."
-        ),
+        metavar="MODEL", help=f"{_MODEL} Default: MiniLM, the encoder that 'make demo' installs."
     ),
 ]
+#: Of commands that need a language model, which MiniLM is not.
+LanguageModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 SaveEvery = Annotated[
     int,
     typer.Option(
@@ -69,7 +70,12 @@ AttentionName = Annotated[
         help="transformers' attn_implementation: sdpa, eager, ... Default: the model's.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, mps.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", help="Device to run on: cpu, cuda, mps, or auto: cuda where there is one."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow running code that comes with the model.")
 ]
@@ -132,7 +138,7 @@ FigureTo = Annotated[
     typer.Option(
         "--figure",
         metavar="FILE",
-        help="Draw a figure as .png or .svg (needs acutance\\[plots]).",
+        help="Draw a figure as .png or .svg (needs matplotlib).",
     ),
 ]
 Chart = Annotated[

@@ -65,7 +65,7 @@ class PlanOptions:
     ] = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False

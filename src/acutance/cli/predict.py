@@ -13,7 +13,8 @@ from acutance.cli.shared import check_figure, misuse, plain_errors
 #: Options that are arguments of :func:`acutance.theory.predict`.
 ARGUMENTS = (
     "logit_std", "logit_mean", "scale", "family", "d", "rho", "a", "query_norm", "tau", "lam",
-    "sigma", "first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap", "value_variance",
+    "mu", "sigma", "first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap",
+    "value_variance",
 )  # fmt: skip
 
 
@@ -89,8 +90,8 @@ class PredictOptions:
         ),
     ] = None
     mu: Annotated[
-        str | None,
-        typer.Option("--mu", metavar="NUMBERS", help="Mechanism linear: mean of each key feature."),
+        float | None,
+        typer.Option("--mu", help="Mechanism linear: mean of every key feature."),
     ] = None
     sigma: Annotated[
         float | None,
@@ -178,9 +179,10 @@ def predict(options: PredictOptions) -> None:
         arguments: dict[str, Any] = {
             name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None
         }
-        for name, text in (("q", options.q), ("mu", options.mu)):
-            if text is not None:
-                arguments[name] = _numbers(name, text)
+        if options.mechanism == "linear" and None in (options.q, options.mu, options.sigma):
+            raise ValueError("q, mu, sigma: the mechanism linear needs all three")
+        if options.q is not None:
+            arguments["q"] = _numbers("q", options.q)
         prediction = theory.predict(options.mechanism, options.n, **arguments)
     with plain_errors():
         measured = None
@@ -214,12 +216,11 @@ def predict(options: PredictOptions) -> None:
         )
 
 
-def _numbers(name: str, text: str) -> float | list[float]:
-    """Parse comma-separated numbers: a list, or a float if there is one and it is not for ``q``."""
+def _numbers(name: str, text: str) -> list[float]:
+    """Parse comma-separated numbers."""
     try:
-        values = [float(part) for part in text.split(",")]
+        return [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
             f"{name}: must be numbers separated by commas, such as 1,2,0.5, got {text!r}"
         ) from None
-    return values if len(values) > 1 or name == "q" else values[0]

@@ -223,7 +223,7 @@ class ProbeOptions:
     train_length: TrainLength = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False

@@ -37,7 +37,9 @@ def need(package: str, extra: str, what: str, instead: str = "") -> None:
         instead: how to do without it.
     """
     if importlib.util.find_spec(package) is None:
-        fail(f'{what} needs {package}; install it with: pip install "acutance[{extra}]"{instead}')
+        from acutance.extras import install
+
+        fail(f"{what} needs {package}; install it with: {install(extra)}{instead}")
         raise typer.Exit(1)
 
 

@@ -74,7 +74,7 @@ class VerifyOptions:
     ] = False
     json: JsonTo = None
     tokenizer: Tokenizer = None
-    device: Device = "cpu"
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
     allow_pickle: AllowPickle = False
     allow_missing: AllowMissing = False
@@ -147,11 +147,12 @@ def _verified(options: VerifyOptions, names: list[str]) -> "Verification":
             tokenizer=options.tokenizer,
             dtype=getattr(torch, options.dtype),
             device=options.device,
+            head=False,
             trust_remote_code=options.trust_remote_code,
             allow_pickle=options.allow_pickle,
             allow_missing=options.allow_missing,
         )
-    ids = token_ids(loaded, texts, options.length).to(options.device)
+    ids = token_ids(loaded, texts, options.length).to(next(loaded.model.parameters()).device)
     with screen.status("reading") as status:
         found = verify_model(
             loaded.model,

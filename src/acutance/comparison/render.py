@@ -189,8 +189,9 @@ def legend(comparison: Comparison, wide: bool) -> list[str]:
         lines.append("noise: " + COMPARED["noise_gain"].meaning)
         lines.append("tr J: " + COMPARED["jacobian_trace"].meaning)
     if any(not math.isnan(result.seconds) for result in comparison.results):
+        threads = comparison.settings["threads"]
         lines.append(
             "s, MiB: time and memory above the inputs of one head with n rows, including "
-            f"statistics, on {comparison.settings['threads']} threads."
+            f"statistics, on {threads} thread{'s' * (threads != 1)}."
         )
     return lines

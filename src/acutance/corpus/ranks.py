@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acutance.corpus.text_model import available
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import from_parts
 
@@ -212,7 +213,7 @@ class SingleProcess:
 
     def device(self, name: str) -> str:
         """The device that this rank runs a model on."""
-        return name
+        return available(name)
 
 
 class Ranks(SingleProcess):
@@ -263,6 +264,7 @@ class Ranks(SingleProcess):
 
     def device(self, name: str) -> str:
         """The device of this rank's model: each rank of a machine has its own CUDA device."""
+        name = available(name)
         return f"cuda:{self._local}" if name == "cuda" else name
 
     def stop(self, *_: object) -> None:

@@ -21,6 +21,7 @@ from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options, open_probe, restore, run_settings, tidy
 from acutance.corpus.texts import model_digest
+from acutance.extras import install
 from acutance.files import refuse_replacing
 from acutance.probing.settings import ProbeSettings
 from acutance.summary.head_summary import HeadSummary
@@ -297,7 +298,7 @@ def _load(model: str | Callable[[], TextModel] | None, device: str) -> TextModel
         loaded = model()
         loaded.model.to(device).eval()
         return loaded
-    return load_model.load(model, device=device)
+    return load_model.load(model, device=device, head=False)
 
 
 def _ray_data() -> Any:
@@ -310,6 +311,6 @@ def _ray_data() -> Any:
         import ray.data
     except ImportError as error:
         raise ImportError(
-            'acutance.corpus.ray_data needs Ray; install it with: pip install "acutance[ray]"'
+            f"acutance.corpus.ray_data needs Ray; install it with: {install('ray')}"
         ) from error
     return ray.data

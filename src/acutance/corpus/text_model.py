@@ -19,11 +19,16 @@ __all__ = [
     "OptionError",
     "TextModel",
     "automatic_class",
+    "available",
     "check_reads_text",
     "positions",
 ]
 
 LONGEST_DEFAULT = 512
+
+
+#: In names of classes of transformers with a language-model head.
+_HEADS = ("CausalLM", "LMHead", "MaskedLM")
 
 
 class ModelError(RuntimeError):
@@ -144,19 +149,32 @@ class TextModel:
         self.model(**inputs)
 
 
-def automatic_class(label: str, config: Any, head: bool) -> Any:
+def available(device: str) -> str:
+    """The device itself; for "auto" the CUDA device where there is one, else the CPU."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def automatic_class(label: str, config: Any, head: bool | None) -> Any:
     """The transformers class that loads a model, without a head or with its language-model head.
+
+    With None, a head is loaded if the configuration states one, or states no class.
 
     Raises:
         HeadError: if models of its kind have no language-model head.
     """
     import transformers
 
-    if not head:
+    names = [str(name) for name in getattr(config, "architectures", None) or ()]
+    encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    stated = not names or any(part in name for name in names for part in _HEADS)
+    if head is False or (head is None and (encoder_decoder or not stated)):
         return transformers.AutoModel
     masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
-    names = [str(name) for name in getattr(config, "architectures", None) or ()]
     either = [auto for auto in (masked, causal) if type(config) in auto._model_mapping]
+    if not either and head is None:
+        return transformers.AutoModel
     if not either:
         raise HeadError(
             f"{label} has no language-model head: transformers has none for {config.model_type}"

@@ -71,7 +71,7 @@ def subjects(run: Run) -> Iterable[Subject]:
     yield Subject("MiniLM-L6", encoder.model, inputs)
     if run.quick or importlib.util.find_spec(load_model.DECODER_PACKAGE) is None:
         return
-    language_model = load_model.load(load_model.DECODER)
+    language_model = load_model.load(load_model.DECODER, head=False)
     topics = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     tokens = language_model.tokenizer(topics, return_tensors="pt").input_ids
     windows = tokens[:, : 2048 * (tokens.shape[1] // 2048)].view(-1, 1, 2048)[-8:-6]

@@ -6,6 +6,7 @@ import os
 import textwrap
 
 from acutance.escapes import printable
+from acutance.extras import install
 from acutance.files import write_whole
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
 from acutance.report.plot_style import LIGHT, Theme, save
@@ -43,8 +44,7 @@ def draw_heads(
         from matplotlib.patches import FancyBboxPatch
     except ImportError as error:
         raise ImportError(
-            "acutance.report.figures needs matplotlib; install it with: pip install "
-            '"acutance[plots]"'
+            f"acutance.report.figures needs matplotlib; install it with: {install('plots')}"
         ) from error
     grid = summary.grid(metric)
     layers, heads = len(grid), max((len(row) for row in grid), default=0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from acutance.extras import install
 from acutance.files import write_whole
 from acutance.report.colours import as_hex, colour
 
@@ -134,8 +135,7 @@ def new_figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "acutance.report.plot_style needs matplotlib; install it with: pip install "
-            '"acutance[plots]"'
+            f"acutance.report.plot_style needs matplotlib; install it with: {install('plots')}"
         ) from error
     width = 8.0 if panels == 1 else 5.5 * panels
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.page, layout="constrained")

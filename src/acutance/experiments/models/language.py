@@ -115,7 +115,7 @@ def _generator(run: Run) -> torch.Generator:
 
 @lru_cache(maxsize=1)
 def _language_model() -> Any:
-    return load_model.load_model(load_model.DECODER)
+    return load_model.load_model(load_model.DECODER, head=False)
 
 
 @lru_cache(maxsize=1)

@@ -22,6 +22,7 @@ from torch import Tensor
 from acutance.experiments.models import texts
 from acutance.experiments.models.fitting import Note, Plan, fit
 from acutance.experiments.models.small import seeded
+from acutance.extras import install
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -166,7 +167,6 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "acutance.reproduce.decoder() needs transformers; install it with: pip install "
-            '"acutance[hf]"'
+            f"acutance.reproduce.decoder() needs transformers; install it with: {install('hf')}"
         ) from error
     return transformers
