@@ -25,12 +25,14 @@ __all__ = [
     "hidden_scores",
     "hides",
     "mask_limit",
+    "shallow_mask",
 ]
 
 CPU = torch.device("cpu")
 #: An additive mask value at or below this hides its key (see :func:`hides`): −1e9 as the coarsest
 #: dtype that holds it, bfloat16, rounds it, so that a mask hides the same keys in every dtype.
 ADDITIVE_MASK_LIMIT = -998_244_352.0
+_SHALLOW = -1e4  # the least of the numbers that models hide keys with
 
 
 def hides(additive: Tensor) -> Tensor:
@@ -73,6 +75,35 @@ def hidden_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         tensor([ True,  True, False,  True])
     """
     return scores <= 0.99 * mask_limit(scores.dtype if dtype is None else dtype)
+
+
+def shallow_mask(added: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Where keys seem hidden by a number that does not count as hiding, such as −1e4.
+
+    A row then has entries about there and none halfway, as ALiBi would have.
+
+    Args:
+        added: what is added to the products, of any shape.
+        dim: of the keys.
+        dtype: as for :func:`hidden_scores`.
+
+    Returns:
+        Boolean tensor of the shape of ``added``; None if it is nowhere.
+
+    Example:
+        >>> shallow_mask(torch.tensor([[0.0, -1e4, -1e4], [0.0, -torch.inf, -1e9]]))
+        tensor([[False,  True,  True],
+                [False, False, False]])
+        >>> shallow_mask(-20000 * torch.rand(2, 999)) is None
+        True
+    """
+    low = added <= 0.99 * _SHALLOW
+    if not bool(low.any()):
+        return None
+    low &= torch.logical_not(hidden_scores(added, dtype))
+    between = (added <= 0.5 * _SHALLOW) & (added > 0.99 * _SHALLOW)
+    low &= torch.logical_not(between.any(dim, keepdim=True))
+    return low if bool(low.any()) else None
 
 
 @dataclass(frozen=True)

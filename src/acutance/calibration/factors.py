@@ -18,7 +18,7 @@ from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.check_masks import check_masking
-from acutance.masks import hidden_scores, hides
+from acutance.masks import hidden_scores, hides, shallow_mask
 from acutance.scaling import AnyScaling, Scaling, Window, visible_keys
 
 __all__ = [
@@ -143,9 +143,6 @@ def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
     return torch.stack([n if window is None else window.keys_read(n) for window, n in pairs], 1)
 
 
-_SHALLOW = -1e4  # the least of the numbers that models hide keys with
-
-
 def scaled_scores(
     scores: Tensor, bare: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
 ) -> Tensor:
@@ -188,8 +185,6 @@ def scaled_scores(
 def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype) -> None:
     """Warn if keys seem hidden by a number that does not count as hiding, such as −1e4.
 
-    A row then has scores about there and none halfway, as ALiBi would have.
-
     Args:
         name: of the module.
         bare: scores without their products.
@@ -207,11 +202,8 @@ def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype)
         UserWarning: attn hides keys with a number above -1e9, ...
     """
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        low = (bare <= 0.99 * _SHALLOW) & torch.logical_not(hidden_scores(bare, narrow))
-        between = (bare <= 0.5 * _SHALLOW) & (bare > 0.99 * _SHALLOW)
-        rows = low.any(dim) & torch.logical_not(between.any(dim))
         try:
-            shallow = bool(rows.any())
+            shallow = shallow_mask(bare, dim, narrow) is not None
         except RuntimeError:  # under vmap, which has no numbers to ask
             return
     if shallow:

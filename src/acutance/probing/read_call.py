@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from acutance.capture.head_axis import first_head
 from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.kernels.fast_path import PackedStatistics
+from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.causes import differences, likely_cause
 from acutance.probing.head_maps import MapReader
 from acutance.probing.query_key_sample import QueryKeyRecorder
@@ -37,6 +39,9 @@ MOVED = (
     "its law reads keys at other positions: statistics of rows are known, but no weights on single "
     "keys, and no queries and keys are kept"
 )
+
+
+_ORDINARY = 1e3  # no score beyond it is beside a mask of −1e4
 
 
 class CallRead(NamedTuple):
@@ -185,6 +190,7 @@ class CallReader:
         self.recorder = QueryKeyRecorder() if settings.keep else None
         self.provider = Provider(settings.verify is True) if settings.provide else None
         self._doubted_modules: set[str] = set()
+        self._warned: set[bool] = set()
         self.thread, self.rows = thread, rows
 
     def provide(self, call: AttentionCall, model_output: Callable[[], Tensor]) -> Provided:
@@ -195,6 +201,8 @@ class CallReader:
         """
         if self.provider is None:
             raise ValueError("the probe was opened without provide=True")
+        if self._with_deep_masks(call) is not call:
+            raise ValueError("its mask hides keys with a number above -1e9")
         return self.provider.provide(call, model_output, *self._moments_wanted)
 
     def provided(
@@ -224,6 +232,7 @@ class CallReader:
             module: the attention module; None if unknown.
         """
         _check_not_batched(call.query, call.key, call.value)
+        call = self._with_deep_masks(call)
         part = self._part(call, module)
         doubted = self.provider is not None and call.module in self.provider.suspects
         comparable = output is not None and call.dropout_p == 0.0
@@ -325,6 +334,7 @@ class CallReader:
             doubt: called when the rows are to be verified; returns why they are wrong, or None.
         """
         _check_not_batched(scores)
+        scores = self._with_deep_mask(scores.detach(), module, products=True)
         total, queries = scores.shape[1:3]
         heads = self._chosen(total)
         chosen = scores if heads is None else scores[:, heads]
@@ -342,6 +352,50 @@ class CallReader:
         read = part.result(stats, "unverified" if doubt_text is None else "mismatch")
         read = read._replace(doubt=doubt_text)
         return self._with_spans(read, lambda spans: spans.read_scores(chosen))
+
+    def _with_deep_masks(self, call: AttentionCall) -> AttentionCall:
+        """The call with its additive masks as :meth:`_with_deep_mask` reads them."""
+        masks = {"attn_mask": call.attn_mask, "bias": call.bias}
+        changed: dict[str, Any] = {}
+        for name, mask in masks.items():
+            if mask is not None and mask.dtype != torch.bool:
+                deep = self._with_deep_mask(mask, call.module)
+                changed |= {} if deep is mask else {name: deep}
+        return replace(call, **changed) if changed else call
+
+    def _with_deep_mask(self, added: Tensor, module: str, *, products: bool = False) -> Tensor:
+        """Read one number above −1e9 that seems to hide keys, such as −1e4, as −inf, and warn.
+
+        Several such numbers are left as they are, with another warning.
+
+        Args:
+            added: an additive mask, or scores.
+            module: name of the module.
+            products: whether these are scores, which may be large without a mask; then all others
+                must be small.
+        """
+        shallow = shallow_mask(added)
+        if shallow is None:
+            return added
+        if products:
+            seen = added.masked_fill(shallow | hidden_scores(added), 0.0)
+            if not bool((seen.abs() <= _ORDINARY).all()):
+                return added
+        low = added[shallow]
+        uniform = bool((low == low[0]).all())
+        if uniform not in self._warned:
+            self._warned.add(uniform)
+            read = (
+                f"{float(low[0]):g}, which the probe reads as a mask, as it is the same everywhere"
+                if uniform
+                else "numbers above -1e9, which the probe counts as visible keys, so that n and "
+                "logit_std are too large"
+            )
+            warnings.warn(
+                f"{module} hides keys with {read}; mask with -inf or torch.finfo(dtype).min",
+                stacklevel=2,
+            )
+        return added.masked_fill(shallow, -torch.inf) if uniform else added
 
     def _chosen(self, total: int) -> list[int] | None:
         """Indices of the requested heads among ``total``; None for all."""
