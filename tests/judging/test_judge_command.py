@@ -173,8 +173,8 @@ def test_held_out_windows_are_not_fitted_to(sizes: tuple[int, ...]) -> None:
     texts = [Text(str(n), chr(97 + n) + chr(65 + n) * (size - 1)) for n, size in enumerate(sizes)]
     held = hold_out(loaded, texts, 32)
     whole = sum(size // 32 for size in sizes)
-    fit = {text.name: held.tokenizer(text.content)["input_ids"] for text in held.fit}
-    ends = {text.name: held.ends(text.content)["input_ids"] for text in held.judged}
+    fit = {text.name: text.tokenised(loaded.tokenizer) for text in held.fit}
+    ends = {text.name: text.tokenised(loaded.tokenizer) for text in held.judged}
     judged = sum(len(ids) // 32 for ids in ends.values())
     assert judged == max(2, min(16, whole // 4))
     assert sum(len(ids) // 32 for ids in fit.values()) == whole - judged

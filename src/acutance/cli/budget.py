@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.inputs import read_texts
+from acutance.cli.inputs import read_texts, reading
 from acutance.cli.options import (
     LESS,
     LONG,
@@ -191,7 +191,8 @@ def _search(options: BudgetOptions, lengths: tuple[int, ...] | None) -> "Budget"
         loaded = load_model(options, options.device, head=True)
     check_model(loaded.model)
     length = loaded.window(None) if lengths is None else lengths[0]
-    windows = text_windows(loaded, texts, [length], options.windows, options.seed)
+    with reading(texts) as texts:
+        windows = text_windows(loaded, texts, [length], options.windows, options.seed)
     batches: list[Any] = [turn.batch for turn in windows.turns]
     if len(batches) < _LEAST:
         raise ValueError(

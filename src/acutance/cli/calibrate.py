@@ -13,7 +13,7 @@ from acutance.cli.held_out import (
     load_with_head,
     nothing_found,
 )
-from acutance.cli.inputs import lengths_noted, note_lengths, read_texts
+from acutance.cli.inputs import lengths_noted, note_lengths, read_texts, reading
 from acutance.cli.options import (
     FIT,
     LESS,
@@ -334,13 +334,15 @@ def _fit(
     elif options.window:
         arguments["window"] = [read_window(text) for text in options.window]
     note_lengths(loaded.model, lengths)
+    with reading(texts) as texts:
+        texts = [replace(text, content=text.tokenised(loaded.tokenizer)) for text in texts]
     held_out = (
         None
         if headed is None
         else held_out_ends(headed, texts, lengths[-1], unjudged=options.even_if_worse)
     )
     if held_out is not None:
-        texts, loaded = held_out.fit, replace(loaded, tokenizer=held_out.tokenizer)
+        texts = held_out.fit
     read = lengths
     if by_loss and headed is not None:
         from acutance.judging.text_windows import loss_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_texts
+from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_texts, reading
 from acutance.cli.options import (
     LESS,
     LONG,
@@ -230,7 +230,8 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
         dtype = None if options.dtype is None else getattr(torch, options.dtype)
         loaded = load_model(options, options.device, head=True, dtype=dtype)
     trained = trained_length(loaded.model, options.train_length)
-    found = text_windows(loaded, texts, [to], options.windows, options.seed)
+    with reading(texts) as texts:
+        found = text_windows(loaded, texts, [to], options.windows, options.seed)
     batches: list[Any] = [turn.batch for turn in found.turns]
     windows = torch.cat([batch["input_ids"] for batch in batches])
     if laws is None:

@@ -206,7 +206,7 @@ def judge_proposals(
         console().print(note(("note", "yellow"), f": {sentence}"), soft_wrap=True)
     if not proposed.remedies:
         return Judged()
-    windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, [length], 0, 0)
+    windows = text_windows(headed, held.judged, [length], 0, 0)
     tokens = windows.tokens * (1 + len(proposed.remedies))
     with (
         resumable("while judging by the loss", save),
@@ -248,7 +248,7 @@ def judge_law(
     loss = loss_of(headed)
     # a causal model's long windows have the short ones inside
     read = lengths if loss.reads_all else lengths[-1:]
-    windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, read, 0, 0)
+    windows = text_windows(headed, held.judged, read, 0, 0)
     remedy = LawRemedy("the law", calibration, windowed)
     with (
         progress("judging", windows.count, 2 * windows.tokens, console()) as advance,

@@ -6,6 +6,8 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from acutance.cli.shared import console, misuse
@@ -21,6 +23,24 @@ def read_texts(names: Sequence[str] | None) -> list[Text]:
     from acutance.corpus import texts
 
     return texts.read(names) if names else [texts.bundled()]
+
+
+@contextmanager
+def reading(texts: Sequence[Text]) -> Iterator[list[Text]]:
+    """Context with a progress bar on standard error while texts are tokenised.
+
+    Yields:
+        The texts, whose reading moves the bar.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    screen = console()
+    columns = TextColumn("reading the text"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(
+        *columns, console=screen, transient=True, disable=not (texts and screen.is_terminal)
+    ) as bar:
+        task = bar.add_task("", total=sum(text.size for text in texts))
+        yield [replace(text, advance=partial(bar.advance, task)) for text in texts]
 
 
 def about_run(loaded: TextModel, texts: Iterable[Text]) -> dict[str, Any]:

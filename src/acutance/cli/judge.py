@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.inputs import about_run, lengths_noted, note_lengths, read_laws, read_texts
+from acutance.cli.inputs import (
+    about_run,
+    lengths_noted,
+    note_lengths,
+    read_laws,
+    read_texts,
+    reading,
+)
 from acutance.cli.options import (
     LESS,
     LONG,
@@ -179,7 +186,8 @@ def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossCom
     remedies = for_train_length(loaded.model, remedies, options.train_length)
     lengths = (loaded.window(None),) if lengths is None else lengths
     note_lengths(loaded.model, lengths)
-    windows = text_windows(loaded, texts, lengths, options.windows, options.seed)
+    with reading(texts) as texts:
+        windows = text_windows(loaded, texts, lengths, options.windows, options.seed)
     tokens = windows.tokens * (1 + len(remedies))
     bar = progress("judging", windows.count, tokens, console())
     with bar as advance, lengths_noted():

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from acutance.cli.held_out import (
     check_judge,
     hold_out_windows,
 )
-from acutance.cli.inputs import read_texts
+from acutance.cli.inputs import read_texts, reading
 from acutance.cli.options import (
     LESS,
     MANY,
@@ -61,10 +62,15 @@ from acutance.cli.shared import (
 
 if TYPE_CHECKING:
     from acutance.corpus.ranks import SingleProcess
+    from acutance.corpus.text_model import TextModel
+    from acutance.corpus.texts import Text, Tokens
     from acutance.probing.settings import ProbeSettings
 
     #: A law in words, and what applies it to a model.
     Law = tuple[str, Callable[[Any], AbstractContextManager[None]]]
+
+#: Windows that one rank sends to the others at once.
+_TOGETHER = 1024
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -338,29 +344,25 @@ def _run(
     """
     from importlib.metadata import version
 
-    from acutance.corpus import texts as corpus
     from acutance.corpus.probe_corpus import Options, run_windows
     from acutance.summary.state import WHOLE, Shard
 
     first = world.rank == 0
     with world.together():
         part = WHOLE if options.shard is None else Shard.parse(options.shard)
-        texts = []
-        if first:
-            texts = read_texts(options.text)
-    texts = world.first(texts)
+        texts = read_texts(options.text) if first else []
+    names = world.first([text.name for text in texts])
     device = world.device(options.device)
     with world.together(), console().status("loading the model") if first else nullcontext():
         headed = load_model(options, device, head=options.judge)
         loaded, held = headed.base if options.judge else headed, None
-        window, tokenizer = loaded.window(options.length), loaded.tokenizer
-        names = [text.name for text in texts]
+        window = loaded.window(options.length)
+        loaded.check_heads(options.heads)
+    with reading(texts) as texts:
         if options.judge:
             held = hold_out_windows(headed, texts, window)
-            texts, tokenizer = held.fit, held.tokenizer
-        pieces = corpus.windows(texts, tokenizer, window)[:: options.every]
-        loaded.check_tokens(pieces)
-        loaded.check_heads(options.heads)
+            texts = held.fit
+        pieces = _windows(texts, loaded, window, options.every, world)
     about: dict[str, Any] = {"text": names}
     about |= {name: version(name) for name in ("acutance", "transformers")}
     if law is not None:
@@ -391,3 +393,26 @@ def _run(
         if first:
             judge_and_show(outcome, options, headed, held)
     return outcome.finished
+
+
+def _windows(
+    texts: "list[Text]", loaded: "TextModel", length: int, every: int, world: "SingleProcess"
+) -> "list[Tokens[int]]":
+    """One of ``every`` windows of the texts, on every rank; only the first reads and tokenises."""
+    from acutance.corpus.texts import each_window
+
+    pieces: list[Tokens[int]] = []
+    windows, number = each_window(texts, loaded.tokenizer, length), 0
+    while True:
+        if world.stopped():
+            raise KeyboardInterrupt
+        with world.together():
+            some = list(islice(windows, _TOGETHER))
+        some = world.first(some)
+        if not some:
+            break
+        pieces += some[-number % every :: every]
+        number += len(some)
+    with world.together():
+        loaded.check_tokens(pieces)
+    return pieces

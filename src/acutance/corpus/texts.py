@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import importlib.resources
+import io
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,23 @@ __all__ = [
     "Batch",
     "CorpusError",
     "Text",
+    "Tokens",
     "batches",
     "bundled",
+    "each_window",
     "model_digest",
     "read",
+    "special_tokens",
     "text_digest",
     "windows",
-    "with_special_tokens",
 ]
+
+#: Token ids in four bytes each; a list of them takes about 36.
+Tokens = array  # of type code "i"
+#: Characters that are tokenised at once, and those next to a cut that must not change its tokens.
+_PIECE, _BESIDE = 1 << 16, 256
+#: Line ends, then spaces, at which a cut is tried.
+_TRIED = 16
 
 
 class CorpusError(ValueError):
@@ -42,11 +54,116 @@ class Text:
 
     Attributes:
         name: file name, ``standard input`` or the bundled text's title.
-        content: the text.
+        content: the text, a UTF-8 file or the bytes of one, or its tokens.
+        advance: called with the number of bytes, or characters, whenever some were read.
     """
 
     name: str
-    content: str
+    content: str | Path | io.BytesIO | Tokens[int]
+    advance: Callable[[int], object] = field(default=lambda _: None, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """What ``advance`` is called with in all."""
+        if isinstance(self.content, Path):
+            return self.content.stat().st_size
+        if isinstance(self.content, str):
+            return len(self.content)
+        return 0 if isinstance(self.content, array) else len(self.content.getbuffer())
+
+    def blocks(self) -> Iterator[str]:
+        """The text in parts, of which only one is in memory.
+
+        Raises:
+            CorpusError: if the file is not UTF-8 text.
+        """
+        if isinstance(self.content, str):
+            for start in range(0, len(self.content), _PIECE):
+                yield (block := self.content[start : start + _PIECE])
+                self.advance(len(block))
+            return
+        assert not isinstance(self.content, array)
+        content, decoder = self.content, codecs.getincrementaldecoder("utf-8")()
+        is_path = isinstance(content, Path)
+        with content.open("rb") if isinstance(content, Path) else nullcontext(content) as file:
+            lines = io.IncrementalNewlineDecoder(decoder, translate=is_path)
+            file.seek(0)
+            while True:
+                data = file.read(_PIECE)
+                try:
+                    yield lines.decode(data, not data)
+                except UnicodeDecodeError as error:
+                    place = file.tell() - len(error.object) + error.start
+                    raise CorpusError(
+                        f"{self.name} is not UTF-8 text: {error.reason} at byte {place}"
+                    ) from None
+                if not data:
+                    return
+                self.advance(len(data))
+
+    def tokens(self, tokenizer: Any) -> Iterator[Sequence[int]]:
+        """The tokens of the text in parts, without special tokens.
+
+        A long text is tokenised in pieces that end where the tokens of the 256 characters before
+        do not depend on the 256 after, at a line end, else a space; each with the 256 before it.
+        The tokens are then those of the whole text at once, for any tokenizer whose tokens depend
+        on no text farther away. If a tokenizer allows no such cut, pieces are as long as it takes.
+
+        Raises:
+            CorpusError: if the text cannot be read, or has no tokens.
+        """
+        if isinstance(self.content, array):
+            yield self.content
+            return
+
+        def ids(text: str) -> list[int]:
+            found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return found
+
+        text, known, most, empty = "", 0, _PIECE, True
+        for block in self.blocks():
+            text += block
+            while len(text) >= known + most + _BESIDE:
+                cut = _place(ids, text, known + most)
+                if cut is None:
+                    most *= 2
+                    continue
+                part = ids(text[:cut])[len(ids(text[:known])) if known else 0 :]
+                empty = empty and not part
+                yield part
+                text, known, most = text[max(0, cut - _BESIDE) :], min(cut, _BESIDE), _PIECE
+        part = ids(text)[len(ids(text[:known])) if known else 0 :]
+        if empty and not part:
+            raise CorpusError(f"{self.name} contains no token of this model's vocabulary")
+        yield part
+
+    def tokenised(self, tokenizer: Any) -> Tokens[int]:
+        """All tokens of the text, without special tokens."""
+        if isinstance(self.content, array):
+            return self.content
+        whole: Tokens[int] = array("i")
+        for part in self.tokens(tokenizer):
+            whole.extend(part)
+        return whole
+
+
+def _place(ids: Callable[[str], list[int]], text: str, stop: int) -> int | None:
+    """The last place to cut before ``stop`` where the tokens before do not depend on those after.
+
+    None if none is found in the second half.
+    """
+    for mark in ("\n", " "):
+        found = stop
+        for _ in range(_TRIED):
+            found = text.rfind(mark, stop // 2, found)
+            if found < 0:
+                break
+            for cut in (found + 1, found):
+                before = ids(text[max(0, cut - _BESIDE) : cut])
+                both = ids(text[max(0, cut - _BESIDE) : cut + _BESIDE])
+                if both[: len(before)] == before:
+                    return cut
+    return None
 
 
 def bundled() -> Text:
@@ -61,38 +178,35 @@ def bundled() -> Text:
 
 
 def read(names: Sequence[str]) -> list[Text]:
-    """Read files as UTF-8; ``-`` is standard input.
+    """Check that files are UTF-8 text and not empty; ``-`` is standard input, kept in memory.
 
     Raises:
         CorpusError: naming the file, if one is missing, unreadable, not text or empty.
     """
-    return [_read_one(name) for name in names]
+    return [_checked(name) for name in names]
 
 
-def _read_one(name: str) -> Text:
-    """Read a text file, or standard input for "-"; raises CorpusError if it is not text."""
-    label = "standard input" if name == "-" else name
+def _checked(name: str) -> Text:
+    """A text file, or standard input for "-", read once to check it."""
     try:
         if name == "-":
-            content = sys.stdin.buffer.read().decode("utf-8")
+            text = Text("standard input", io.BytesIO(sys.stdin.buffer.read()))
         else:
             check_regular(name)
-            content = Path(name).read_text(encoding="utf-8")
+            text = Text(name, Path(name))
+        blank = not sum(bool(block.strip()) for block in text.blocks())
     except FileNotFoundError:
         raise CorpusError(f"there is no text file at {name}") from None
     except IsADirectoryError:
         raise CorpusError(f"{name} is a directory; pass its files one by one") from None
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{label} is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from None
     except OSError as error:
+        label = "standard input" if name == "-" else name
         problem = f"{label} cannot be read: {error.strerror}" if error.strerror else str(error)
         pipe = "; pipe it to --text -" if problem.endswith("not a file") else ""
         raise CorpusError(problem + pipe) from None
-    if not content.strip():
-        raise CorpusError(f"{label} contains no text")
-    return Text(label, content)
+    if blank:
+        raise CorpusError(f"{text.name} contains no text")
+    return text
 
 
 @dataclass(frozen=True)
@@ -113,7 +227,12 @@ class Batch:
         return int(self.attention_mask.sum())
 
 
-def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int]]:
+def windows(texts: Iterable[Text], tokenizer: Any, length: int) -> list[Tokens[int]]:
+    """All windows of :func:`each_window`."""
+    return list(each_window(texts, tokenizer, length))
+
+
+def each_window(texts: Iterable[Text], tokenizer: Any, length: int) -> Iterator[Tokens[int]]:
     """Cut every text into windows of at most ``length`` tokens, special tokens included.
 
     A text's last window may be shorter; windows never span texts. Windows that contain only special
@@ -122,38 +241,33 @@ def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int
     Raises:
         CorpusError: if a text has no tokens.
     """
-    pieces: list[list[int]] = []
+    room = length - tokenizer.num_special_tokens_to_add(pair=False)
+    if room < 1:
+        raise CorpusError(
+            f"a window of {length} tokens has no room for text in addition to the model's "
+            "special tokens"
+        )
+    before, after = special_tokens(tokenizer)
     for text in texts:
-        ids = tokenizer(text.content, add_special_tokens=False, verbose=False)["input_ids"]
-        if not ids:
-            raise CorpusError(f"{text.name} contains no token of this model's vocabulary")
-        room = length - tokenizer.num_special_tokens_to_add(pair=False)
-        if room < 1:
-            raise CorpusError(
-                f"a window of {length} tokens has no room for text in addition to the model's "
-                "special tokens"
-            )
-        for start in range(0, len(ids), room):
-            pieces.append(with_special_tokens(tokenizer, ids[start : start + room]))
-    return pieces
+        held: Tokens[int] = array("i")
+        for part in text.tokens(tokenizer):
+            held.extend(part)
+            whole = len(held) // room * room
+            for start in range(0, whole, room):
+                yield before + held[start : start + room] + after
+            del held[:whole]
+        if held:
+            yield before + held + after
 
 
-def with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Add the tokenizer's special tokens around a window, as around a whole text."""
-    if tokenizer.num_special_tokens_to_add(pair=False) == 0:
-        return ids
-    if hasattr(tokenizer, "build_inputswith_special_tokens"):
-        return list(tokenizer.build_inputswith_special_tokens(ids))
-    before, after = _special_tokens(tokenizer)
-    return [*before, *ids, *after]
-
-
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_tokens(tokenizer: Any) -> tuple[Tokens[int], Tokens[int]]:
     """The special tokens that the tokenizer adds before and after a text."""
+    if tokenizer.num_special_tokens_to_add(pair=False) == 0:
+        return array("i"), array("i")
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
-    return full[:start], full[start + len(bare) :]
+    return array("i", full[:start]), array("i", full[start + len(bare) :])
 
 
 def batches(pieces: Sequence[Sequence[int]], size: int, pad: int) -> Iterator[Batch]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from acutance.calibration.fit.windows import Turn, spread
 from acutance.calibration.losses import Loss, LossError, MaskedTokens, choose_loss
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.texts import Text, with_special_tokens
+from acutance.corpus.texts import Text, special_tokens
 from acutance.judging.judge_model import Windows
 
 __all__ = ["HeldOut", "hold_out", "loss_of", "text_windows"]
@@ -34,7 +34,7 @@ def text_windows(
     Raises:
         ValueError: if there are fewer than two windows.
     """
-    room, ids = _room(loaded, lengths[-1]), [_ids(loaded, text) for text in texts]
+    room, ids = _room(loaded, lengths[-1]), [text.tokenised(loaded.tokenizer) for text in texts]
     places = [
         (number, start)
         for number, own in enumerate(ids)
@@ -46,14 +46,14 @@ def text_windows(
             f"{sum(map(len, ids))} tokens: give more text, or read shorter windows"
         )
     chosen = [places[index] for index in spread(len(places), most or len(places), seed)]
+    before, after = special_tokens(loaded.tokenizer)
     turns = []
     for group, (number, start) in enumerate(chosen):
         window = ids[number][start : start + room]
         for length in lengths:
             step = _room(loaded, length)
             pieces = [
-                with_special_tokens(loaded.tokenizer, window[at : at + step])
-                for at in range(0, room - step + 1, step)
+                before + window[at : at + step] + after for at in range(0, room - step + 1, step)
             ]
             loaded.check_tokens(pieces)
             tokens = torch.tensor(pieces, dtype=torch.int64)
@@ -62,24 +62,17 @@ def text_windows(
     return Windows(tuple(turns), "window").by_text([number for number, _ in chosen])
 
 
+@dataclass(frozen=True)
 class HeldOut:
     """Texts split into a part to fit a law to and an end held out to judge it on.
 
     Attributes:
-        fit: texts with tokens left to fit to.
-        judged: texts with a held-out end.
-        tokenizer: the model's tokenizer, but reading only the part before the held-out end.
-        ends: the model's tokenizer, but reading only the held-out end.
+        fit: the beginnings of the texts, as tokens.
+        judged: the held-out ends, as tokens.
     """
 
-    def __init__(self, loaded: TextModel, texts: Sequence[Text], starts: Sequence[int]) -> None:
-        cuts = {text.content: start for text, start in zip(texts, starts, strict=True)}
-        self.tokenizer = _Part(loaded.tokenizer, cuts, ends=False)
-        self.ends = _Part(loaded.tokenizer, cuts, ends=True)
-        lengths = [len(_ids(loaded, text)) for text in texts]
-        pairs = list(zip(texts, starts, lengths, strict=True))
-        self.fit = [text for text, start, _ in pairs if start > 0]
-        self.judged = [text for text, start, length in pairs if start < length]
+    fit: list[Text]
+    judged: list[Text]
 
 
 def hold_out(
@@ -98,8 +91,8 @@ def hold_out(
             on.
     """
     room = _room(loaded, longest)
-    lengths = [len(_ids(loaded, text)) for text in texts]
-    counts = [length // room for length in lengths]
+    ids = [text.tokenised(loaded.tokenizer) for text in texts]
+    counts = [len(own) // room for own in ids]
     total = sum(counts)
     if total < 2 * least:
         what, option = (
@@ -109,16 +102,20 @@ def hold_out(
         )
         raise ValueError(
             f"{what} and judging need at least {least} windows of {longest} tokens each, and the "
-            f"text has {sum(lengths)} tokens: give more text, or {option}"
+            f"text has {sum(map(len, ids))} tokens: give more text, or {option}"
         )
     wanted = max(least, min(_MOST, total // 4))
-    starts, before, given = [], 0, 0
-    for length, count in zip(lengths, counts, strict=True):
+    held, before, given = HeldOut([], []), 0, 0
+    for text, tokens, count in zip(texts, ids, counts, strict=True):
         before += count
         own = before * wanted // total - given  # as large a part of each text, to one window
         given += own
-        starts.append((count - own) * room if own else length)
-    return HeldOut(loaded, texts, starts)
+        start = (count - own) * room if own else len(tokens)
+        parts = (held.fit, tokens[:start]), (held.judged, tokens[start:])
+        for side, part in parts:
+            if part:
+                side.append(replace(text, content=part))
+    return held
 
 
 def loss_of(loaded: TextModel) -> Loss:
@@ -136,31 +133,6 @@ def loss_of(loaded: TextModel) -> Loss:
             "name one that has it with --tokenizer"
         )
     return MaskedTokens(token, special=loaded.tokenizer.all_special_ids)
-
-
-class _Part:
-    """A tokenizer that returns only the tokens before, or only those after, a cut in each text."""
-
-    def __init__(self, tokenizer: Any, cuts: dict[str, int], *, ends: bool) -> None:
-        self._tokenizer, self._cuts, self._ends = tokenizer, cuts, ends
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        found = self._tokenizer(text, **options)
-        if text not in self._cuts:
-            return found
-        ids, cut = found["input_ids"], self._cuts[text]
-        return {"input_ids": ids[cut:] if self._ends else ids[:cut]}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-def _ids(loaded: TextModel, text: Text) -> list[int]:
-    """The tokens of a text, without special tokens."""
-    found: list[int] = loaded.tokenizer(text.content, add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
-    return found
 
 
 def _room(loaded: TextModel, length: int) -> int:

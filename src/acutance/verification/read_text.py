@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from acutance.capture.module_names import unwrap
 from acutance.corpus.text_model import OptionError, TextModel
-from acutance.corpus.texts import Text, with_special_tokens
+from acutance.corpus.texts import Text, special_tokens
 from acutance.verification.expectation import windows_of
 
 __all__ = ["token_ids"]
@@ -39,13 +40,14 @@ def token_ids(loaded: TextModel, texts: Sequence[Text], length: int | None) -> T
         wanted = min(wanted, loaded.positions)
     wanted = loaded.window(wanted)
     text = texts[0]
-    ids = loaded.tokenizer(text.content, add_special_tokens=False, verbose=False)["input_ids"]
     room = wanted - loaded.tokenizer.num_special_tokens_to_add(pair=False)
+    ids = list(islice(chain.from_iterable(text.tokens(loaded.tokenizer)), room))
     if len(ids) < room:
         raise OptionError(
             f"--text {text.name} has {len(ids)} tokens, but {room} are needed{beyond}: give a "
             "longer text, or fewer tokens with --length"
         )
-    pieces = [with_special_tokens(loaded.tokenizer, ids[:room])]
+    before, after = special_tokens(loaded.tokenizer)
+    pieces = [[*before, *ids, *after]]
     loaded.check_tokens(pieces)
     return torch.tensor(pieces, dtype=torch.int64)

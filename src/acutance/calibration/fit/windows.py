@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -260,7 +260,7 @@ class Sample:
         tokens: number of tokens that the texts have when cut to this length.
     """
 
-    pieces: list[list[int]]
+    pieces: list[corpus.Tokens[int]]
     whole: int
     tokens: int
 
@@ -305,19 +305,22 @@ def draw(
         CorpusError: if a text gives no token.
         ValueError: if there are fewer than two windows of one length.
     """
-    once = _Once(tokenizer)
+    ids = [replace(text, content=text.tokenised(tokenizer)) for text in texts]
     found = {}
     for length in reversed(lengths):  # the longest is the first that a text is too short for
-        pieces = corpus.windows(texts, once, length)
-        tokens = sum(map(len, pieces))
-        whole = [piece for piece in pieces if len(piece) == length]
-        if len(whole) < 2:
+        whole, tokens = 0, 0
+        for piece in corpus.each_window(ids, tokenizer, length):
+            whole += len(piece) == length
+            tokens += len(piece)
+        if whole < 2:
             raise ValueError(
                 f"calibration needs at least 2 windows of {length} tokens, but the text has "
                 f"{tokens} tokens: give more text, or shorter --lengths"
             )
-        chosen = spread(len(whole), most or len(whole), seed)
-        found[length] = Sample([whole[place] for place in chosen], len(whole), tokens)
+        chosen = set(spread(whole, most or whole, seed))
+        every = (p for p in corpus.each_window(ids, tokenizer, length) if len(p) == length)
+        pieces = [piece for place, piece in enumerate(every) if place in chosen]
+        found[length] = Sample(pieces, whole, tokens)
     return found
 
 
@@ -373,20 +376,3 @@ def describe_samples(samples: Mapping[int, Sample]) -> str:
 def _percent(share: float) -> str:
     """A fraction as text, in per cent."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 else f"{100 * share:.1g} %"
-
-
-class _Once:
-    """A tokenizer that tokenizes each text only once and returns the stored result afterwards."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._seen: dict[str, Any] = {}
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        key = f"{sorted(options.items())} {text}"
-        if key not in self._seen:
-            self._seen[key] = self._tokenizer(text, **options)
-        return self._seen[key]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
