@@ -92,6 +92,11 @@ def test_predict_says_which_formulas_hold(run: Callable[..., Any]) -> None:
             "--mechanism trained_head --first-gap 1 --rest-logit-std 1 --rest-jensen-gap 0.5",
             "noise_gain. The four numbers of a trained head do not determine it.",
         ),
+        (
+            "--mechanism trained_head --first-gap 1 --rest-logit-std 1 --rest-jensen-gap 5",
+            "Not predicted: entropy, normalized_entropy, information, effective_keys, top_weight. "
+            "No independent logits with a skewness within ±1.62",
+        ),
         pytest.param(
             *("--scale 1 --family pareto --a 0.5", "Not predicted: max_logit, lse, logit_mean"),
             marks=pytest.mark.slow,

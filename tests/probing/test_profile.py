@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 import acutance
 from acutance.probing import Profile, load
+from acutance.report import html
+from acutance.report.html_page.packing import unpack
 from acutance.summary.by_octave import MOST_OCTAVES
 
 M, H, B, L = 3, 2, 4, 37
@@ -229,3 +232,47 @@ def test_a_probe_without_a_profile_finds_the_same_moments(tmp_path: Path) -> Non
     assert plain.merge(full).profile is None  # it would be of some rows only
     with pytest.raises(TypeError, match="profile must be True or False, got 'no'"):
         acutance.probe(layer, profile="no")  # type: ignore[arg-type]
+
+
+class Fixed(torch.nn.Module):
+    """Four heads with given queries and keys; in the last, key 5 is far above all others."""
+
+    def forward(self, seed: int) -> Tensor:
+        draw = torch.Generator().manual_seed(seed)
+        query, key, value = torch.randn(3, 1, 4, 64, 16, generator=draw)
+        query *= torch.tensor([0.5, 1.0, 2.0, 1.0])[:, None, None]
+        query[:, 3], key[:, 3, :, 0], query[:, 3, :, 0] = 0, 0, 1
+        key[:, 3, 5, 0] = 60
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_a_head_that_one_key_dominates_has_no_prediction_and_says_so(tmp_path: Path) -> None:
+    model = Fixed()
+    with acutance.probe(model) as probe:
+        model(0)
+    summary = probe.summary()
+    heads = summary.predict()
+    assert heads.impossible.tolist() == [False, False, False, True]
+    expected = heads.predicted["entropy"].tolist()
+    assert summary.columns()["predicted_entropy"][:3] == expected[:3]
+    assert np.isnan(summary.to_frame()["predicted_entropy"]).tolist() == [False] * 3 + [True]
+    written = [head["predicted_entropy"] for head in summary.to_dict()["heads"]]
+    assert written == [*expected[:3], None]
+    summary.to_json(tmp_path / "x.json")
+    assert '"predicted_entropy": null' in (tmp_path / "x.json").read_text()
+    for head, found in zip(summary.to_dict()["heads"][:3], written, strict=False):
+        assert head["metrics"]["entropy"]["mean"] == pytest.approx(found, abs=0.1)
+    script = re.search(r"<script[^>]*>(.*?)</script>", html(summary), re.DOTALL)
+    assert script is not None
+    theory = unpack(script[1])[0]["theory"]
+    assert theory["impossible"] == [3]
+    assert theory["predicted"][3] is None
+
+
+def test_without_what_it_needs_no_prediction_is_written() -> None:
+    model = Fixed()
+    with acutance.probe(model, metrics=("entropy",)) as probe:
+        model(0)
+    summary = probe.summary()
+    assert "predicted_entropy" not in summary.columns()
+    assert all("predicted_entropy" not in head for head in summary.to_dict()["heads"])

@@ -118,6 +118,53 @@ def test_a_larger_jensen_gap_is_more_skew_and_less_entropy() -> None:
     assert (np.diff(found.entropy) < 0).all()
 
 
+def measured(s: np.ndarray) -> tuple[float, dict[str, float]]:
+    """Mean entropy of the rows of (rows, keys) logits, and the four numbers of such a head."""
+    p = np.exp(s - np.logaddexp.reduce(s, axis=1, keepdims=True))
+    rest = s[:, 1:]
+    lse = np.logaddexp.reduce(rest, axis=1)
+    gap = s[:, 0] - lse
+    numbers = {
+        "first_gap": gap.mean(),
+        "first_gap_std": gap.std(),
+        "rest_logit_std": rest.std(axis=1).mean(),
+        "rest_jensen_gap": (lse - np.log(rest.shape[1]) - rest.mean(axis=1)).mean(),
+    }
+    return -(p * np.log(p)).sum(axis=1).mean(), numbers
+
+
+@pytest.mark.parametrize("height", [8.0, 12.0])
+def test_one_key_beyond_the_first_that_dominates_has_no_prediction(height: float) -> None:
+    s = np.random.default_rng(0).standard_normal((200, 1024))
+    s[:, 7] = height
+    entropy, numbers = measured(s)
+    assert entropy < 3.2  # the nearest possible rows have 5.6
+    found = expected_head_metrics(1024, **numbers)
+    assert np.isnan([found.entropy, found.effective_keys, found.top_weight, found.skewness]).all()
+    first = np.exp(s[:, 0] - np.logaddexp.reduce(s, axis=1)).mean()
+    assert_allclose(found.first_weight, first, rtol=0.2)
+
+
+def test_a_possible_gap_beside_an_impossible_one_keeps_its_prediction() -> None:
+    both = expected_head_metrics(
+        256, first_gap=-9, first_gap_std=0, rest_logit_std=[0.0, 1, 0, 1, 30, 30],
+        rest_jensen_gap=[0, 0.5, 0.5, 4, 60, 900],
+    )  # fmt: skip
+    assert np.isfinite(both.entropy).tolist() == [True, True, False, False, True, False]
+    alone = expected_head_metrics(
+        256, first_gap=-9, first_gap_std=0, rest_logit_std=1, rest_jensen_gap=0.5
+    )
+    assert_allclose(both.entropy[1], alone.entropy, atol=4e-4)
+
+
+def test_a_gap_within_the_noise_of_a_possible_one_is_predicted() -> None:
+    numbers = {"first_gap": -9.0, "first_gap_std": 0.0, "rest_logit_std": 0.05}
+    gaps = 0.05**2 / 2 + np.array([0.0, 0.005, 0.05])
+    found = expected_head_metrics(64, rest_jensen_gap=gaps, **numbers)
+    assert np.isfinite(found.entropy).tolist() == [True, True, False]
+    assert_allclose(found.entropy[:2], np.log(63), atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

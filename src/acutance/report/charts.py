@@ -264,6 +264,11 @@ def draw_theory(
             f"Rows of about {float(heads.n.nanmedian()):.0f} keys. Predicted from four numbers of "
             "each head: gap of the first key and its deviation, deviation and Jensen gap of the "
             f"other logits. R² = {heads.r_squared():.2f}."
+            + (
+                f" Left out: {lost} heads in which a few keys beyond the first dominate."
+                if (lost := int(heads.impossible.sum()))
+                else ""
+            )
         )
     finite = np.isfinite(means).all(0)
     if not finite.any():

@@ -163,6 +163,13 @@ class HeadSummary:
         """The diagnostic rules that each head meets; findings, classes and alarms share them."""
         return judge_heads(self)
 
+    @cached_property
+    def predicted_entropy(self) -> list[float] | None:
+        """Entropy of each head by :meth:`predict`; None if what it needs was not recorded."""
+        if self.profile is None or not set(PREDICTED_FROM) <= set(self.metrics):
+            return None
+        return list(self.predict().predicted["entropy"].tolist())
+
     @property
     def sampled(self) -> bool:
         """Whether any layer's rows were sampled."""
@@ -278,6 +285,7 @@ class HeadSummary:
         no key), ``excluded`` (not selected by the user) and ``skipped`` (not sampled), and
         ``unseen`` (read, but no row sees their token). Then each metric's mean, standard deviation,
         minimum and maximum over rows, and the standard error from sampling if rows were sampled.
+        Then ``predicted_entropy``, of the rows that :meth:`predict` compares it with.
         With structure, the mean weight by octave of distance, ``mass_octave_<k>`` before and
         ``mass_octave_ahead_<k>`` after the query, and ``classes``, the names from :func:`classify`.
         With spans, the mean weight of all rows on each span, ``weight_on_<span>``, its standard
@@ -291,6 +299,8 @@ class HeadSummary:
         for column in ("module", "status", "rows", *LEFT_OUT, "padded_by", "unseen"):
             table[column] = [getattr(self.layers[layer], column) for layer in table["layer"]]
         table |= self.moments.columns(self.metrics, sampled=self.sampled)
+        if self.predicted_entropy is not None:
+            table["predicted_entropy"] = self.predicted_entropy
         if self.distances is not None:
             table |= self.distances.columns()
             table["classes"] = [
@@ -329,6 +339,8 @@ class HeadSummary:
                 self.places, self.moments.to_dicts(self.metrics, sampled=self.sampled), strict=True
             )
         ]
+        for entry, predicted in zip(heads, self.predicted_entropy or (), strict=False):
+            entry["predicted_entropy"] = finite(predicted)
         for entry, classes in zip(heads, classify(self), strict=True):
             entry["classes"] = [finite(each.to_dict()) for each in classes]
         more = self.optional_parts.to_dicts(self.metrics, len(heads))

@@ -30,13 +30,16 @@ class PredictedHeads:
         n: (heads,), mean number of visible keys of these rows; NaN without rows.
         predicted: for each name in ``PREDICTED``, (heads,); NaN for heads without a prediction.
         measured: the measured means of the same rows, by name.
-        skewness: (heads,), skewness of the logits of all keys but the first.
+        skewness: (heads,), skewness of the logits of all keys but the first, as inferred.
+        impossible: boolean (heads,), heads left out since their Jensen gap is impossible for their
+            deviation: a few keys beyond the first dominate.
     """
 
     n: Tensor
     predicted: dict[str, Tensor]
     measured: dict[str, Tensor]
     skewness: Tensor
+    impossible: Tensor
 
     def r_squared(self, name: str = "entropy") -> float:
         """Coefficient of determination R² of the prediction of a metric over the heads.
@@ -66,7 +69,7 @@ def predict_heads(
 
     Returns:
         Predicted and measured means; NaN for heads whose weights are not softmax, that have a sink
-        outside the keys, or that see fewer than 8 keys.
+        outside the keys, that see fewer than 8 keys, or whose Jensen gap is ``impossible``.
     """
     columns = [metrics.index(name) for name in PREDICTED_FROM]
     heads = torch.arange(len(profile.rows))
@@ -104,4 +107,5 @@ def predict_heads(
         predicted={name: torch.as_tensor(getattr(expected, name)) for name in PREDICTED},
         measured=measured,
         skewness=torch.as_tensor(expected.skewness),
+        impossible=torch.as_tensor(np.isfinite(expected.first_weight) & np.isnan(expected.entropy)),
     )

@@ -20,6 +20,11 @@ With q the weights of the other keys among themselves, every metric splits:
     H = h(a) + (1 - a) H(q), \qquad \sum_j p_j^2 = a^2 + (1 - a)^2 \sum_j q_j^2, \qquad
     \max_j p_j = \max(a, (1 - a) \max_j q_j).
 
+That is: the other logits are independent, one deviation holds for all rows, and their skewness is
+within ±1.62. Where the measured Jensen gap is impossible for any such logits, because a few keys
+beyond the first stand far above the rest, there is no prediction. Rows that break the assumptions
+can also have a possible gap and a wrong prediction; the mathematics page gives examples.
+
 The mean of :math:`H(q)` is exact at finite n: with :math:`\varphi(t) = E e^{-t e^s}` and m = n − 1
 keys,
 
@@ -60,6 +65,7 @@ _UNIT, _UNIT_MASS = (part / 2 for part in np.polynomial.legendre.leggauss(12))
 _UNIT = _UNIT + 0.5
 _MOST_STEPS = 40
 _TOLERANCE = 1e-4  # of the Jensen gap, in nats
+_NOISE = 0.01  # nats by which a possible Jensen gap may be measured too large or too small
 _AT_ONCE = 16  # heads whose quadratures fit a processor's cache
 _GAUSS, _GAUSS_WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _GAUSS_MASS = _GAUSS_WEIGHTS / _GAUSS_WEIGHTS.sum()
@@ -74,7 +80,7 @@ class HeadMetrics(NamedTuple):
         top_weight: Mean weight of the largest key.
         first_weight: Mean weight of the first key.
         skewness: Skewness of the logits of all keys but the first, as inferred from their Jensen
-            gap and standard deviation.
+            gap and standard deviation. Where the deviation varies from row to row it is too large.
     """
 
     entropy: float | Array
@@ -106,8 +112,9 @@ def expected_head_metrics(
         rest_jensen_gap: Mean of their logsumexp − log(n − 1) − mean, >= 0, in nats.
 
     Returns:
-        A :class:`HeadMetrics`; NaN where an argument is NaN. A Jensen gap that is impossible for
-        that standard deviation is replaced by the nearest possible one. Entropy and first weight
+        A :class:`HeadMetrics`; NaN where an argument is NaN. Where the Jensen gap is impossible for
+        that standard deviation by more than 0.01 nat, which is so where one key beyond the first
+        dominates, only the first weight is predicted and the rest is NaN. Entropy and first weight
         are expectations under the model, right to 1e-4. Effective keys and top weight combine the
         first weight with means over the other keys, which makes effective keys up to 10 % too
         large.
@@ -268,7 +275,7 @@ def _quantile(probability: Array, kappa: Array) -> Array:
 
 
 def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
-    """The κ at which rows have this mean Jensen gap, or the nearest to it, by the Illinois rule."""
+    """The κ at which rows have this mean Jensen gap, by the Illinois rule; NaN if there is none."""
 
     def off(kappa: Array) -> Array:
         return _Rows(m, std, kappa).jensen_gap() - jensen
@@ -277,6 +284,7 @@ def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
     high = -low
     below, above = off(low), off(high)
     nearest = np.where(below > 0, low, high)
+    nearest = np.where(np.maximum(below, -above) <= _NOISE, nearest, np.nan)
     solvable = (below <= 0) & (above >= 0) & (std > 0)
     kappa = low
     for _ in range(_MOST_STEPS):
@@ -293,7 +301,7 @@ def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
             np.where(left, np.where(stays, above / 2, above), error),
         )
         low, high = np.where(left, kappa, low), np.where(left, high, kappa)
-    return np.where(std == 0, 0.0, np.where(solvable, kappa, nearest))
+    return np.where(solvable, kappa, np.where(std == 0, 0.0 * nearest, nearest))
 
 
 def _predict(n: Array, gap: Array, gap_std: Array, std: Array, jensen: Array) -> Array:
@@ -302,9 +310,11 @@ def _predict(n: Array, gap: Array, gap_std: Array, std: Array, jensen: Array) ->
     beyond = np.maximum(std / _FROZEN, 1.0)
     std, jensen = std / beyond, np.maximum((jensen + np.log(m)) / beyond - np.log(m), 0.0)
     kappa = _asymmetry(m, std, jensen)
-    rows = _Rows(m, std, kappa)
-    entropy, top = rows.entropy() / beyond, rows.top_weight()
-    keys = _Rows(m, 2 * std, rows.kappa).effective_keys_at_half()
+    entropy, keys, top = np.full((3, n.size), np.nan)
+    if (at := np.isfinite(kappa)).any():
+        rows = _Rows(m[at], std[at], kappa[at])
+        entropy[at], top[at] = rows.entropy() / beyond[at], rows.top_weight()
+        keys[at] = _Rows(rows.m, 2 * rows.std, rows.kappa).effective_keys_at_half()
     a = expit(gap[:, None] + gap_std[:, None] * _GAUSS)
     left = 1 - a
 

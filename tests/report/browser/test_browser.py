@@ -152,6 +152,23 @@ def test_a_head_is_drawn_with_its_prediction(show: Show) -> None:
     assert predicted == pytest.approx(float(heads.predicted["entropy"][1]), rel=1e-3)
     assert "These numbers describe the head well." in page.text("#range-note")
     assert "Line without points: predicted." in page.text("#profile-note")
+    assert "Not predicted" not in page.text("#theory-note")
+
+
+def test_a_head_that_one_key_dominates_is_said_to_have_no_prediction(show: Show) -> None:
+    query, key, value = torch.randn(3, 1, 4, 64, 16)
+    query[:, 3], key[:, 3, :, 0], query[:, 3, :, 0], key[:, 3, 5, 0] = 0, 0, 1, 60
+
+    class Fixed(nn.Module):
+        def forward(self) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    model = Fixed()
+    with acutance.probe(model) as probe:
+        model()
+    page = show(probe.summary(), "#L0H3:entropy")
+    assert "Not predicted: 1 head in which a few tokens" in page.text("#theory-note")
+    assert "for this head: a few tokens beyond the first dominate" in page.text("#range-note")
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def _theory(summary: HeadSummary) -> dict[str, Any] | None:
         "n": rounded(float(heads.n.nanmedian()), 3),
         "keys": [rounded(value, 4) for value in heads.n.tolist()],
         "r2": rounded(heads.r_squared(), 3),
-        "skewness": rounded(float(heads.skewness.nanmedian()), 2),
+        "impossible": heads.impossible.nonzero()[:, 0].tolist(),
         "predicted": [rounded(value, 4) for value in heads.predicted["entropy"].tolist()],
         "measured": [rounded(value, 4) for value in heads.measured["entropy"].tolist()],
         "curves": _predicted_curves(summary),

@@ -325,6 +325,10 @@ def _positive_nodes(u: float) -> tuple[Array, Array]:
 HEAD_NUMBERS = ("first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap")
 
 _REASON = "The four numbers of a trained head do not determine it."
+_IMPOSSIBLE = (
+    "No independent logits with a skewness within ±1.62 have this Jensen gap at this deviation: a "
+    "few keys beyond the first dominate."
+)
 
 
 def head_formulas(n: float, numbers: dict[str, float]) -> Formulas:
@@ -348,4 +352,7 @@ def head_formulas(n: float, numbers: dict[str, float]) -> Formulas:
         "rest_jensen_gap": ("mean", numbers["rest_jensen_gap"]),
     }
     formulas: Formulas = dict.fromkeys(NAMES, _REASON)
-    return formulas | {name: (kind, constant(value)) for name, (kind, value) in values.items()}
+    return formulas | {
+        name: _IMPOSSIBLE if math.isnan(value) else (kind, constant(value))
+        for name, (kind, value) in values.items()
+    }

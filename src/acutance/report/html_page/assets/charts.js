@@ -91,7 +91,9 @@ const drawRange = (page, box, at) => {
   const note = $("range-note");
   if (measured === null || predicted === null) {
     box.replaceChildren();
-    note.textContent = "No prediction for this head. A prediction needs softmax weights over at least 8 tokens without an extra sink, and the metrics first_gap, rest_logit_std and rest_jensen_gap.";
+    note.textContent = theory?.impossible.includes(at)
+      ? "No prediction for this head: a few tokens beyond the first dominate, more than a skewness of 1.62 allows."
+      : "No prediction for this head. A prediction needs softmax weights over at least 8 tokens without an extra sink, and the metrics first_gap, rest_logit_std and rest_jensen_gap.";
     return;
   }
   const most = Math.log(keys), off = measured - predicted;
@@ -211,6 +213,6 @@ const drawTheory = (page) => {
   const off = whole.map((point) => Math.abs(point.x - point.y)).sort((a, b) => a - b);
   const half = `Half of the heads are within ${number(off[Math.floor(off.length / 2)] ?? null, 2)} nats of the prediction. Dark dots are early layers, bright dots late layers.`;
   $("theory-note").textContent = theory
-    ? `Rows with about ${number(theory.n, 3)} visible tokens. Predicted from four numbers of each head: how far the first token's score is above all others, how much this varies, and the standard deviation and upper tail of the other scores. The prediction explains ${number(100 * theory.r2, 3)} % of the variance between heads. ${half}`
+    ? `Rows with about ${number(theory.n, 3)} visible tokens. Predicted from four numbers of each head: how far the first token's score is above all others, how much this varies, and the standard deviation and upper tail of the other scores. The prediction explains ${number(100 * theory.r2, 3)} % of the variance between heads. ${half}${theory.impossible.length ? ` Not predicted: ${some(theory.impossible.length, "head")} in which a few tokens beyond the first dominate.` : ""}`
     : `Predicted for the same number of normally distributed scores with the same standard deviation. ${half}`;
 };
