@@ -183,3 +183,15 @@ def test_a_row_that_only_the_longer_sequence_of_a_batch_has() -> None:
         model(x, x, x, key_padding_mask=padding)
     assert [(one.sequence, one.positions) for one in probe.maps["0.1"]] == [(1, (4,))]
     assert probe.summary().unread == ()
+
+
+@pytest.mark.parametrize("asked", [(0, 1), "0.1", "layer 0 head 1"])
+def test_a_head_is_found_by_any_of_its_names(asked: Any) -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with torch.no_grad(), acutance.probe(model, maps={asked: [2]}) as probe:
+        model(*[torch.randn(1, 5, 8)] * 3)
+    for name in ((0, 1), "0.1", "layer 0 head 1"):
+        assert [one.positions for one in probe.maps[name]] == [(2,)]
+    for name in ((0, 0), "0.0", "nothing"):
+        with pytest.raises(KeyError, match="0" if name != "nothing" else "nothing"):
+            probe.maps[name]

@@ -455,3 +455,44 @@ def test_heads_gates_and_fixed_averages_are_not_listed(function: Any) -> None:
         model(*given)
     assert len(probe.summary().layers) == 1
     assert probe.unread == []
+
+
+def top_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores, chosen = (query @ key.mT).topk(4, -1)
+    values = value.unsqueeze(2).expand(-1, -1, QUERIES, -1, -1)
+    values = values.gather(3, chosen.unsqueeze(-1).expand(-1, -1, -1, -1, WIDTH))
+    return (torch.softmax(scores, -1).unsqueeze(-2) @ values).squeeze(-2)
+
+
+def test_the_first_of_sorted_keys_is_not_the_first_key() -> None:
+    model, given = Written(top_keys), inputs()
+    with acutance.probe(model, verify=True) as probe:
+        model(*given)
+    summary = probe.summary()
+    assert summary.mean("first_weight").isnan().all()
+    p = (given[0] @ given[1].mT).topk(4, -1).values.softmax(-1)
+    entropy = torch.special.entr(p).sum(-1).mean((0, 2))
+    assert torch.allclose(summary.mean("entropy"), entropy.double(), atol=TOLERANCE, rtol=0)
+    assert summary.unread == (
+        "Written: its keys are in the order of their scores, as after top-k: first_weight is not "
+        "known",
+    )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_score_without_a_value_is_said_to_count_as_a_key(first: bool) -> None:
+    def sink(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT
+        none = torch.zeros_like(scores[..., :1])
+        weights = torch.softmax(torch.cat([none, scores] if first else [scores, none], -1), -1)
+        return (weights[..., 1:] if first else weights[..., :-1]) @ value
+
+    model = Written(sink)
+    with acutance.probe(model, verify=True) as probe:
+        model(*inputs())
+    summary = probe.summary()
+    assert summary.mean("n_keys").tolist() == [KEYS + 1] * HEADS
+    (line,) = summary.unread
+    assert line.endswith(
+        "one score more than its product has values, as a sink: it counts as a key"
+    )

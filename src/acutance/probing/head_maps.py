@@ -19,7 +19,7 @@ from acutance.probing.tokens import InputPlaces, Sample, Tokens, take_heads, tak
 from acutance.structure.blocks import blocks, exact
 from acutance.summary.head_maps import MOST_SEQUENCES, HeadMap
 
-__all__ = ["MOST_MAP_ROWS", "MapReader", "MapRows", "check_maps"]
+__all__ = ["MOST_MAP_ROWS", "MapReader", "MapRows", "RecordedMaps", "check_maps"]
 
 #: Rows of a head in each sequence, at most.
 MOST_MAP_ROWS = 64
@@ -37,6 +37,26 @@ class _MapRequest(NamedTuple):
     layer: int | str
     head: int | str
     rows: frozenset[int]
+
+
+class RecordedMaps(dict[str, list[HeadMap]]):
+    """Recorded maps by the user's names for the heads; each head is found by any of its names.
+
+    Example:
+        >>> maps = RecordedMaps({"layer 29 head 8": []})
+        >>> maps[29, 8], maps["29.8"]
+        ([], [])
+    """
+
+    def __missing__(self, head_key: object) -> list[HeadMap]:
+        for name, maps in self.items():
+            try:
+                same = _named_head(name) == _named_head(head_key)
+            except ValueError:  # no name of a head
+                same = False
+            if same:
+                return maps
+        raise KeyError(head_key)
 
 
 class _SequenceMap:
@@ -174,11 +194,9 @@ class MapReader:
             if request.name not in recorded
         ]
 
-    def maps(self) -> dict[str, list[HeadMap]]:
+    def maps(self) -> RecordedMaps:
         """The recorded maps by the user's name for the head, ordered by sequence."""
-        maps: dict[str, list[HeadMap]] = {
-            stored_map.name: [] for stored_map, _, _ in self._requests
-        }
+        maps = RecordedMaps({stored_map.name: [] for stored_map, _, _ in self._requests})
         with self._lock:
             stored = sorted(self._maps.items(), key=lambda item: item[0][3])
         for (name, module, head, sequence), stored_map in stored:
@@ -226,6 +244,12 @@ def _parse_head(head_key: Any) -> tuple[int | str, int | str, str]:
             f"maps must name heads as 'layer 5 head 3', '5.3' or (5, 3), got {head_key!r:.60}"
         )
     return match["layer"] or match["short"], match["head"] or match["number"], head_key
+
+
+def _named_head(head_key: Any) -> tuple[str, str]:
+    """Layer and head that a name or pair names, as text."""
+    layer, head, _ = _parse_head(head_key)
+    return str(layer), str(head)
 
 
 def _parse_rows(name: str, rows: Any) -> frozenset[int]:

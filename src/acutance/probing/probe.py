@@ -19,14 +19,13 @@ from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
 from acutance.probing.accumulate import CallRows, LayerRecords, join_calls
 from acutance.probing.causes import is_untrained
-from acutance.probing.head_maps import MapReader
+from acutance.probing.head_maps import MapReader, RecordedMaps
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.probing.read_call import CallRead, CallReader
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
 from acutance.probing.tokens import Tokens
-from acutance.summary.head_maps import HeadMap
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments
 from acutance.summary.optional_parts import OptionalParts
@@ -194,12 +193,14 @@ class Probe:
         self._spans.original = spans
 
     @property
-    def maps(self) -> dict[str, list[HeadMap]]:
+    def maps(self) -> RecordedMaps:
         """Recorded rows of the heads that ``maps=`` names, one entry per layer and sequence.
+
+        A head is found by any of its names: ``(5, 3)``, ``"layer 5 head 3"`` or ``"5.3"``.
 
         Rows of different sequences are not averaged. Only the first eight sequences are recorded.
         """
-        return {} if self._maps is None else self._maps.maps()
+        return RecordedMaps() if self._maps is None else self._maps.maps()
 
     def number_passes(self, pass_number: int | None) -> None:
         """Set the number of the next forward pass, which seeds row sampling; None counts passes."""

@@ -34,6 +34,8 @@ __all__ = ["MOVED", "REBUILT_DIFFERS", "CallRead", "CallReader"]
 #: Begins the doubt about a call of which something was missed.
 REBUILT_DIFFERS = "do not trust its rows: the output recomputed from the captured arguments differs"
 
+#: What is not known of scores that were sorted.
+SORTED = "its keys are in the order of their scores, as after top-k: first_weight is not known"
 #: Why weights on single keys are not read where a law moves them.
 MOVED = (
     "its law reads keys at other positions: statistics of rows are known, but no weights on single "
@@ -349,7 +351,11 @@ class CallReader:
         )
         self._verified_modules.add(module)
         doubt_text = doubt() if doubt is not None and should_verify else None
-        read = part.result(stats, "unverified" if doubt_text is None else "mismatch")
+        status: Status = "unverified" if doubt_text is None else "mismatch"
+        if _in_order_of_size(chosen):
+            stats.state.first.fill_(torch.nan)
+            doubt_text = doubt_text or SORTED
+        read = part.result(stats, status)
         read = read._replace(doubt=doubt_text)
         return self._with_spans(read, lambda spans: spans.read_scores(chosen))
 
@@ -436,6 +442,24 @@ class CallReader:
             call = take_rows(call, sample)
         numbers = _head_numbers(first, range(total) if heads is None else heads)
         return _SelectedPart(call, counting, (total, queries), heads, numbers, sample)
+
+
+def _in_order_of_size(scores: Tensor) -> bool:
+    """Whether all rows have their largest score first and their smallest last, as after top-k.
+
+    False for scores (B, H, L, S) of fewer than eight rows with three visible keys, which may be so
+    by chance.
+    """
+    if scores.shape[-1] < 3:
+        return False
+    for columns in (min(4, scores.shape[-1]), scores.shape[-1]):  # most end at the first few
+        some = scores[..., :columns].detach()
+        hidden = hidden_scores(some)
+        if not bool(((some[..., 1:] <= some[..., :-1]) | hidden[..., 1:]).all()):
+            return False
+    last = some.masked_fill(hidden, torch.inf).amin(-1)
+    falling = (torch.logical_not(hidden).sum(-1) > 2) & (last < some[..., 0])
+    return int(falling.sum()) > 7
 
 
 def _check_not_batched(*tensors: Tensor) -> None:

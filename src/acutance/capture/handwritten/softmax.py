@@ -91,6 +91,7 @@ class Softmax:
         layout: strides and sizes of the result.
         rearranged: whether a copy may have moved its dimensions.
         product_axes: what the product that uses it says about its dimensions.
+        left_out: number of keys that the product that uses it leaves out.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Softmax:
         self.aliases: set[int] = set()
         self.dropped = False
         self.product_axes = ProductAxes()
+        self.left_out = 0
         self.layout, self.rearranged = layout_of(result), False
         self.inplace = result.numel() > 0 and result.data_ptr() == scores.data_ptr()
 
@@ -328,6 +330,8 @@ class Softmaxes:
     def _used(self, weights: Tensor) -> None:
         """Report a softmax that a product uses."""
         softmax = self._pending[id(weights)][1]
+        keys = softmax.scores.shape[-1]
+        softmax.left_out = keys - keys * weights.numel() // softmax.scores.numel()
         for axis in list(softmax.aliases):
             self._pending.pop(axis, None)
         softmax.aliases.clear()

@@ -83,6 +83,10 @@ _OPERATORS = {OpOverload, OpOverloadPacket}
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
+#: What is wrong with the rows of a softmax that has a sink among its scores.
+NO_VALUE = (
+    "its softmax has one score more than its product has values, as a sink: it counts as a key"
+)
 #: The reason of sparsemax, entmax, or exponentials and their sum.
 WRITTEN_OUT = (
     "a matrix product uses weights that were computed without a softmax: report what it computes "
@@ -348,6 +352,8 @@ class FunctionCapture(TorchFunctionMode):
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
+        if softmax.left_out == 1:
+            self.observer.unreadable(name, NO_VALUE)
         self.observer.observe_scores(scores, name, doubt)
 
     def _report_products(
