@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from acutance.attend import attention, row_statistics
+from acutance.kernels import library
 from acutance.kernels.backward import backward
 from acutance.kernels.blocked import forward
 from acutance.kernels.call import KernelCall, Rule, SumGradients
@@ -392,13 +393,29 @@ def test_statistics_can_be_a_loss() -> None:
     assert row_statistics(query, key).entropy.item() == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
-@pytest.mark.parametrize("shape", [(0, 3, 5), (1, 0, 5), (1, 3, 0)])
-def test_no_rows_or_keys_have_gradients(shape: tuple[int, int, int], backend: Any) -> None:
-    batch, queries, keys = shape
-    query = normal(batch, 2, queries, 4).requires_grad_()
-    key, value = (normal(batch, 2, keys, 4).requires_grad_() for _ in range(2))
-    out, stats = attention(query, key, value, return_stats=True, backend=backend)
+@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "dense", "triton"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((0, 2, 3, 5), (0, 2, 1100, 5), (0, 2, 1100, 600), (1, 0, 3, 5), (1, 0, 1100, 5)),
+        *((1, 2, 0, 5), (1, 2, 3, 0), (1, 2, 1100, 0), (0, 0, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_rows_or_keys_have_gradients(
+    shape: tuple[int, int, int, int], backend: Any, causal: bool
+) -> None:
+    batch, heads, queries, keys = shape
+    if backend == "native" and isinstance(library.load(), str):
+        pytest.skip(str(library.load()))
+    if backend == "triton":
+        pytest.importorskip("triton")
+    query, key, value = (
+        normal(batch, heads, length, 4).float().requires_grad_() for length in (queries, keys, keys)
+    )
+    out, stats = attention(query, key, value, is_causal=causal, return_stats=True, backend=backend)
+    assert out.shape == query.shape
+    assert all(part.shape == query.shape[:3] for part in stats.as_dict().values())
     (out.sum() + torch.where(stats.n_keys > 0, stats.entropy, 0.0).sum()).backward()
     for tensor in (query, key, value):
         assert tensor.grad is not None

@@ -195,7 +195,8 @@ class Library:
             vendor: as its CPUID states it, such as "AuthenticAMD".
             family: likewise; 25 is Zen 3 and 4.
         """
-        return self.cpus[self._loaded.acutance_usual_cpu(vendor.encode(), family)]
+        place: int = self._loaded.acutance_usual_cpu(vendor.encode(), family)
+        return self.cpus[place]
 
     def exp(self, numbers: torch.Tensor) -> torch.Tensor:
         """The native kernels' own exponential of float32 or float64 numbers, for tests of it."""

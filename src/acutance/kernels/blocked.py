@@ -159,7 +159,7 @@ class _OutputTensors:
         """The sums ``parts`` in the order of heads and rows, (fields of Part, B, H, group, L)."""
         heads = (masking.batch, masking.heads, masking.group)
         each, rows = self.parts.shape[0], tile_shape(masking)[0]
-        if rows >= masking.queries:
+        if rows >= masking.queries or not self.parts.numel():
             return self.parts.view(each, *heads, masking.queries)
         return torch.cat(
             [part.view(each, *heads, -1) for part in self.parts.split(rows * prod(heads), -1)], -1
