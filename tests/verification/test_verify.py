@@ -73,12 +73,44 @@ def test_an_implementation_that_a_model_lacks_is_a_note() -> None:
     )
     assert found.ok
     assert any(note.startswith("sdpa was not run: ") for note in found.notes)
+    assert found.left_out == ("sdpa attention",)
 
 
 def test_a_text_within_the_window_is_a_note() -> None:
     found = acutance.verify(build("mistral"), IDS[:, :8], kinds=["plain"])
     (note,) = found.notes
+    assert found.ok
+    assert not found.complete
+    assert found.headline.endswith("no difference in these; not compared: sliding window")
     assert note.startswith("8 tokens do not reach beyond the sliding window of 8")
+
+
+def test_what_was_left_out_is_in_the_headline_and_the_record() -> None:
+    whole = acutance.verify(build("llama"), IDS)
+    assert whole.complete
+    names = "(arguments, output, positions, cache)"
+    assert whole.headline.endswith(f"{names}, no difference from the configuration")
+
+    model = build("llama")
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            del module.is_causal  # nothing states it then, and a window is not known either
+    found = acutance.verify(model, IDS, kinds=["plain"])
+    assert found.ok
+    assert not found.complete
+    assert any("masks not checked" in note for note in found.notes)
+    assert "no difference in these; not compared: masks of model.layers.0" in found.headline
+    record = found.to_dict()
+    assert (record["ok"], record["complete"]) == (True, False)
+    assert [part.partition(" of ")[0] for part in record["left_out"]] == ["masks"]
+
+
+def test_input_that_is_not_only_tokens_leaves_masks_and_positions_out() -> None:
+    model = build("llama")
+    found = acutance.verify(model, {"inputs_embeds": torch.randn(1, 12, model.config.hidden_size)})
+    assert found.ok
+    left = [part.partition(" of ")[0] for part in found.left_out]
+    assert left == ["masks", "positions"]
 
 
 def test_a_configuration_with_two_texts_has_no_window() -> None:
@@ -136,7 +168,7 @@ def test_the_command_verifies_a_model_and_writes_json(tmp_path: Path) -> None:
     assert "no difference from the configuration" in " ".join(done.output.split())
     found = json.loads(target.read_text(encoding="utf-8"))
     assert found["schema"] == "acutance.verification/1"
-    assert found["ok"] is True
+    assert (found["ok"], found["complete"], found["left_out"]) == (True, True, [])
     assert found["about"]["tokens"] == 96
     assert {check["inputs"] for check in found["checks"]} == {
         "plain",

@@ -35,6 +35,9 @@ __all__ = ["Checker", "Measured"]
 
 #: Largest weight of padding keys: a mask of −10,000 leaves less.
 _PADDING = 1e-6
+_UNKNOWN_DOCUMENTS = (
+    "packed: documents are not checked, since the attention function gets no position_ids"
+)
 _NOT_COMPARED = "of its softmax only the scores are seen: nothing is compared"
 _ONLY_PADDING = "of its softmax only the scores are seen: only padding is compared"
 
@@ -78,6 +81,8 @@ class Checker:
         facts: what is known of the forward pass that runs.
         measured: the comparisons so far.
         problems: what could not be compared, and why.
+        left_out: what the configuration states, or was asked for, and was not compared, each with
+            the layers that it was left out of.
     """
 
     def __init__(self, config: Any = None, backward: bool = False) -> None:
@@ -87,6 +92,7 @@ class Checker:
         self.facts = Pass("")
         self.measured: list[Measured] = []
         self.problems: dict[str, None] = {}
+        self.left_out: dict[str, set[str]] = {}
         self._expected: dict[str, Expectation] = {}
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._parents: dict[int, list[tuple[int, str]]] = {}
@@ -158,12 +164,13 @@ class Checker:
             return
         facts = self.facts
         if not facts.promises(call):
-            text = "documents are not checked, since the attention function gets no position_ids"
-            self._problem(call.module, f"packed: {text}")
+            self._problem(call.module, _UNKNOWN_DOCUMENTS)
             return
         expected = self._scaled_before(call, module, self._expectation(call, module))
         if facts.is_text and not call.cross and not expected.masks:
             self._problem(call.module, f"masks not checked: {expected.masks_problem}")
+        if not facts.is_text and not call.cross and expected.causal is not None:
+            self._problem(call.module, "masks not checked: it does not read only token ids")
         ours = expected_call(call, expected, facts)
         found = argument_differences(call, ours, expected, facts)
         counted = counted_rows(visible_keys(ours), call, facts)
@@ -284,6 +291,8 @@ class Checker:
         """Compare the rotation of queries and keys with the configuration's."""
         facts = self.facts
         if not facts.knows_masks(call) or facts.positions is None:
+            if not facts.is_text and not call.cross and (expected.rope or expected.rope_problem):
+                self._problem(call.module, "positions not checked: they are not those of token ids")
             return
         if expected.rope is None:
             if expected.rope_problem:
@@ -378,8 +387,11 @@ class Checker:
         self.measured.append(Measured(check, self.implementation, self.facts.inputs, *measured))
 
     def _problem(self, layer: str, text: object) -> None:
-        """Note what could not be compared."""
+        """Note what could not be compared: the output, unless the text says "… not checked"."""
         words = " ".join(str(text).split())
+        what, known, _ = words.partition(" not checked: ")
+        if words != _UNKNOWN_DOCUMENTS:  # of which no configuration says anything
+            self.left_out.setdefault(what if known else "output", set()).add(layer)
         self.problems.setdefault(f"{layer}\n{words[:300]}")
 
 

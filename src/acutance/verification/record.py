@@ -77,41 +77,57 @@ class Verification:
         checks: the comparisons that were made.
         notes: what was not checked, and why.
         about: the model, the implementations and the versions.
+        left_out: what the configuration states, or was asked for, and was not compared.
 
     Example:
         >>> check = Check("output", "sdpa", "plain", 6, 72, 2e-7, 1e-4, ok=True)
         >>> found = Verification((), (check,), (), {"model": "tiny"})
         >>> found.ok, str(found).splitlines()[0]
-        (True, 'tiny: 1 check on 6 layers, no difference from the configuration')
+        (True, 'tiny: 1 check on 6 layers (output), no difference from the configuration')
+        >>> found = Verification((), (check,), (), {"model": "tiny"}, ("masks of encoder.0",))
+        >>> print(found.complete, found)
+        False tiny: 1 check on 6 layers (output), no difference in these; not compared: masks of
+        encoder.0
     """
 
     findings: tuple[Finding, ...]
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether there is no finding."""
+        """Whether there is no finding in what was compared."""
         return not self.findings
 
     @property
+    def complete(self) -> bool:
+        """Whether nothing that the configuration states was left out."""
+        return not self.left_out
+
+    @property
     def headline(self) -> str:
-        """The result in a line."""
+        """The result in a line: what was compared, what was found, and what was left out."""
         layers = max((check.layers for check in self.checks), default=0)
         made = len(self.checks)
         checks = f"{made} {'check' if made == 1 else 'checks'} on {layers} layers"
         count = len(self.findings)
-        found = "no difference from the configuration"
+        compared = dict.fromkeys(each.name for each in self.checks if " against " not in each.name)
+        found = f"no difference {'from the configuration' if self.complete else 'in these'}"
         if count:
             found = f"{count} {'finding' if count == 1 else 'findings'}"
-        return f"{self.about.get('model', 'model')}: {checks}, {found}"
+        if not self.complete:
+            found += f"; not compared: {', '.join(self.left_out)}"
+        return f"{self.about.get('model', 'model')}: {checks} ({', '.join(compared)}), {found}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain numbers and text."""
         return {
             "schema": "acutance.verification/1",
             "ok": self.ok,
+            "complete": self.complete,
+            "left_out": list(self.left_out),
             "about": dict(self.about),
             "checks": [asdict(check) for check in self.checks],
             "findings": [asdict(finding) for finding in self.findings],

@@ -22,7 +22,8 @@ def show(found: Verification) -> RenderableType:
     A cell is the largest difference of its checks, relative to the largest entry compared; of
     arguments, whether they are those of the configuration.
     """
-    title = Text(found.headline, style="bold green" if found.ok else "bold red")
+    style = "red" if not found.ok else "green" if found.complete else "yellow"
+    title = Text(found.headline, style=f"bold {style}")
     parts: list[RenderableType] = [title, "", _table(found.checks), ""]
     parts += [Wrapped(line, bullet="   ") for line in _against(found.checks)]
     for number, finding in enumerate(found.findings, 1):

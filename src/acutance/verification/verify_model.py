@@ -18,7 +18,7 @@ from acutance.verification.arguments import Pass
 from acutance.verification.checker import Checker, Measured
 from acutance.verification.expectation import windows_of
 from acutance.verification.inputs import KINDS, Kind, as_inputs, kinds_for
-from acutance.verification.record import Check, Finding, Verification
+from acutance.verification.record import Check, Finding, Verification, named_layers
 
 __all__ = ["implementation_name", "verify"]
 
@@ -60,7 +60,7 @@ def verify(
         advance: called with the implementation and the kind of input before each run.
 
     Returns:
-        What was found: ``ok``, ``findings``, ``checks`` and ``notes``.
+        What was found: ``ok``, ``complete``, ``findings``, ``checks`` and ``notes``.
 
     Raises:
         TypeError: if ``inputs`` is neither a tensor nor a mapping.
@@ -84,6 +84,7 @@ def verify(
         for name in names or [own]:
             if name != own and (reason := _switch(model, name)):
                 notes.append(f"{name} was not run: {reason}")
+                checker.left_out[f"{name} attention"] = set()
                 continue
             try:
                 for kind in kinds_for(model, given):
@@ -103,7 +104,9 @@ def verify(
             f"no attention of {class_name(model)} was read{f': {reason}' if reason else ''}"
         )
     config = configuration if configuration is not None else getattr(unwrap(model), "config", None)
-    notes += _too_short(config, given)
+    if short := _too_short(config, given):
+        notes += short
+        checker.left_out["sliding window"] = set()
     if any(each.difference and each.difference.cause == _IGNORED for each in checker.measured):
         notes.append("it ignores position_ids: documents that are packed see each other")
     ran = list(dict.fromkeys(each.implementation for each in checker.measured))
@@ -120,6 +123,10 @@ def verify(
         (*_checks(checker.measured), *against),
         (*dict.fromkeys(notes), *_problems(checker)),
         about,
+        tuple(
+            f"{what} of {named_layers(tuple(layers))}" if layers else what
+            for what, layers in checker.left_out.items()
+        ),
     )
 
 
@@ -141,6 +148,7 @@ def _run(
     device = next((part.device.type for part in model.parameters()), "cpu")
     if gradients and implementation == "flex_attention" and device == "cpu":
         notes.append("flex_attention computes no gradients on CPU: only its outputs were compared")
+        checker.left_out["gradients of flex_attention"] = set()
         gradients = False
     checker.gradients = gradients
     listener = Listener(model, checker, gradients=gradients)
@@ -164,8 +172,11 @@ def _run(
     except Exception as error:  # an input or an implementation that is not for this model
         words = " ".join(str(error).split())[:200] or type(error).__name__
         notes.append(f"{kind.name} was not read with {implementation}: {words}")
+        checker.left_out[f"{kind.name} with {implementation}"] = set()
         return None
     notes += [f"not read: {line}" for line in listener.unread]
+    if unread := {line.partition(": ")[0] for line in listener.unread}:
+        checker.left_out.setdefault("everything", set()).update(unread)
     found, facts = _first_tensor(output), checker.facts
     if found is not None and facts.real is not None and found.dim() > 2:
         rows = facts.real[:, facts.past :]
@@ -298,8 +309,6 @@ def _against(outputs: Mapping[tuple[str, str], Tensor], names: Sequence[str]) ->
 
 def _problems(checker: Checker) -> list[str]:
     """What could not be compared, each reason once with its layers."""
-    from acutance.verification.record import named_layers
-
     reasons: dict[str, list[str]] = {}
     for problem in checker.problems:
         layer, _, reason = problem.partition("\n")
