@@ -221,7 +221,8 @@ class Training:
                 deviation = [
                     a.means[:, MEANS.index("logit_std")].mean() for a in self.model.attention
                 ]
-                grown = self.growth.update({str(i): float(x) for i, x in enumerate(deviation)})
+                deviations = {str(i): float(x) for i, x in enumerate(deviation)}
+                grown = self.growth.update(self.step - 1, deviations)
                 if (
                     self.step > self.run.start
                     and max(grown.values(), default=0) > self.growth.limit

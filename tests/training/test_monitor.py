@@ -99,6 +99,18 @@ def test_measures_the_first_step_and_every_multiple() -> None:
     assert monitor.last.step == 9
 
 
+def test_the_first_thousand_steps_are_measured_at_least_every_ten() -> None:
+    monitor, model, seen = AttentionMonitor(**QUIET), encoder(1), []
+    monitor.steps = 989
+    while monitor.steps < 1200:
+        with monitor.watch(model):
+            if monitor.due:
+                model(batch())
+        record = monitor.step()
+        seen += [] if record is None else [record.step]
+    assert seen == [990, 1000, 1100, 1200]
+
+
 def test_a_loop_that_counts_two_steps_at_once_is_measured_all_the_same() -> None:
     monitor, model, seen = AttentionMonitor(every=4, **QUIET), encoder(1), []
     for step in range(0, 20, 2):  # numbers 1, 3, 5, ...: none is a multiple of 4
@@ -468,7 +480,7 @@ def transformers_step(monitor: AttentionMonitor, model: nn.Module) -> None:
 
 
 def lightning_step(monitor: AttentionMonitor, model: nn.Module) -> None:
-    loop = SimpleNamespace(global_step=0, loggers=[], is_global_zero=True)
+    loop = SimpleNamespace(global_step=0, loggers=[], optimizers=[], is_global_zero=True)
     model.log_dict = lambda *_, **__: None  # type: ignore[assignment]
     monitor.on_train_start(loop, model)
     monitor.on_train_batch_start(loop, model, None, 0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,10 @@ def growing(log: Path) -> list[Alarm]:
     return raised
 
 
-def test_a_replay_has_the_alarms_that_the_monitor_raised(tmp_path: Path) -> None:
+def test_a_replay_has_the_alarms_that_the_monitor_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("acutance.training.growth.SETTLING", 0)
     log = tmp_path / "run.jsonl"
     with pytest.warns(AttentionWarning, match="logit growth"):
         raised = growing(log)
@@ -86,12 +92,79 @@ def test_the_state_of_a_trainer_is_a_log(tmp_path: Path) -> None:
     assert [alarm.layer for alarm in replayed.alarms] == ["layers.0.attn"]
 
 
-def test_logits_that_are_null_are_left_out(tmp_path: Path) -> None:
-    records = read_log(written(tmp_path / "run.jsonl", [1.0] * 12))
-    records[5][NAME.format(1)] = None
-    replayed = replay(records)
-    assert math.isnan(replayed.logit_std["layers.1.attn"][5])
+@pytest.mark.parametrize("value", ["null", "NaN", "Infinity", "-Infinity", '"nan"'])
+def test_logits_that_are_not_finite_alarm(tmp_path: Path, value: str) -> None:
+    pytest.importorskip("matplotlib")
+    log = written(tmp_path / "run.jsonl", [1.0] * 4 + [777.0] * 3)
+    log.write_text(log.read_text(encoding="utf-8").replace("777.0", value), encoding="utf-8")
+    replayed = replay(read_log(log))
+    (alarm,) = replayed.alarms
+    assert (alarm.kind, alarm.layer, alarm.step) == ("not_finite", "layers.1.attn", 50)
+    assert alarm.measurements == 3
     assert json.dumps(replayed.to_dict(), allow_nan=False)
+    result = run(log, "--figure", tmp_path / "out.svg")
+    assert result.exit_code == 0, result.output
+    assert "layers.1.attn not finite 50" in " ".join(result.stdout.split())
+
+
+def test_logits_that_become_nan_alarm_as_the_monitor_did(tmp_path: Path) -> None:
+    """A layer without finite rows is not in the record: the monitor's count of alarms is."""
+    torch.manual_seed(0)
+    layer, log = nn.MultiheadAttention(8, 2, batch_first=True), tmp_path / "run.jsonl"
+    monitor, x = AttentionMonitor(every=1, max_logit=1e3, log=log), torch.randn(2, 6, 8)
+    for step in range(1, 8):
+        with torch.no_grad():
+            layer.in_proj_weight[:16] *= 1e3 if step == 3 else 1
+            layer.in_proj_weight[0 if step == 5 else slice(8 * (step == 6)), 0] += (
+                math.nan if step >= 5 else 0
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AttentionWarning)
+            with monitor.watch(layer):
+                layer(x, x, x)
+            monitor.step()
+    found = [(one.kind, one.layer, one.step) for one in replay(read_log(log)).alarms]
+    assert found == [("large_logit", "", 3), ("not_finite", "", 5)]
+    assert "not finite" in run(log).stdout
+
+
+def test_a_log_of_nothing_finite_alarms() -> None:
+    (alarm,) = replay([{"step": 1, "attention/alarms/not_finite": 2.0}]).alarms
+    assert (alarm.kind, alarm.step) == ("not_finite", 1)
+
+
+def test_losses_at_the_end_of_a_log_leave_its_measurements(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    measured = [{"step": step, NAME.format(0): math.exp(step / 100)} for step in range(10, 400, 10)]
+    losses = [{"step": step, "loss": float(step)} for step in range(5, 405, 5)]
+    lines = [json.dumps(one) + "\n" for one in measured + losses]
+    path.write_text("".join(lines), encoding="utf-8")
+    expected = replay(read_log(path))
+    assert expected.steps == tuple(range(10, 400, 10))
+    assert list(expected.loss) == list(range(5, 405, 5))
+    assert [alarm.layer for alarm in expected.alarms] == ["layers.0.attn"]
+    random.Random(0).shuffle(lines)
+    path.write_text("".join(lines), encoding="utf-8")
+    assert replay(read_log(path)).to_dict() == expected.to_dict()
+
+
+def test_the_figure_reaches_to_the_end_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alarm at step 200 of a training that diverges 28 steps before its end."""
+    replay_figure = pytest.importorskip("acutance.training.replay_figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(replay_figure, "save", lambda figure, _: drawn.append(figure))
+    records = [
+        {"step": step, NAME.format(0): 1.0 if step < 200 else 9.0, "loss": step}
+        for step in range(0, 1000, 10)
+    ]
+    replayed = replay([*records, {"step": 1028, "loss": 50.0}])
+    assert [alarm.step for alarm in replayed.alarms] == [200]
+    replay_figure.draw_replay(replayed, tmp_path / "out.svg")
+    for axes in drawn[0].axes:
+        assert axes.get_xlim() == (0, 1028)
+    assert drawn[0].axes[0].lines[0].get_xdata()[-1] == 1028
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -117,6 +190,10 @@ def test_the_command(tmp_path: Path) -> None:
         ('{"loss": 2}\n', (), "line 1: expected a JSON object with a whole number 'step'"),
         ('{"step": 1, "loss": 2}\n', (), "the log has no standard deviations of logits"),
         ("", (), "the log has no standard deviations of logits"),
+        ('{"step": 1, "loss": 1' + "0" * 400 + "}\n", (), "line 1: a whole number is too large"),
+        ('{"step": 1, "loss": 1' + "0" * 9000 + "}\n", (), "line 1: a whole number is too large"),
+        ('{"step": 1' + "0" * 40 + "}\n", (), "with a whole number 'step' of at most"),
+        ('{"step": 1, "x": ' + "[" * 100_000 + "\n", (), "line 1: it is nested too deeply"),
         ('{"step": 1}\n', ("--false-alarms", 0), "must be a number above 0"),
         ('{"step": 1}\n', ("--figure", "out.pdf"), "must end in .png or .svg"),
     ],
@@ -129,6 +206,22 @@ def test_misuse_ends_with_a_sentence_and_status_2(
     result = run(log, *arguments)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "trainer_state.json"])
+def test_a_pipe_or_device_is_no_log(tmp_path: Path, name: str) -> None:
+    pipe, zeros = tmp_path / name, tmp_path / f"zeros-{name}"
+    os.mkfifo(pipe)
+    zeros.symlink_to("/dev/zero")
+    for path in (pipe, zeros):
+        result = run(path)
+        assert result.exit_code == 1
+        assert "is a pipe or a device, not a file" in " ".join(result.output.split())
+    state = tmp_path / "state.json"
+    state.write_text('{"log_history": ' + "[" * 100_000, encoding="utf-8")
+    result = run(state)
+    assert result.exit_code == 2
+    assert "state.json: it is nested too deeply" in " ".join(result.output.split())
 
 
 def test_a_state_without_history_is_misuse(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``acutance alarms``: replay the log of a training through the alarm of growing logits."""
+"""``acutance alarms``: replay the log of a training through the alarms of a monitor."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class AlarmsOptions:
 
 @command(AlarmsOptions, {READ: "false_alarms", WRITE: "json figure dark"})
 def alarms(options: AlarmsOptions) -> None:
-    """Replay the log of a training: when would a monitor have warned of growing logits?"""
+    """Replay the log of a training: when did a monitor warn, or when would it have?"""
     targets = {"--json": options.json, "--figure": options.figure}
     check_outputs(targets, {"LOG": options.log})
     check_figure("--figure", options.figure)
@@ -82,19 +82,20 @@ def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
         f"layer{'s' * (len(replayed.logit_std) != 1)}, steps {first} to "
         f"{last}. Alarm: the standard deviation of a layer's logits grew by more than a factor of "
         f"{replayed.limit:.3g} in the last quarter of the training ({false_alarms:g} false alarms "
-        "per million steps)."
+        "per million steps), or its scores are not finite."
     )
     if not replayed.alarms:
         screen.print("No alarm.")
         return
-    table = NumberTable("layer", keys=1, box=None, pad_edge=False)
-    for name in ("first alarm", "growth", "deviation", "beyond limit"):
+    table = NumberTable("layer", "alarm", keys=2, box=None, pad_edge=False)
+    for name in ("first alarm", "growth", "deviation", "measurements"):
         table.add_column(name, justify="right")
     for alarm in replayed.alarms:
         table.add_row(
-            alarm.layer,
+            alarm.layer or "not in the log",
+            alarm.kind.replace("_", " "),
             str(alarm.step),
-            f"{alarm.growth:.3g}",
+            "" if math.isnan(alarm.growth) else f"{alarm.growth:.3g}",
             f"{alarm.logit_std:.4g}",
             str(alarm.measurements),
         )

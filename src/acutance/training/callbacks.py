@@ -48,6 +48,13 @@ class _Events:
 
     def __init__(self) -> None:
         self._open = ExitStack()  # what is watched or wrapped now
+        self._optimizers: tuple[Any, ...] = ()
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The highest learning rate of the optimisers; None where they are unknown."""
+        groups = (group for one in self._optimizers for group in getattr(one, "param_groups", ()))
+        return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
 
     def _release(self) -> None:
         """Close the contexts of the current step."""
@@ -116,6 +123,7 @@ class TrainerEvents(_Events):
         """Record the step, and log it together with the Trainer's losses."""
         self._release()
         self.steps = state.global_step - 1
+        self._optimizers = (options.get("optimizer"),)
         record = self.step()
         if isinstance(getattr(state, "stateful_callbacks", None), dict):
             state.stateful_callbacks[STATE_KEY] = self.state_dict()
@@ -192,6 +200,7 @@ class LightningEvents(_Events):
         self._release()
         if trainer.global_step == self.steps:
             return  # gradients are accumulated
+        self._optimizers = tuple(trainer.optimizers)
         record = self.step()
         if record is None:
             return
@@ -258,7 +267,7 @@ class OptimizerEvents(_Events):
         self.close()
         before = [each.register_step_pre_hook(self._before_step) for each in optimizers]
         after = optimizers[-1].register_step_post_hook(lambda *_: self._after_step(model))
-        self._hooks = (*before, after)
+        self._hooks, self._optimizers = (*before, after), tuple(optimizers)
         self._watch_next(model)
         return self
 
@@ -282,7 +291,7 @@ class OptimizerEvents(_Events):
 
     def _remove_hooks(self) -> None:
         """Remove the hooks from the optimisers."""
-        hooks, self._hooks = self._hooks, ()
+        hooks, self._hooks, self._optimizers = self._hooks, (), ()
         for hook in hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""Replay the log of a training through the alarm of growing logits."""
+"""Replay the log of a training: the alarms that a monitor would have raised."""
 
 from __future__ import annotations
 
@@ -10,28 +10,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from acutance.files import check_regular, finite
+from acutance.shapes import MOST
 from acutance.training.growth import LogitGrowth
+from acutance.training.reports import KINDS, LEARNING_RATE, Kind
 
 __all__ = ["LayerAlarm", "Replay", "read_log", "replay"]
 
 _BEGIN, _END = "attention/", "/logit_std"
-#: Under which names the loss and the gradient's norm are logged.
+#: Alarms that only the monitor could see: their number at a step is in its log.
+_LOGGED = {kind: f"attention/alarms/{kind}" for kind in KINDS if kind != "logit_growth"}
+#: Under which names the loss, the learning rate and the gradient's norm are logged.
 _LOSS = ("loss", "train/loss", "train_loss")
+_RATE = (LEARNING_RATE, "learning_rate", "train/learning_rate")
 _NORM = ("grad_norm", "train/grad_norm", "gradient_norm")
 
 
 @dataclass(frozen=True)
 class LayerAlarm:
-    """A layer whose logits grew by more than the limit.
+    """One kind of alarm of one layer.
 
     Attributes:
-        layer: name of its attention module.
-        step: the first step beyond the limit.
-        growth: the factor by which they grew, at that step.
-        logit_std: the mean standard deviation of a row's logits at that step.
-        measurements: number of measurements beyond the limit.
+        kind: "logit_growth", or another kind of :class:`acutance.training.Alarm` that was logged.
+        layer: name of its attention module; empty where the log does not say which it was.
+        step: the first step with the alarm.
+        growth: the factor by which the layer's logits grew, at that step; else NaN.
+        logit_std: the mean standard deviation of a row's logits at that step; NaN if it was not
+            finite, or the layer is unknown.
+        measurements: number of measurements with the alarm.
     """
 
+    kind: Kind
     layer: str
     step: int
     growth: float
@@ -51,7 +60,7 @@ class Replay:
         growth: its growth, by layer; NaN where there were too few measurements.
         loss: loss by step, if it was logged.
         grad_norm: norm of the gradient by step, if it was logged.
-        alarms: the layers beyond the limit, the first alarm first.
+        alarms: the alarms of each layer, the first one first.
     """
 
     limit: float
@@ -64,35 +73,38 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-compatible values; numbers that are not finite are null."""
-        return {
-            "limit": self.limit,
-            "steps": list(self.steps),
-            "alarms": [vars(alarm) for alarm in self.alarms],
-            "layers": {
-                name: {"logit_std": _finite(values), "growth": _finite(self.growth[name])}
-                for name, values in self.logit_std.items()
-            },
-            "loss": {"steps": list(self.loss), "values": list(self.loss.values())},
-            "grad_norm": {"steps": list(self.grad_norm), "values": list(self.grad_norm.values())},
-        }
-
-
-def _finite(values: Iterable[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+        record: dict[str, Any] = finite(
+            {
+                "limit": self.limit,
+                "steps": self.steps,
+                "alarms": [vars(alarm) for alarm in self.alarms],
+                "layers": {
+                    name: {"logit_std": values, "growth": self.growth[name]}
+                    for name, values in self.logit_std.items()
+                },
+                "loss": {"steps": list(self.loss), "values": list(self.loss.values())},
+                "grad_norm": {
+                    "steps": list(self.grad_norm),
+                    "values": list(self.grad_norm.values()),
+                },
+            }
+        )
+        return record
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     r"""The records of a log, one for each step, in order.
 
-    A step that is logged again replaces what was logged from it on, as after a restart from a
-    checkpoint. Several records of one step that follow each other are merged.
+    The records of one step may stand anywhere in the log, such as losses that were appended at its
+    end. A value that is logged again replaces the former one, and what was logged of the same name
+    after that, as after a restart from a checkpoint.
 
     Args:
         path: JSON lines, as ``AttentionMonitor(log="run.jsonl")`` writes them, or the
             ``trainer_state.json`` of transformers' Trainer.
 
     Raises:
-        OSError: if the file cannot be read.
+        OSError: if the file cannot be read, or is a pipe or a device.
         ValueError: if it is not such a log.
 
     Example:
@@ -103,30 +115,36 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         [2.0, 1.5]
     """
     path = Path(path)
+    check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a log: it is not UTF-8 text") from None
-    records: dict[int, dict[str, Any]] = {}
-    last: int | None = None
+    columns: dict[str, dict[int, Any]] = {"step": {}}
     for where, record in _records(path, text):
         step = record.get("step") if isinstance(record, Mapping) else None
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise ValueError(f"{path}, {where}: expected a JSON object with a whole number 'step'")
-        if last is not None and step < last:
-            records = {number: one for number, one in records.items() if number < step}
-        records[step] = records.get(step, {}) | dict(record)
-        last = step
-    return [records[step] for step in sorted(records)]
+        if isinstance(step, bool) or not isinstance(step, int) or abs(step) > MOST:
+            raise ValueError(
+                f"{path}, {where}: expected a JSON object with a whole number 'step' of at most "
+                f"{MOST}"
+            )
+        columns["step"][step] = step
+        for name in record.keys() - {"step"}:
+            column = columns.setdefault(name, {})
+            while step in column:
+                column.popitem()
+            column[step] = record[name]
+    records: dict[int, dict[str, Any]] = {step: {} for step in sorted(columns["step"])}
+    for name, column in columns.items():
+        for step, value in column.items():
+            records[step][name] = value
+    return list(records.values())
 
 
 def _records(path: Path, text: str) -> Iterable[tuple[str, Any]]:
     """The JSON objects of a log with their places."""
     if path.suffix == ".json":
-        try:
-            state = json.loads(text)
-        except ValueError as problem:
-            raise ValueError(f"{path} is not JSON: {problem}") from None
+        state = _parsed(text, str(path))
         history = state.get("log_history") if isinstance(state, Mapping) else None
         if not isinstance(history, list):
             raise ValueError(
@@ -135,12 +153,28 @@ def _records(path: Path, text: str) -> Iterable[tuple[str, Any]]:
             )
         yield from ((f"entry {number} of log_history", one) for number, one in enumerate(history))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            try:
-                yield f"line {number}", json.loads(line)
-            except ValueError:
-                raise ValueError(f"{path}, line {number}: not JSON: {line[:60]!r}") from None
+            yield f"line {number}", _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Parse JSON whose numbers are at most as large as floats."""
+    try:
+        return json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply") from None
+    except OverflowError:
+        raise ValueError(f"{where}: a whole number is too large") from None
+    except ValueError as problem:
+        raise ValueError(f"{where}: not JSON: {problem}") from None
+
+
+def _whole(text: str) -> int:
+    """A whole number that a float can hold; OverflowError for others."""
+    if math.isinf(float(text)):
+        raise OverflowError
+    return int(text)
 
 
 def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0) -> Replay:
@@ -158,28 +192,42 @@ def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0)
     Example:
         >>> logits = [2.0] * 20 + [6.0]
         >>> name = "attention/layers.0.attn/logit_std"
-        >>> records = [{"step": step, name: logit} for step, logit in enumerate(logits)]
+        >>> records = [{"step": 10 * at, name: logit} for at, logit in enumerate(logits)]
         >>> (alarm,) = replay(records).alarms
         >>> alarm.step, alarm.layer, round(alarm.growth, 6)
-        (20, 'layers.0.attn', 3.0)
+        (200, 'layers.0.attn', 3.0)
     """
     follow = LogitGrowth(false_alarms)
     steps: list[int] = []
     rows: list[tuple[dict[str, float], dict[str, float]]] = []
     loss: dict[int, float] = {}
     norm: dict[int, float] = {}
+    found: dict[tuple[Kind, str], list[int]] = {}  # indices of the measurements with an alarm
     for record in records:
         step = record["step"]
-        _note(loss, step, record, _LOSS)
-        _note(norm, step, record, _NORM)
+        for noted, names in ((loss, _LOSS), (norm, _NORM)):
+            value = _first(record, names)
+            if value is not None:
+                noted[step] = value
         deviations = {
             name[len(_BEGIN) : -len(_END)]: _number(value)
             for name, value in record.items()
             if name.startswith(_BEGIN) and name.endswith(_END)
         }
-        if deviations:
-            steps.append(step)
-            rows.append((deviations, follow.update(deviations)))
+        logged = {kind for kind, name in _LOGGED.items() if _number(record.get(name)) > 0}
+        if not (deviations or logged):
+            continue
+        grown = follow.update(step, deviations, _first(record, _RATE))
+        for layer, factor in grown.items():
+            if factor > follow.limit:
+                found.setdefault(("logit_growth", layer), []).append(len(rows))
+        wrong = [layer for layer, one in deviations.items() if not math.isfinite(one)]
+        for layer in wrong or [""] * ("not_finite" in logged):
+            found.setdefault(("not_finite", layer), []).append(len(rows))
+        for kind in logged - {"not_finite"}:
+            found.setdefault((kind, ""), []).append(len(rows))
+        steps.append(step)
+        rows.append((deviations, grown))
     if not rows:
         raise ValueError(
             f"the log has no standard deviations of logits ({_BEGIN}<layer>{_END}): write it with "
@@ -188,15 +236,14 @@ def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0)
     layers = list(dict.fromkeys(name for deviations, _ in rows for name in deviations))
     logits = {name: tuple(row.get(name, math.nan) for row, _ in rows) for name in layers}
     growth = {name: tuple(grown.get(name, math.nan) for _, grown in rows) for name in layers}
-    alarms = []
-    for name in layers:
-        beyond = [index for index, value in enumerate(growth[name]) if value > follow.limit]
-        if beyond:
-            first = beyond[0]
-            alarms.append(
-                LayerAlarm(name, steps[first], growth[name][first], logits[name][first],
-                           len(beyond))
-            )  # fmt: skip
+    alarms = [
+        LayerAlarm(
+            kind, layer, steps[first], rows[first][1].get(layer, math.nan),
+            rows[first][0].get(layer, math.nan), len(at),
+        )
+        for (kind, layer), at in found.items()
+        for first in at[:1]
+    ]  # fmt: skip
     alarms.sort(key=lambda alarm: alarm.step)
     return Replay(follow.limit, tuple(steps), logits, growth, loss, norm, tuple(alarms))
 
@@ -205,10 +252,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _note(
-    noted: dict[int, float], step: int, record: Mapping[str, Any], names: Iterable[str]
-) -> None:
-    """Store the first of several names that a record has."""
-    value = next((record[name] for name in names if name in record), None)
-    if isinstance(value, int | float) and math.isfinite(value):
-        noted[step] = float(value)
+def _first(record: Mapping[str, Any], names: Iterable[str]) -> float | None:
+    """The first of several names that a record has, if it is a finite number."""
+    value = next((_number(record[name]) for name in names if name in record), math.nan)
+    return value if math.isfinite(value) else None

@@ -16,11 +16,11 @@ __all__ = ["draw_replay"]
 
 #: Layers that are drawn: those with alarms first, then those that grew most.
 _DRAWN = 6
-_AROUND = 0.25  # share of the training that is drawn before and after the alarm, at least
+_BEFORE = 0.5  # share of the training that is drawn before the first alarm
 
 
 def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
-    """Draw loss and gradient norm, logits and their growth around the first alarm.
+    """Draw loss and gradient norm, logits and their growth, from before the first alarm to the end.
 
     Without an alarm the whole training is drawn. Of many layers, those with alarms and those that
     grew most are drawn.
@@ -43,17 +43,15 @@ def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme 
         theme=theme,
     )
     steps = np.array(replayed.steps)
-    first, last = int(steps[0]), int(steps[-1])
+    first, last = int(steps[0]), max(map(max, (replayed.steps, *other.values())))
     if replayed.alarms:
-        room = max(1.0, _AROUND * (last - first))
-        first = max(first, int(replayed.alarms[0].step - 2 * room))
-        last = min(last, int(replayed.alarms[-1].step + room))
+        first = max(first, int(replayed.alarms[0].step - _BEFORE * (last - first)))
     for axes, (name, by_step) in zip(panels, other.items(), strict=False):
-        at = [step for step in by_step if first <= step <= last]
+        at = [step for step in by_step if step >= first]
         axes.plot(at, [by_step[step] for step in at], color=theme.ink, linewidth=1.4)
         label(axes, x="step", y=name, title=name)
     logits, growths = panels[-2:]
-    shown = (steps >= first) & (steps <= last)
+    shown = steps >= first
     names = _drawn(replayed)
     for name, curve in zip(names, curves(len(names), theme), strict=True):
         for axes, values in ((logits, replayed.logit_std), (growths, replayed.growth)):
@@ -76,7 +74,9 @@ def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme 
 
 def _drawn(replayed: Replay) -> list[str]:
     """The layers that are drawn."""
-    alarmed = [alarm.layer for alarm in replayed.alarms]
+    alarmed = dict.fromkeys(
+        alarm.layer for alarm in replayed.alarms if alarm.layer in replayed.growth
+    )
     most = {
         name: max((value for value in values if value == value), default=-np.inf)
         for name, values in replayed.growth.items()

@@ -120,21 +120,23 @@ class Thresholds:
         """Names of the metrics that a summary must have."""
         return NEEDED if self.collapse is None else (*NEEDED, COLLAPSING)
 
-    def alarms(self, summary: HeadSummary, growth: LogitGrowth, step: int) -> tuple[Alarm, ...]:
+    def alarms(
+        self, summary: HeadSummary, growth: LogitGrowth, step: int, rate: float | None = None
+    ) -> tuple[Alarm, ...]:
         """The heads of a summary that are beyond a limit, layer by layer.
 
         Args:
             summary: the measurement.
             growth: earlier measurements, to which this one is added.
             step: the optimiser step.
+            rate: the learning rate; None if it is unknown.
         """
         column = summary.metrics.index("logit_std")
         found = list(self._exceeding(summary, step))
         numbers = _Numbers.of(summary)
         layers = {layer.module: (layer, heads) for layer, heads in layer_heads(summary)}
-        grown = growth.update(
-            {name: numbers.mean_over(heads, column) for name, (_, heads) in layers.items()}
-        )
+        deviations = {name: numbers.mean_over(heads, column) for name, (_, heads) in layers.items()}
+        grown = growth.update(step, deviations, rate)
         for module, value in grown.items():
             if value > growth.limit:
                 layer, heads = layers[module]
@@ -191,6 +193,8 @@ def _ordered(value: float) -> float:
 
 
 PREFIX = "attention"
+#: The scalar of the learning rate, from which a replay knows the warm-up.
+LEARNING_RATE = f"{PREFIX}/learning_rate"
 #: Of scalars of passes without gradients: generated text and its scoring.
 ROLLOUT = f"rollout/{PREFIX}"
 #: Metrics that are extremes themselves: their worst head is that of the most extreme row.
