@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,23 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
 def test_every_kind_of_input_is_read() -> None:
     found = acutance.verify(build("llama"), IDS)
     assert {check.inputs for check in found.checks} == set(KINDS)
+
+
+def test_a_model_that_returns_no_cache_says_what_it_returned() -> None:
+    model = build("llama")
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def without_cache(*given: Any, **options: Any) -> Any:
+        output = forward(model, *given, **options)
+        output.past_key_values = None
+        return output
+
+    model.forward = without_cache
+    notes = acutance.verify(model, IDS).notes
+    [note] = {note.partition("with eager: ")[2] for note in notes if "cache by token" in note}
+    assert note.startswith("no cache to go on with after")
+    assert "returned a CausalLMOutputWithPast without past_key_values" in note
 
 
 def test_implementations_are_compared_and_the_model_keeps_its_own() -> None:

@@ -272,7 +272,10 @@ class Inputs:
 
     @property
     def value_variance(self) -> float:
-        """Variance of a value summed over its components, averaged over heads."""
+        """Variance over keys, summed over a value's components, averaged over batch and heads.
+
+        For drawn inputs it is that of their distribution, the width of a value.
+        """
         if self.law is not None:
             return float(self.value.shape[3])
         return float(self.value.double().var(2, correction=0).sum(-1).mean())

@@ -87,7 +87,8 @@ class GgufFile:
             config: the configuration that transformers derived from the file.
 
         Returns:
-            The metadata key; None if nothing is lost.
+            The name of a tensor with frequencies or factors if there is one, else the metadata
+            key; None if the file scales nothing or the configuration scales too.
         """
         stored = sorted(name for name in self.tensors if re.search("rope_(freqs|factors)", name))
         key = f"{self.architecture}.rope.scaling.type"

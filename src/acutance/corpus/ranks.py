@@ -77,7 +77,7 @@ def all_reduce_summary(
         problem = str(error)
     if dist.get_rank(group) == 0 and joined is None and not problem:
         problem = "no rank has a summary, because none captured attention"
-    raw = _shared(_message(joined, problem), group)
+    raw = _shared(_message(joined, group, problem), group)
     if raw.startswith(b"!"):
         raise ValueError(raw[1:].decode())
     return joined if joined is not None and dist.get_rank(group) == 0 else _unpack(raw)
@@ -89,7 +89,7 @@ def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> He
     problem = ""
     while step < size:
         if rank % (2 * step):
-            _send(_message(summary, problem), rank - step, group)
+            _send(_message(summary, group, problem), rank - step, group)
             return None
         if rank + step < size:
             raw = _receive(rank + step, group)
@@ -100,14 +100,17 @@ def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> He
                     other = _unpack(raw)
                     summary = other if summary is None else summary.merge(other)
                 except ValueError as error:
-                    problem = str(error)
+                    last = min(rank + 2 * step, size) - 1
+                    problem = f"the summaries of ranks {rank} to {last} do not merge: {error}"
         step *= 2
     if problem:
         raise ValueError(problem)
     return summary
 
 
-def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
+def _message(
+    summary: HeadSummary | None, group: dist.ProcessGroup | None, problem: str = ""
+) -> bytes:
     """One rank's contribution as bytes: its summary, nothing, or "!" and an error.
 
     An error is sent too, since the other ranks wait for a message.
@@ -115,8 +118,8 @@ def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
     if not problem and summary is not None:
         try:
             return _pack(summary)
-        except (TypeError, ValueError) as error:  # what it says about itself is no JSON
-            problem = f"cannot send the summary: {error}"
+        except (AttributeError, TypeError, ValueError) as error:  # no summary, or none as JSON
+            problem = f"rank {dist.get_rank(group)} cannot send its summary: {error}"
     return f"!{problem}".encode() if problem else b""
 
 

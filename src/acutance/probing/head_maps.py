@@ -23,6 +23,7 @@ __all__ = ["MOST_MAP_ROWS", "MapReader", "MapRows", "RecordedMaps", "check_maps"
 
 #: Rows of a head in each sequence, at most.
 MOST_MAP_ROWS = 64
+_LAST_ROW = 2**63 - 1  # of int64
 #: Which rows: one, several, or a slice with an end.
 MapRows: TypeAlias = "int | Sequence[int] | slice"
 _HEAD_NAME = re.compile(
@@ -261,9 +262,9 @@ def _parse_rows(name: str, rows: Any) -> frozenset[int]:
     rows = [rows] if type(rows) is int else rows
     if not isinstance(rows, Sequence) or not all(type(row) is int for row in rows):
         raise TypeError(f"maps: the rows of {name!r} must be integers or a slice, got {rows!r:.60}")
-    if not rows or min(rows) < 0:
+    if not rows or min(rows) < 0 or max(rows) > _LAST_ROW:
         raise ValueError(
-            f"maps: the rows of {name!r} must be non-negative integers, got {rows!r:.60}"
+            f"maps: the rows of {name!r} must be integers from 0 to {_LAST_ROW}, got {rows!r:.60}"
         )
     if len(set(rows)) > MOST_MAP_ROWS:
         raise ValueError(

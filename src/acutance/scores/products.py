@@ -29,8 +29,8 @@ __all__ = [
 class Dot:
     r"""The dot product, :math:`q \cdot k`.
 
-    For components of unit variance its variance is the width E, so as E grows softmax puts all
-    weight on one key.
+    For independent components of mean 0 and variance 1 its variance is the width E, so as E grows
+    softmax puts all weight on one key.
 
     Example:
         >>> import torch
@@ -51,7 +51,9 @@ class Dot:
 
 @dataclass(frozen=True)
 class ScaledDot:
-    r"""The dot product over the root of the width, :math:`q \cdot k / \sqrt E`: variance 1.
+    r"""The dot product over the root of the width, :math:`q \cdot k / \sqrt E`.
+
+    For independent components of mean 0 and variance 1 its variance is 1.
 
     Example:
         >>> import torch

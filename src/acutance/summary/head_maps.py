@@ -112,9 +112,11 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
             )
         positions, tokens = record["positions"], record["tokens"]
         if not isinstance(positions, list) or not all(type(one) is int for one in positions):
-            raise ValueError(f"'positions' of {place} must be a list of whole numbers")
+            raise ValueError(
+                f"'positions' of {place} must be a list of whole numbers, got {positions!s:.40}"
+            )
         if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
-            raise ValueError(f"'tokens' of {place} must be a list of strings")
+            raise ValueError(f"'tokens' of {place} must be a list of strings, got {tokens!s:.40}")
         if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != len(positions):
             raise ValueError(
                 f"the weights of {place} must have shape ({len(positions)}, keys) and dtype "

@@ -39,7 +39,7 @@ class Shard:
     """The ``number``-th of ``count`` parts of a corpus, counted from 1.
 
     Batches are assigned to shards in turn, so that each batch contains the same windows as in a
-    single run and its results are bitwise equal.
+    single run.
 
     Example:
         >>> Shard.parse("2/3").of(8)
@@ -65,7 +65,7 @@ class Shard:
         return Shard(int(number), int(count))
 
     def of(self, batches: int) -> list[int]:
-        """Indices of this shard's batches."""
+        """Indices, from 0, of this shard's batches among ``batches`` of the whole corpus."""
         return list(range(self.number - 1, batches, self.count))
 
     def __str__(self) -> str:

@@ -203,7 +203,10 @@ class _Text:
             output = read(facts, self._arguments(ids[:, part], positions[:, part], **rest))
             cache, past = returned_cache(output), past + size
             if cache is None:
-                raise ValueError("the model returns no past_key_values")
+                raise ValueError(
+                    f"no cache to go on with after {past} tokens: given use_cache=True, the model "
+                    f"returned a {type(output).__name__} without past_key_values"
+                )
         return output
 
     def _padded(self, left: bool) -> tuple[Tensor, Tensor, Tensor]:

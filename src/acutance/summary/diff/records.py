@@ -85,7 +85,8 @@ class LayerChange:
         error: upper bound on the standard error of ``change``, since heads may err in common.
         heads: number of heads that both summaries have.
         moved: number of heads whose verdict is "moved".
-        most: the head with the largest absolute change; None if no head has a change.
+        most: number, in the layer of the first summary, of the head with the largest absolute
+            change; None if no head has rows on both sides.
     """
 
     metric: str
