@@ -15,18 +15,12 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
-from acutance.cli import app, inputs
-from acutance.corpus import load_model, texts
+from acutance.cli import app
+from acutance.corpus import load_model
 from acutance.corpus.texts import CorpusError, Text, bundled, each_window, read, windows
 from acutance.judging.text_windows import hold_out, text_windows
-from acutance.report.screen import Screen
 
-PIECE = 1500
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "_PIECE", PIECE)
+PIECE = 1 << 16
 
 
 def _prose() -> str:
@@ -49,6 +43,7 @@ MIXED = "\n".join(
         _prose()[6000:9000],
     ]
 )
+LONG = MIXED * (8 * PIECE // len(MIXED))
 
 
 def _trained(model: Any, trainer: Any, *, before: Any = None, normalizer: Any = None) -> Any:
@@ -129,19 +124,19 @@ KINDS = [
 def test_pieces_have_the_tokens_of_the_whole_text(kind: Callable[[], Any], tmp_path: Path) -> None:
     tokenizer = kind()
     file = tmp_path / "text"
-    file.write_bytes(MIXED.encode())
-    assert file.read_text(encoding="utf-8") != MIXED  # its line ends are read as one kind
+    file.write_bytes(LONG.encode())
+    assert file.read_text(encoding="utf-8") != LONG  # its line ends are read as one kind
     for content, same in (
-        (MIXED, MIXED),
+        (LONG, LONG),
         (file, file.read_text(encoding="utf-8")),
-        (io.BytesIO(MIXED.encode()), MIXED),
+        (io.BytesIO(LONG.encode()), LONG),
     ):
         whole = tokenizer(same, add_special_tokens=False, verbose=False)["input_ids"]
         text = Text("text", content)
         parts = list(text.tokens(tokenizer))
         assert list(itertools.chain.from_iterable(parts)) == whole
         assert list(text.tokenised(tokenizer)) == whole
-        assert (len(parts) > 9) == (kind is not _backwards)
+        assert (len(parts) > 6) == (kind is not _backwards)
 
 
 class Watched:
@@ -161,7 +156,7 @@ class Watched:
 def test_windows_come_while_the_text_is_read(tmp_path: Path) -> None:
     """Neither the text nor its tokens are in memory as a whole, and progress starts at once."""
     file, seen, tokenizer = tmp_path / "text", list[int](), Watched()
-    file.write_text(_prose() * 40)
+    file.write_text(_prose() * 90)
     (text,) = read([str(file)])
     size = file.stat().st_size
     assert text.size == size
@@ -180,7 +175,7 @@ def test_what_reads_the_start_of_a_text_reads_no_more(tmp_path: Path) -> None:
     from acutance.verification.read_text import token_ids
 
     file, seen = tmp_path / "text", list[int]()
-    file.write_text(_prose() * 40)
+    file.write_text(_prose() * 90)
     loaded = load_model.load(None)
     ids = token_ids(loaded, [Text("text", file, advance=seen.append)], 64)
     assert ids.tolist() == [list(windows([Text("text", file)], loaded.tokenizer, 64)[0])]
@@ -191,7 +186,10 @@ def test_losses_are_measured_on_the_same_windows_however_texts_are_read(tmp_path
     loaded, file = load_model.load(None), tmp_path / "text"
     file.write_text(_prose() * 3)
     rows = [
-        [turn.batch["input_ids"] for turn in text_windows(loaded, given, [32, 64], 5, 0).turns]
+        [
+            dict(turn.batch)["input_ids"]
+            for turn in text_windows(loaded, given, [32, 64], 5, 0).turns
+        ]
         for given in ([Text("a", file)], [Text("a", _prose() * 3)])
     ]
     assert all(torch.equal(one, other) for one, other in zip(*rows, strict=True))
@@ -201,7 +199,7 @@ def test_losses_are_measured_on_the_same_windows_however_texts_are_read(tmp_path
     assert parts[0] + parts[1] == tokens
 
 
-@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 10 * PIECE + 7])
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 3 * PIECE + 7])
 def test_a_byte_that_is_no_text_is_named_wherever_it_is(tmp_path: Path, place: int) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"a" * place + b"\xff" + b"b" * PIECE)
@@ -214,23 +212,19 @@ def test_a_byte_that_is_no_text_is_named_wherever_it_is(tmp_path: Path, place: i
         read([str(file)])
 
 
-def test_reading_shows_a_bar_and_an_interrupt_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, drawn, pieces = tmp_path / "text", io.StringIO(), list[int]()
-    file.write_text(_prose() * 40)
-    screen = Screen(file=drawn, force_terminal=True, width=100)
-    monkeypatch.setattr(inputs, "console", lambda: screen)
-    place = texts._place
+def test_an_interrupt_is_answered_within_a_piece(tmp_path: Path) -> None:
+    file, tokenizer = tmp_path / "text", Watched()
+    file.write_text(_prose() * 90)
+    given = Text("text", file, advance=lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        list(each_window([given], tokenizer, 64))
+    assert tokenizer.calls <= 4
 
-    def interrupted(*given: Any) -> Any:
-        pieces.append(len(pieces))
-        signal.raise_signal(signal.SIGINT)
-        return place(*given)
 
-    monkeypatch.setattr(texts, "_place", interrupted)
-    done = CliRunner().invoke(app, ["probe", "--text", str(file)])
-    assert done.exit_code == 130
-    assert "interrupted" in done.output
-    assert pieces == [0]
-    assert "reading the text" in drawn.getvalue()
+def test_reading_shows_a_bar(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text(_prose() * 90)
+    given = ["probe", "--text", str(file), "--length", "16", "--every", "100000"]
+    done = CliRunner().invoke(app, given, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    assert "reading the text" in done.stderr
