@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 import acutance
 from acutance.diagnose.overview import advice_in_brief
-from acutance.diagnose.recommendations import KINDS
+from acutance.diagnose.recommendations import KINDS, head_reasons
 from acutance.diagnose.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES, SINK
 from acutance.probing import HeadSummary, Moments, Profile
 from acutance.report import NOTHING, Recommendation, in_words, recommendations
@@ -208,7 +209,7 @@ def test_growth_with_n_is_told_with_its_error_and_what_to_expect() -> None:
     assert drop == pytest.approx(found.numbers["value"] * math.log(high / low))
     assert "measure a law with acutance judge before you use it" in found.advice
     assert "calibrate" not in found.advice  # nothing that may raise the loss
-    assert "layer 0 head 1 has" in found.reason
+    assert "it has" in found.reason
     assert high == pytest.approx(184, rel=0.05)  # n = 256 itself is alone in its octave
     assert f"(± {found.numbers['error']:.2f})" in found.reason
 
@@ -228,7 +229,7 @@ def test_what_to_expect_is_what_was_measured_also_off_the_line() -> None:
     low_n, high_n = (f"{found.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
     measured = f"{low:.2f} nats (± {found.numbers['low_error']:.1g}) at n ≈ {low_n}"
     measured += f" and {high:.2f} nats at n ≈ {high_n}"
-    assert found.reason.endswith(f"layer 0 head 1 has {measured}")
+    assert found.reason.endswith(f": it has {measured}")
 
 
 @pytest.mark.parametrize(
@@ -314,3 +315,23 @@ def test_a_decoder_whose_rows_are_sampled_or_cached_is_no_encoder(summary_of: Ma
     assert ["cache" in advice for advice in keep] == [True] * 3
     encoder = only(summary_of((2,), layer={0: {"rows": 400}}, first_weight={(0, 1): 0.4}))
     assert "cache" not in encoder.advice
+
+
+def test_a_panel_has_the_reason_in_numbers_of_its_own_head(summary_of: Make) -> None:
+    summary = summary_of((2,), first_weight={(0, 0): 0.5, (0, 1): 0.8})
+    (found,) = [each for each in recommendations(summary) if each.kind == "sink"]
+    assert found.reason.startswith("50% to 80%")  # of the layer
+    assert [own["sink"][:4] for own in head_reasons(summary)] == ["50% ", "80% "]
+    grows = head_reasons(growing(0.7))
+    assert "dilution" not in grows[0]
+    assert "head" not in grows[1]["dilution"]
+
+
+def test_a_summary_begins_with_model_and_text(summary_of: Make) -> None:
+    from acutance.report.exports import print_summary
+    from acutance.report.screen import Screen
+
+    about = {"model": "tiny\x1b[2J", "text": ["a.txt"], "tokens": 1738, "windows": 1}
+    stream = io.StringIO()
+    print_summary(summary_of(about=about), Screen(file=stream, width=80))
+    assert stream.getvalue().startswith("tiny\\x1b[2J · a.txt: 1,738 tokens in 1 window\n")

@@ -145,6 +145,18 @@ def recommendations(summary: Judged) -> list[Recommendation]:
     return advice
 
 
+def head_reasons(summary: Judged) -> list[dict[str, str]]:
+    """The reason of each kind of recommendation for every head, in that head's own numbers."""
+    return [
+        {
+            kind: write([(head, rules[kind])], head, rules[kind])[0]
+            for kind, write in SENTENCES.items()
+            if kind in rules
+        }
+        for head, rules in zip(facts(summary), summary.judgements, strict=True)
+    ]
+
+
 def no_recommendation(summary: Judged) -> str:
     """The sentence to show if nothing is recommended."""
     return UNTRAINED if summary.about.get("untrained") is True else NOTHING

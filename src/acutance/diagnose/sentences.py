@@ -102,10 +102,11 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
     """Reason, advice and certainty for heads whose entropy grows with n."""
     low_n, high_n = (f"{worst.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
     low, off, high = (worst.numbers[name] for name in ("low_entropy", "low_error", "high_entropy"))
+    who = "it" if len(beyond) == 1 else f"layer {head.layer} head {head.head}"
     error = max(judgement.numbers["error"] for _, judgement in beyond)
     return (
-        f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}): layer "
-        f"{head.layer} head {head.head} has {low:.2f} nats (± {off:.1g}) at n ≈ {low_n} and "
+        f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}): "
+        f"{who} has {low:.2f} nats (± {off:.1g}) at n ≈ {low_n} and "
         f"{high:.2f} nats at n ≈ {high_n}",
         "this is not a fault in itself, and a law that keeps entropy constant can raise the loss: "
         f"measure a law {'on your own task' if head.sees_all else 'with acutance judge'} before "

@@ -19,6 +19,7 @@ from acutance.files import as_json, put_text, write_bytes
 from acutance.report.screen import NumberTable
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary
+from acutance.summary.layer import what_was_read
 from acutance.summary.spans import ALL_ROWS, OTHER, Spans
 
 __all__ = [
@@ -138,7 +139,10 @@ def print_summary(
     metric: str | None = None,
     key_norms: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the table, then findings and recommendations."""
+    """Print what was read, the table, findings and recommendations."""
+    named = (str(summary.about.get("model", "")), what_was_read(summary.about))
+    if line := " · ".join(filter(None, named)):
+        output.print(printable(line, output.options.ascii_only), style="bold", soft_wrap=True)
     output.print(console_table(summary, metric))
     ascii_only = output.options.ascii_only
     sections = {

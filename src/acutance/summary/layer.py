@@ -197,6 +197,26 @@ def notices(about: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
+def what_was_read(about: Mapping[str, Any]) -> str:
+    """The texts and how much of them was read; empty for a probe that was given no text.
+
+    Args:
+        about: the facts of a summary.
+
+    Example:
+        >>> what_was_read({"text": ["a.txt", "b.txt"], "tokens": 1738, "windows": 4})
+        'a.txt, b.txt: 1,738 tokens in 4 windows'
+    """
+    texts, tokens, windows = (about.get(name) for name in ("text", "tokens", "windows"))
+    if not isinstance(texts, (list, tuple)) or not texts:
+        return ""
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    amount = ""
+    if isinstance(tokens, int) and isinstance(windows, int):
+        amount = f": {tokens:,} tokens in {windows:,} window{'s' * (windows != 1)}"
+    return f"{', '.join(map(str, texts[:3]))}{more}{amount}"
+
+
 def not_loaded_sentence(text: str) -> str:
     """A sentence that names the weights that were not loaded.
 

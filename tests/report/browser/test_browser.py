@@ -213,6 +213,9 @@ def test_classes_and_recommendations_are_shown(summary_of: Make, show: Show) -> 
     page = show(summary_of((3, 2), first_weight={(0, 1): 0.8}), "#L0H1")
     assert "sink" in page.text("#head-words").split()
     assert "Large weight on the first token." in page.text("#head-words .advice")
+    assert page.text("#head-words").count("80%") == 1  # each thing once
+    assert "of its weight on the first visible key" in page.text("#head-words")
+    assert "LAYER.HEAD" not in page.text("#head-words")
     assert page.text("#findings .urgent h3") == "Large weight on the first token"
     page.click("#next")
     page.click("#findings .urgent button")

@@ -17,6 +17,7 @@ from acutance.diagnose.overview import overview
 from acutance.diagnose.recommendations import (
     KINDS,
     Recommendation,
+    head_reasons,
     no_recommendation,
     recommendations,
 )
@@ -43,7 +44,7 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
 from acutance.summary.head_summary import STATUSES, HeadSummary
-from acutance.summary.layer import judged_sentences, notices
+from acutance.summary.layer import judged_sentences, notices, what_was_read
 from acutance.summary.moments import BINS, SCALES, edges
 from acutance.summary.predicted import PREDICTED_FROM
 
@@ -164,6 +165,8 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         ],
         "theory": _theory(summary),
         **advice(recommendations(summary), no_recommendation(summary)),
+        "reasons": head_reasons(summary) if len(summary.places) <= _MOST_CURVES else [],
+        "read": visible(what_was_read(summary.about)),
         "notices": [visible(notice) for notice in notices(summary.about)],
         "unread": [visible(reason) for reason in summary.unread],
         "not_provided": [visible(reason) for reason in summary.not_provided],

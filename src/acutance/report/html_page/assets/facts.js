@@ -7,6 +7,8 @@ const drawFacts = (page) => {
   document.title = `${model} · attention report`;
   $("title").textContent = model;
   $("title").dir = "auto";
+  $("read").hidden = !data.read;
+  $("read").textContent = data.read;
   $("lead").textContent = "For every token that a model reads, each attention head distributes weights that sum to 100% over the tokens it can see. This page shows how sharply each head focuses: a sharp head puts nearly all weight on a few tokens, a diffuse head spreads it over many. The measure is entropy: 0 if one token has all the weight, log n nats if n tokens have equal weight. " + (data.plan ? "The map begins with what the cache plan keeps of each head; choose normalized entropy to see it from 0 (sharp) to 1 (diffuse)." : "The map shows it relative to that maximum, from 0 (sharp) to 1 (diffuse).") + " Neither is wrong, but heads that stand out are worth a look.";
   const tile = (name, value, more) => { const box = make("div"); box.append(make("dt", name), make("dd", value, "big"), make("dd", more, "small muted")); return box; };
   const sorted = (name) => (page.named(name) ? page.named(name).mean.filter((value) => value !== null).sort((a, b) => a - b) : []);

@@ -5,23 +5,31 @@ const drawHead = (page) => {
   const inWords = (at) => {
     const keys = page.mean("effective_keys", at), n = page.mean("n_keys", at);
     const top = page.mean("top_weight", at), first = page.mean("first_weight", at), parts = [];
+    const told = new Set(page.classesOf(at).filter((kind) => kind.own).map((kind) => kind.label)); // what a class says is not said again
     if (keys !== null) parts.push(`On average it spreads a row over ${number(keys, 2)} effective tokens${n === null ? "" : ` of ${number(n, 3)} visible`}.`);
-    if (top !== null) parts.push(`The largest weight is ${percent(top)}${first === null ? "" : `, the first token gets ${percent(first)}`}.`);
+    if (top !== null && !told.has("sharp")) parts.push(`The largest weight is ${percent(top)} on average.`);
+    if (first !== null && !told.has("sink")) parts.push(`The first token gets ${percent(first)}.`);
     return parts.join(" ");
   };
 
   const words = (at) => {
     const [layer, head] = places[at], box = $("head-words");
-    const kinds = page.classesOf(at).map((kind) => {
+    const classes = page.classesOf(at), dead = classes.some((kind) => kind.label === "dead");
+    const chip = (kind) => Object.assign(make("span", kind.label, "chip"), { title: kind.rule });
+    const kinds = classes.filter((kind) => kind.own && !(dead && kind.label === "diffuse")).map((kind) => {
       const line = make("p", undefined, "small");
-      line.append(make("span", kind.label, "chip"), ` ${capital(kind.sentence)}.`.replace("..", "."));
+      line.append(chip(kind), ` ${capital(kind.sentence)}.`.replace("..", "."));
       return line;
     });
-    const found = data.findings.filter((one) => one.layer === layer && one.head === head);
+    const bare = classes.filter((kind) => !kind.own).flatMap((kind) => [chip(kind), " "]);
+    if (bare.length) { const line = make("p", undefined, "small"); line.append(...bare); kinds.push(line); }
+    const most = data.findings.filter((one) => one.layer === layer && one.head === head && ["sharpest", "most_diffuse", "largest_logit"].includes(one.kind));
+    const told = new Set(["sink", "dead", ...(page.mean("effective_keys", at) === null ? [] : ["entropy_collapse"])]);
+    const reason = (one) => (one.heads.length ? (told.has(one.kind) ? undefined : data.reasons[at]?.[one.kind]) : one.reason);
     const advice = data.recommendations.filter((one) => one.layer === layer && (!one.heads.length || one.heads.includes(head)));
     box.replaceChildren(
-      make("p", inWords(at)), ...kinds, ...found.map((one) => make("p", one.sentence, "small")),
-      ...advice.map((one) => { const item = make("p", undefined, "advice small"); item.append(make("strong", `${data.kinds[one.kind]}. `), `${capital(one.reason)}; ${one.advice}. `, make("span", `Certainty: ${one.certainty}.`, "muted")); return item; }),
+      make("p", inWords(at)), ...kinds, ...(most.length ? [make("p", `Of all heads: ${most.map((one) => one.label.toLowerCase()).join(", ")}.`, "small")] : []),
+      ...advice.map((one) => { const item = make("p", undefined, "advice small"); item.append(make("strong", `${data.kinds[one.kind]}. `), `${capital([reason(one), one.advice.replaceAll("LAYER.HEAD", `${layer}.${head}`)].filter(Boolean).join("; "))}. `, make("span", `Certainty: ${one.certainty}.`, "muted")); return item; }),
     );
     const alarm = { mismatch: "bad", unverified: "bad" }[layers[layer].status];
     if (alarm) box.append(make("p", `${capital(layers[layer].status)}: ${data.statuses[layers[layer].status]}.`, `small ${alarm}`));

@@ -27,7 +27,7 @@ const start = (data) => {
     rows: (one, at) => (one.rows ? one.rows[at] : page.layerOf(at).rows),
     mean: (name, at) => { const one = page.named(name); return one ? one.mean[at] : null; },
     /** Classes of a head, each with its name and the sentence that says why; [] where none holds or none was asked for. */
-    classesOf: (at) => (data.heads ? data.heads[at].map(([index, sentence]) => ({ ...data.classes[index], index, sentence: sentence || `Class ${data.classes[index].label}: ${data.classes[index].rule}.` })) : []),
+    classesOf: (at) => (data.heads ? data.heads[at].map(([index, sentence]) => ({ ...data.classes[index], index, own: Boolean(sentence), sentence: sentence || `Class ${data.classes[index].label}: ${data.classes[index].rule}.` })) : []),
     /** What a head's key head keeps under the cache plan; null without a plan for it. */
     planned: (at) => (data.plan && data.plan.heads[at] !== null ? data.plan.key_heads[data.plan.heads[at]] : null),
     on: (draw) => page.listeners.push(draw),
