@@ -80,7 +80,8 @@ def hidden_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def shallow_mask(added: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor | None:
     """Where keys seem hidden by a number that does not count as hiding, such as −1e4.
 
-    A row then has entries about there and none halfway, as ALiBi would have.
+    A row then has entries about there and none halfway, as ALiBi would have, and some row also has
+    others: one that is low as a whole hides nothing.
 
     Args:
         added: what is added to the products, of any shape.
@@ -103,7 +104,7 @@ def shallow_mask(added: Tensor, dim: int = -1, dtype: torch.dtype | None = None)
     low &= torch.logical_not(hidden_scores(added, dtype))
     between = (added <= 0.5 * _SHALLOW) & (added > 0.99 * _SHALLOW)
     low &= torch.logical_not(between.any(dim, keepdim=True))
-    return low if bool(low.any()) else None
+    return low if bool((low.any(dim) & torch.logical_not(low.all(dim))).any()) else None
 
 
 @dataclass(frozen=True)

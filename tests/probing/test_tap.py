@@ -150,14 +150,17 @@ def test_a_probe_can_be_told_alone() -> None:
 
     model, given = Mine(), inputs()
     with (
-        pytest.raises(acutance.ProbeError, match="no attention"),
+        pytest.raises(acutance.ProbeError, match="could not read any attention"),
         acutance.probe(model) as other,
         acutance.probe(model, verify=True) as model.probe,
     ):
         model(*given)
     (layer,) = model.probe.summary().layers
     assert (layer.status, layer.source) == ("verified", "tap")
-    assert other.unread == []
+    (line,) = other.unread
+    assert line.startswith(
+        "Mine: a matrix product uses weights that were computed without a softmax"
+    )
     before = model.probe.summary().layers
     model(*given)  # closed: told to nobody
     assert model.probe.summary().layers == before

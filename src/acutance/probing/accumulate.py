@@ -268,6 +268,8 @@ def _structure_kind(rows: CallRows) -> tuple[bool, bool]:
 #: Up to this many calls of one module in a forward pass are recorded separately; more are merged.
 MAX_SEPARATE_CALLS = 64
 
+#: Sources of calls that may be a loop over heads.
+_LOOPED = ("softmax", "scaled_dot_product_attention")
 LayerResult: TypeAlias = tuple[Layer, Moments, OptionalParts]
 
 
@@ -317,7 +319,10 @@ def _join_head_loop(calls: Mapping[int, LayerResult], heads: int | None) -> Laye
     ):
         return None
     if any(
-        layer.heads != heads_per_call or layer.chosen or layer.source != "softmax"
+        layer.heads != heads_per_call
+        or layer.chosen
+        or layer.source != layers[0].source
+        or layer.source not in _LOOPED
         for layer in layers
     ):
         return None

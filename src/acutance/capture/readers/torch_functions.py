@@ -52,7 +52,9 @@ from acutance.capture.readers.torch_multihead import (
 )
 from acutance.capture.readers.torch_sdpa import (
     FLEX,
+    QueryChunks,
     flex_call,
+    heads_apart,
     refusal,
     restore_shape,
     sdpa_arguments,
@@ -101,7 +103,7 @@ class FunctionCapture(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self._softmaxes = Softmaxes(self._on_product, self._on_unused, self._on_written_out)
-        self._heads = HeadAxes()
+        self._heads, self._chunks = HeadAxes(), QueryChunks()
         wants_products = isinstance(observer, ProductObserver) and observer.products
         self._lineage = Lineage(operands=True) if wants_products else None
 
@@ -159,9 +161,16 @@ class FunctionCapture(TorchFunctionMode):
         if name is None:
             return func(*args, **kwargs)
         arguments = sdpa_arguments(args, kwargs)
+        heads = heads_of(self.observer.module_of(name))
+        apart = heads_apart(arguments, heads)
+        name = self._chunks.name(name, apart, heads)
+
+        def as_read(output: Tensor) -> Tensor:
+            folded_heads = apart["query"] is not arguments["query"]
+            return to_four_dims(output.unflatten(0, (-1, heads)) if folded_heads else output)
 
         def read_call() -> AttentionCall:
-            return sdpa_call(arguments, name, cross=is_cross(name))
+            return sdpa_call(apart, name, cross=is_cross(name))
 
         def run() -> Any:
             with self.observer.mute():
@@ -171,7 +180,7 @@ class FunctionCapture(TorchFunctionMode):
             with ExitStack() as quiet:
                 for capture in _enclosing_captures():
                     quiet.enter_context(capture.observer.mute())
-                return to_four_dims(run())
+                return as_read(run())
 
         provided = None
         if self.observer.provides:
@@ -182,7 +191,7 @@ class FunctionCapture(TorchFunctionMode):
                 capture.record_provided(arguments, output)
             return output
         output = run()
-        self.observer.observe(read_call, name, lambda: to_four_dims(output))
+        self.observer.observe(read_call, name, lambda: as_read(output))
         return output
 
     def record_provided(self, arguments: dict[str, Any], output: Tensor) -> None:
@@ -191,10 +200,12 @@ class FunctionCapture(TorchFunctionMode):
             return
         name = self.observer.call_name()
         if name is not None:
+            apart = heads_apart(arguments, heads_of(self.observer.module_of(name)))
+            shape = apart["query"].shape[:-1]
             self.observer.observe(
-                lambda: sdpa_call(arguments, name, cross=is_cross(name)),
+                lambda: sdpa_call(apart, name, cross=is_cross(name)),
                 name,
-                lambda: to_four_dims(output),
+                lambda: to_four_dims(output.view(*shape, -1) if output.dim() == 3 else output),
             )
 
     def _multi_head(

@@ -14,7 +14,9 @@ from acutance.capture.attention_call import AttentionCall
 
 __all__ = [
     "FLEX",
+    "QueryChunks",
     "flex_call",
+    "heads_apart",
     "refusal",
     "restore_shape",
     "sdpa_arguments",
@@ -38,6 +40,79 @@ _NAMES = (
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call of ``F.scaled_dot_product_attention`` by name."""
     return dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
+
+
+def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, Any]:
+    """Arguments whose tensors (B · H, L, E) are (B, H, L, E); others as they are.
+
+    Args:
+        arguments: arguments of a call of SDPA by name.
+        heads: number of heads of the module; None if unknown.
+
+    Example:
+        >>> x, mask = torch.zeros(6, 5, 4), torch.zeros(5, 5)
+        >>> apart = heads_apart({"query": x, "key": x, "value": x, "attn_mask": mask}, 3)
+        >>> apart["query"].shape, apart["attn_mask"].shape
+        (torch.Size([2, 3, 5, 4]), torch.Size([5, 5]))
+    """
+    names = "query", "key", "value"
+    parts = [arguments[name] for name in names]
+    if heads is None or any(
+        part.is_nested or part.dim() != 3 or part.shape[0] % heads or part.shape[0] == 0
+        for part in parts
+    ):
+        return dict(arguments)
+    apart = {name: part.unflatten(0, (-1, heads)) for name, part in zip(names, parts, strict=True)}
+    mask = arguments.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 3 and mask.shape[0] > 1:
+        apart["attn_mask"] = mask.unflatten(0, (-1, heads))
+    return dict(arguments) | apart
+
+
+class QueryChunks:
+    """Recognises calls of SDPA whose queries continue those of the call before, with its keys.
+
+    Example:
+        >>> query, key, chunks = torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4), QueryChunks()
+        >>> [
+        ...     chunks.name(name, {"query": part, "key": key}, 2)
+        ...     for name, part in zip(("attn", "attn#1", "attn#2"), query.split(2, 2))
+        ... ]
+        ['attn', 'attn', 'attn']
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._next: tuple[Any, ...] = ()  # memory, module and place of queries that continue
+
+    def name(self, name: str, arguments: Mapping[str, Any], heads: int | None) -> str:
+        """Name of the layer of a call: that of the call before if this one continues it.
+
+        Args:
+            name: name of the call.
+            arguments: its arguments by name, queries (B, Hq, L, E).
+            heads: number of heads of the module; without it, chunks are not told from heads.
+        """
+        query, key = arguments["query"], arguments["key"]
+        if query.is_nested or key.is_nested or query.dim() != 4 or query.shape[1] != heads:
+            self._next = ()
+            return name
+        try:
+            memory = (
+                query.untyped_storage().data_ptr(),
+                key.data_ptr(),
+                query.stride(),
+                key.stride(),
+            )
+        except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
+            self._next = ()
+            return name
+        module, begins = name.partition("#")[0], query.storage_offset()
+        if (*memory, module, begins) == self._next:
+            name = self._name
+        self._name = name
+        self._next = (*memory, module, begins + query.shape[2] * query.stride(2))
+        return name
 
 
 def sdpa_call(
@@ -173,7 +248,7 @@ def restore_shape(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     if rank == 4:
         return output
     if rank < 4:
-        return output.squeeze(1) if rank == 3 else output[0, 0]
+        return output.flatten(0, 1) if rank == 3 else output[0, 0]
     batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
     shaped: Tensor = output.unflatten(0, batch)
     return shaped
