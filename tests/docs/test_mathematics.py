@@ -81,6 +81,12 @@ def test_as_many_pages_and_equations_as_there_were() -> None:
     assert sum(text.count(">>> ") for text in __test__.values()) >= EXAMPLE_COUNT
 
 
+def test_every_article_that_a_page_cites_is_listed_with_its_equations() -> None:
+    cited = set(re.findall(r"kexue\.fm/archives/(\d+)", " ".join(TEXTS.values())))
+    listed = set(re.findall(r"^\| \[(\d+)\]", TEXTS["sources"], re.MULTILINE))
+    assert cited == listed == {"8620", "8823", "9034", "9588", "9593", "9812", "9889"}
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     contents = (PAGES.parent / "index.md").read_text(encoding="utf-8")
     assert [name for name in TEXTS if f"\nmathematics/{name}\n" not in contents] == []

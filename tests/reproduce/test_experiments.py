@@ -62,6 +62,15 @@ def test_the_guide_counts_the_theorems_and_marks_them() -> None:
         assert experiment.claims[0].theorem is line.endswith(" holds (theorem) |")
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("noise", "averages"), ("real_heads", "floor"), ("real_topk", "floor")]
+)
+def test_what_an_article_does_not_say_is_not_credited_to_it(name: str, key: str) -> None:
+    """9593 gives no rate, and 9034 has the mean-field entropy as an approximation, not a bound."""
+    (claim,) = (claim for claim in EXPERIMENTS[name].claims if claim.key == key)
+    assert claim.source == ""
+
+
 def measured(record: Record, claim: str, **where: float | int | str) -> tuple[float, float]:
     (row,) = record.of(claim, **where)
     return row.measured, row.error

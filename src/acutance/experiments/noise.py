@@ -55,7 +55,7 @@ FIRST: dict[Kind, Claim] = {
 EXACT = Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row")
 AVERAGES = Claim(
     "averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
-    SOURCE, "holds only where", within=0.01, bound="tail rate r", sense="from",
+    expected="holds only where", within=0.01, bound="tail rate r", sense="from",
 )  # fmt: skip
 COLLAPSE = Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01)
 

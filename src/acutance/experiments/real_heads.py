@@ -25,7 +25,6 @@ from acutance.summary.head_summary import HeadSummary
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SOURCE = "Su Jianlin, kexue.fm/archives/9034"
 METRICS = (
     "entropy", "gaussian_entropy", "mean_field_entropy", "jensen_gap", "max_gap", "logit_std",
     "n_keys", "information", "first_gap", "rest_logit_std", "rest_jensen_gap",
@@ -41,9 +40,7 @@ FOUR = Claim(
     "deviation and Jensen gap of the other logits", expected="holds only where", within=0.05,
     bound=BOUND,
 )  # fmt: skip
-FLOOR = Claim(
-    "floor", "H ≥ log n − (s_max − s̄)", SOURCE, relation=">=", rounding=1e-4, theorem=True
-)
+FLOOR = Claim("floor", "H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4, theorem=True)
 IDENTITY = Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3, theorem=True)
 
 

@@ -40,7 +40,6 @@ KEYS = Claim("keys", "the gap histogram tells the keys of 99 % as sorting does",
 FLOOR = Claim(
     "floor",
     "in every row H ≥ log n − (s_max − s̄)",
-    FIELD,
     relation=">=",
     rounding=1e-4,
     theorem=True,

@@ -5,7 +5,8 @@ from the spectral norm of a head's projections. The change of weights and output
 noise, dependent or adversarial, is bounded from its oscillation
 :math:`\max \varepsilon - \min \varepsilon` over the row's keys.
 
-Sources: Su Jianlin, kexue.fm/archives/9034 and 9593; Zhai et al. (2023), arXiv:2303.06296.
+Sources: Su Jianlin, kexue.fm/archives/9034 (which has the mean-field entropy as an approximation,
+not as a bound) and 9593; Zhai et al. (2023), arXiv:2303.06296.
 """
 
 import math
@@ -89,8 +90,8 @@ def entropy_bounds(
         1.1040153
 
     Source:
-        Su Jianlin, kexue.fm/archives/9034 and 9593, for the lower bounds; Fano's inequality for
-        the upper one.
+        Su Jianlin, kexue.fm/archives/9034 (as an approximation) and 9593, for the lower bounds;
+        Fano's inequality for the upper one.
     """
     from acutance.theory.cosine import cosine_entropy_lower_bound
 
