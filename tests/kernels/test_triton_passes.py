@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from acutance.testing import assert_close_to_oracle, score_error
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")
 
-from acutance.kernels.gpu import key_moments
+import triton
+
+from acutance.kernels.gpu import arguments, key_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -95,9 +98,16 @@ def test_moments_hold_where_keys_are_large_or_alike(name: str) -> None:
 def test_keys_that_are_all_equal_leave_no_spread() -> None:
     query, key = normal(1, 1, 130, 20, seed=0), torch.full((1, 1, 530, 20), 1e4 / 3, device=DEVICE)
     stats = row_statistics(query, key, backend="triton", **CAUSAL)
-    assert stats.logit_std.eq(0).all()
-    assert stats.varentropy.abs().max() <= 1e-20
-    assert (stats.entropy - stats.n_keys.log()).abs().max() <= 1e-6
+    # How a product of matrices sums decides whether equal columns give equal scores. Each is within
+    # bound = (E + 4) u · scale · sum |q||k| of the exact one, 4 for scale and unit of log 2,
+    # so that they lie within twice that: no deviation is above bound, no variance above its square,
+    # nor is log n - H, at most a mean of such variances over inverse temperatures from 0 to 1.
+    sizes = 20**-0.5 * (query.abs().double() @ key.abs().double().mT).amax(-1)
+    bound = (20 + 4) * 2.0**-24 * sizes
+    assert bound.max() < 0.1  # squares of scores, of 1e4, would leave several
+    assert (stats.logit_std <= bound).all()
+    assert (stats.varentropy.abs() <= bound.square() + 1e-20).all()
+    assert ((stats.entropy - stats.n_keys.log()).abs() <= bound.square() + 1e-6).all()
 
 
 def test_a_key_without_numbers_spoils_only_rows_that_see_it() -> None:
@@ -166,3 +176,48 @@ def test_counts_are_the_definition_s(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(found.state.gaps, observe(scores, gaps=True).gaps)
         assert (found.state.gaps.sum(-1) < 90).any()
     torch.testing.assert_close(found.keys_90, want.keys_90, equal_nan=True)
+
+
+# -- tile sizes ---------------------------------------------------------------------------------
+
+
+class Device:
+    """A kernel and the device that it runs on, which has room for so many rows of a tile."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.launched: list[tuple[int, int, int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(
+            *, BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, **_: Any
+        ) -> None:
+            if self.room < BLOCK_M:
+                raise triton.runtime.errors.OutOfResources(1, 0, "shared memory")
+            self.launched.append((BLOCK_M, BLOCK_N, num_warps, num_stages))
+
+        return launch
+
+
+@pytest.mark.parametrize("queries", [4, 40, 4096])
+@pytest.mark.parametrize("tiles", [arguments.FORWARD, arguments.QUERIES, arguments.KEYS])
+def test_tile_sizes_come_from_a_table(
+    queries: int, tiles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One size a launch, nothing is timed; a device without room for it takes the next."""
+    monkeypatch.setattr(arguments, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    query = torch.zeros(1, 1, queries, 64, dtype=torch.bfloat16)
+    given = {"QUERY": query, "queries": queries, "BLOCK_E": 64, "BLOCK_V": 64}
+    sizes = arguments.tile_sizes(tiles, queries=queries, width=128, item=2, capability=(9, 0))
+    assert len(sizes) >= 2
+    for room in sorted({rows for rows, *_ in sizes}):
+        device = Device(room)
+        launch = arguments.Launcher(device, tiles)  # type: ignore[arg-type]
+        for _ in range(2):
+            launch(lambda tile: 1, given)
+        assert device.launched == 2 * [next(size for size in sizes if size[0] <= room)]
+    nowhere = arguments.Launcher(Device(0), tiles)  # type: ignore[arg-type]
+    with pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory"):
+        nowhere(lambda tile: 1, given)

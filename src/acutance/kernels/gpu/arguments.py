@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,18 +16,14 @@ from acutance.masks import mask_limit
 
 __all__ = [
     "Launcher",
-    "TUNE_VARIABLE",
     "WIDEST",
-    "candidates",
     "dense_rows",
     "flags",
     "mask_arguments",
-    "one_size",
     "padded",
-    "size_class",
     "strides",
     "supported",
-    "tried",
+    "tile_sizes",
     "why_not",
 ]
 
@@ -189,19 +182,14 @@ def _matrix(name: str, tensor: Tensor | None, query: Tensor) -> dict[str, Any]:
     }
 
 
-#: Set to 0, this environment variable takes the first candidate untried: sums are then split, and
-#: so rounded, alike in every process.
-TUNE_VARIABLE = "ACUTANCE_TRITON_TUNE"
 #: In the interpreter: small, and unequal, so that rows and keys cannot be confused.
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 32}
 
-#: Rows, keys, warps, stages. On Hopper a block of 64 rows and 4 warps leaves room for a second one
-#: on the same multiprocessor, whose products then overlap with the sums of the first.
+#: Rows, keys, warps, stages, the preferred first; another is taken for fewer queries, or where its
+#: tiles find no room. Chosen by registers and shared memory of the compiled code; not timed yet.
 FORWARD = (
     (128, 64, 8, 3),
     (64, 64, 4, 3),
-    (64, 128, 4, 2),
-    (128, 128, 8, 2),
     (64, 32, 4, 2),
     (32, 32, 4, 2),
     (16, 64, 4, 3),
@@ -211,7 +199,6 @@ FORWARD = (
 QUERIES = (
     (128, 64, 8, 2),
     (64, 64, 4, 2),
-    (64, 128, 8, 2),
     (64, 32, 4, 2),
     (32, 64, 4, 2),
     (32, 32, 4, 2),
@@ -221,7 +208,6 @@ QUERIES = (
 #: The gradients of keys and values: two sums held, so that few rows go at a time.
 KEYS = (
     (32, 128, 8, 2),
-    (64, 128, 8, 2),
     (64, 64, 4, 2),
     (32, 64, 4, 2),
     (32, 32, 4, 2),
@@ -232,7 +218,6 @@ KEYS = (
 FLOAT32 = (
     (64, 32, 8, 2),
     (32, 32, 8, 2),
-    (32, 32, 4, 2),
     (16, 32, 4, 2),
 )
 #: The gap histogram: first what suits heads up to 128 wide.
@@ -240,37 +225,9 @@ GAPS = ((64, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1))
 #: Shared memory that a program may take, bytes, by compute capability; other devices get the least.
 SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 LEAST_SHARED = 99 << 10
-#: How many candidates are tried: each costs seconds of compiling, once.
-TRIED = 4
-
-_chosen = threading.local()
 
 
-def tried() -> int:
-    """Number of candidate tile sizes that the tuner times for a call."""
-    return 1 if interpreted() or os.environ.get(TUNE_VARIABLE) == "0" else TRIED
-
-
-@contextmanager
-def one_size(index: int) -> Iterator[None]:
-    """A context in which this thread launches kernels with the candidate ``index``, untimed.
-
-    If the device has not enough memory for it, the next candidate is used, and after the last the
-    first.
-    """
-    _chosen.index = index
-    try:
-        yield
-    finally:
-        _chosen.index = None
-
-
-def size_class(length: int) -> int:
-    """Class of lengths that share tile sizes: up to 16, up to 64, up to 1024, or more."""
-    return sum(length > bound for bound in (16, 64, 1024))
-
-
-def candidates(
+def tile_sizes(
     tiles: tuple[tuple[int, int, int, int], ...],
     *,
     queries: int,
@@ -278,7 +235,7 @@ def candidates(
     item: int,
     capability: tuple[int, int],
 ) -> list[tuple[int, int, int, int]]:
-    """The tile sizes that suit a call, the most promising first.
+    """The tile sizes that suit a call, the preferred first.
 
     Args:
         tiles: the sizes to choose from, each (rows, keys, warps, stages).
@@ -288,12 +245,12 @@ def candidates(
         capability: of the device.
 
     Returns:
-        At most :data:`TRIED`, at least one.
+        At least one.
 
     Example:
-        >>> candidates(FORWARD, queries=4096, width=256, item=2, capability=(9, 0))[0]
+        >>> tile_sizes(FORWARD, queries=4096, width=256, item=2, capability=(9, 0))[0]
         (128, 64, 8, 3)
-        >>> candidates(FORWARD, queries=4, width=256, item=2, capability=(9, 0))
+        >>> tile_sizes(FORWARD, queries=4, width=256, item=2, capability=(9, 0))
         [(16, 64, 4, 3), (16, 32, 4, 2)]
     """
     room = SHARED.get(capability, LEAST_SHARED)
@@ -303,25 +260,19 @@ def candidates(
         for rows, keys, warps, stages in (tiles if item == 2 else FLOAT32)
         if rows <= most and item * width * (rows + stages * keys) <= room
     ]
-    return found[:TRIED] or [tiles[-1]]
+    return found or [tiles[-1]]
 
 
 class Launcher:
-    """Launches a kernel with tile sizes for the call, by Triton's autotuner over the candidates.
+    """Launches a kernel with the first tile size for the call that the device has room for.
 
-    One that is ``fixed`` takes the first tile size that the device has room for.
+    One that is ``fixed`` has the same sizes for every call.
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        tiles: tuple[tuple[int, int, int, int], ...],
-        key: list[str],
-        *,
-        fixed: bool = False,
+        self, kernel: Kernel, tiles: tuple[tuple[int, int, int, int], ...], *, fixed: bool = False
     ) -> None:
-        self._kernel, self._tiles, self._key, self._fixed = kernel, tiles, key, fixed
-        self._tuned: dict[tuple[Any, ...], Any] = {}
+        self._kernel, self._tiles, self._fixed = kernel, tiles, fixed
 
     def __call__(self, blocks: Any, arguments: Mapping[str, Any]) -> None:
         """Launch the kernel.
@@ -334,51 +285,24 @@ class Launcher:
         if interpreted():
             self._kernel[(blocks(SMALL),)](**arguments, **SMALL)
             return
-        if self._fixed:
-            tensor = next(part for part in arguments.values() if isinstance(part, torch.Tensor))
-            with torch.cuda.device(tensor.device):
-                self._launch_first(list(self._tiles), blocks, arguments)
-            return
-        query = arguments["QUERY"]
-        with torch.cuda.device(query.device):
-            found = candidates(
+        tensor = next(part for part in arguments.values() if isinstance(part, torch.Tensor))
+        sizes = list(self._tiles)
+        if not self._fixed:
+            sizes = tile_sizes(
                 self._tiles,
                 queries=arguments["queries"],
                 width=arguments["BLOCK_E"] + arguments["BLOCK_V"],
                 # the sums of the values themselves are taken in float32
-                item=4 if arguments.get("NOISE") else query.element_size(),
-                capability=torch.cuda.get_device_capability(query.device),
+                item=4 if arguments.get("NOISE") else arguments["QUERY"].element_size(),
+                capability=torch.cuda.get_device_capability(tensor.device),
             )
-            if os.environ.get(TUNE_VARIABLE) == "0":
-                found = found[:1]
-            index = getattr(_chosen, "index", None)
-            if index is not None:
-                self._launch_first([*found[index % len(found) :], *found], blocks, arguments)
-                return
-            self._autotuner(tuple(found))[lambda meta: (blocks(meta),)](**arguments)
-
-    def _launch_first(
-        self, sizes: list[tuple[int, int, int, int]], blocks: Any, arguments: Mapping[str, Any]
-    ) -> None:
-        """Launch with the first of these tile sizes that fits the device's shared memory."""
-        for place, (rows, keys, warps, stages) in enumerate(sizes):
-            tile = {"BLOCK_M": rows, "BLOCK_N": keys}
-            launch = self._kernel[(blocks(tile),)]
-            try:
-                launch(**arguments, **tile, num_warps=warps, num_stages=stages)
-                return
-            except triton.runtime.errors.OutOfResources:  # the tuner passes over it too
-                if place == len(sizes) - 1:
-                    raise
-
-    def _autotuner(self, found: tuple[tuple[int, int, int, int], ...]) -> Any:
-        """Triton's autotuner of the kernel over these tile sizes, cached."""
-        if found not in self._tuned:
-            configs = [
-                triton.Config(
-                    {"BLOCK_M": rows, "BLOCK_N": keys}, num_warps=warps, num_stages=stages
-                )
-                for rows, keys, warps, stages in found
-            ]
-            self._tuned[found] = triton.autotune(configs=configs, key=self._key)(self._kernel)
-        return self._tuned[found]
+        with torch.cuda.device(tensor.device):
+            for rows, keys, warps, stages in sizes:
+                tile = {"BLOCK_M": rows, "BLOCK_N": keys}
+                launch = self._kernel[(blocks(tile),)]
+                try:
+                    launch(**arguments, **tile, num_warps=warps, num_stages=stages)
+                    return
+                except triton.runtime.errors.OutOfResources:
+                    if (rows, keys, warps, stages) == sizes[-1]:
+                        raise

@@ -1,9 +1,9 @@
 """The check of a configuration before its first use in a process.
 
 Nobody can try these kernels on every device, driver and Triton release. So the first call of a kind
-(dtype, widths, masks, sinks, noise, gradients) runs a small call of that kind, with every tile size
-that the tuner may choose, and compares it with the blocked path in float64. What disagrees, or does
-not compile, is refused for the rest of the process.
+(dtype, widths, masks, sinks, noise, gradients) runs a small call of that kind, and compares it with
+the blocked path in float64. What disagrees, or does not compile, is refused for the rest of the
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from acutance.kernels import backward as blocked_backward
 from acutance.kernels import blocked
 from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
-from acutance.kernels.gpu.arguments import flags, one_size, supported, tried
+from acutance.kernels.gpu.arguments import flags, supported
 from acutance.kernels.gpu.key_moments import FEWEST_CHUNKS, chunk_size, has_moments
 from acutance.kernels.gpu.language import interpreted
 from acutance.kernels.gpu.passes import backward, forward
@@ -179,22 +179,17 @@ def _kind(call: KernelCall) -> tuple[Any, ...]:
 
 
 def _check_forward(call: KernelCall) -> str | None:
-    """Check the forward kernel on a small call with every tile size; why it is refused, or None."""
+    """Check the forward kernel on a small call; why it is refused, or None."""
     small = _small_call(call)
     want = blocked.forward(_exact(small))
-    for index in range(tried()):
-        with one_size(index):
-            found = forward(small)
-        largest = _largest(small.value)
-        if reason := _differing(found, want, call.query.dtype, largest, OUTPUT_STEPS):
-            return reason
-    return None
+    largest = _largest(small.value)
+    return _differing(forward(small), want, call.query.dtype, largest, OUTPUT_STEPS)
 
 
 def _check_backward(
     present: tuple[bool, ...], call: KernelCall, wanted: tuple[bool, ...]
 ) -> str | None:
-    """Check the backward kernels on a small call with every tile size; the reason, or None.
+    """Check the backward kernels on a small call; the reason, or None.
 
     Args:
         present: for each sum, whether it has a gradient.
@@ -219,12 +214,9 @@ def _check_backward(
         *(part.to(query.dtype) if index == 0 else part.float() if part.is_floating_point() else part
           for index, part in enumerate(sums))
     )  # fmt: skip
-    for index in range(tried()):
-        with one_size(index):
-            found = backward(grad, rounded, small, wanted)
-        if reason := _differing(found, want, query.dtype, 0.0, GRADIENT_STEPS):
-            return f"the backward pass: {reason}"
-    return None
+    found = backward(grad, rounded, small, wanted)
+    reason = _differing(found, want, query.dtype, 0.0, GRADIENT_STEPS)
+    return None if reason is None else f"the backward pass: {reason}"
 
 
 def _differing(

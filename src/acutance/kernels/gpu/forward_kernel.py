@@ -184,7 +184,7 @@ def forward_kernel(
     query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, mask_batch,
     mask_head, mask_row, mask_key, mask_limit, bias_batch, bias_head, bias_row, bias_key,
     bias_limit, row_documents, key_documents, query_heads, group, queries, keys, offset, window,
-    softcap, scale, size, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    softcap, scale, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_SINKS: tl.constexpr, NOISE: tl.constexpr, CHUNK: tl.constexpr,
     FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

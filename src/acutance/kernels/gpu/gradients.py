@@ -212,7 +212,7 @@ def queries_kernel(
     KEY_DOCUMENTS, SLOPES, DQ, ADDED, query_batch, query_head, query_row, key_batch, key_head,
     key_row, value_batch, value_head, value_row, mask_batch, mask_head, mask_row, mask_key,
     mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count, size,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count,
     E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
     ADD: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -306,7 +306,7 @@ def keys_kernel(
     KEY_DOCUMENTS, SLOPES, DK, DV, query_batch, query_head, query_row, key_batch, key_head,
     key_row, value_batch, value_head, value_row, mask_batch, mask_head, mask_row, mask_key,
     mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count, size,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count,
     E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
     TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

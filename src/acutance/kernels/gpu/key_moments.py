@@ -191,9 +191,9 @@ def last_chunk(row, keys, offset, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
     return stop // CHUNK - 1
 
 
-_chunk = Launcher(chunk_kernel, ((32, 32, 4, 2),), [], fixed=True)
-_running = Launcher(running_kernel, ((32, 32, 4, 1),), [], fixed=True)
-_rows = Launcher(rows_kernel, ((64, 32, 4, 2),), [], fixed=True)
+_chunk = Launcher(chunk_kernel, ((32, 32, 4, 2),), fixed=True)
+_running = Launcher(running_kernel, ((32, 32, 4, 1),), fixed=True)
+_rows = Launcher(rows_kernel, ((64, 32, 4, 2),), fixed=True)
 
 
 def row_moments(query: Tensor, key: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:

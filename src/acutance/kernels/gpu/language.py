@@ -30,7 +30,7 @@ class Kernel(Protocol):
 
 
 #: Sizes that change from call to call, as in decoding: a kernel is not compiled again for each.
-_SIZES = ("queries", "keys", "offset", "window", "count", "size")
+_SIZES = ("queries", "keys", "offset", "window", "count")
 
 
 def jit(function: Callable[..., Any]) -> Kernel:

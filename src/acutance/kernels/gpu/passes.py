@@ -21,7 +21,6 @@ from acutance.kernels.gpu.arguments import (
     flags,
     mask_arguments,
     padded,
-    size_class,
     strides,
     supported,
 )
@@ -36,8 +35,8 @@ from acutance.rowstats.gaps import BINS
 __all__ = ["backward", "forward", "unsupported_gradient"]
 
 
-_launch = Launcher(forward_kernel, FORWARD, ["size", "E", "EV", "NOISE", "CHUNK", "FLAGS"])
-_count = Launcher(gaps_kernel, GAPS, [], fixed=True)
+_launch = Launcher(forward_kernel, FORWARD)
+_count = Launcher(gaps_kernel, GAPS, fixed=True)
 
 
 def forward(call: KernelCall) -> Sums:
@@ -104,7 +103,6 @@ def forward(call: KernelCall) -> Sums:
         **strides("key", key),
         **strides("value", values),
         **mask_arguments(call),
-        "size": size_class(L),
         "E": E,
         "EV": width,
         "BLOCK_E": padded(E),
@@ -130,10 +128,9 @@ def forward(call: KernelCall) -> Sums:
     return sums
 
 
-_KEY = ["size", "E", "EV", "TERMS", "FLAGS"]
-_launch_queries = Launcher(queries_kernel, QUERIES, [*_KEY, "ADD"])
-_launch_keys = Launcher(keys_kernel, KEYS, _KEY)
-_launch_largest = Launcher(largest_kernel, QUERIES, ["size", "E", "FLAGS"])
+_launch_queries = Launcher(queries_kernel, QUERIES)
+_launch_keys = Launcher(keys_kernel, KEYS)
+_launch_largest = Launcher(largest_kernel, QUERIES)
 #: Column that no tile reaches: first or largest key of a row without any.
 _NOWHERE = 2**31 - 1
 
@@ -190,7 +187,6 @@ def backward(
             for place, axis in enumerate(("batch", "head", "row"))
         },
         **mask_arguments(call),
-        "size": size_class(L),
         "E": E,
         "BLOCK_E": padded(E),
         "BLOCK_V": padded(max(1, width)),

@@ -109,7 +109,7 @@ def largest_kernel(
     QUERY, KEY, INDICES, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS, SLOPES, query_batch,
     query_head, query_row, key_batch, key_head, key_row, mask_batch, mask_head, mask_row, mask_key,
     mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, size,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
