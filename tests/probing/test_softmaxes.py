@@ -496,3 +496,16 @@ def test_a_score_without_a_value_is_said_to_count_as_a_key(first: bool) -> None:
     assert line.endswith(
         "one score more than its product has values, as a sink: it counts as a key"
     )
+
+
+def test_weights_without_numbers_are_left_alone() -> None:
+    over_items = torch.vmap(lambda *qkv: exponentials(*(part[None] for part in qkv))[0])
+    model, given = Written(beside_sdpa(over_items)), inputs()
+    plain = model(*given)
+    with torch.inference_mode(), acutance.probe(model) as probe:
+        assert torch.equal(model(*given)[1], plain[1])
+    assert len(probe.summary().layers) == 1
+    model = Written(beside_sdpa(exponentials))
+    with acutance.probe(model):
+        model(*given)
+        assert model(*(part.to("meta") for part in given))[1].is_meta

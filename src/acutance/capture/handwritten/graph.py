@@ -18,6 +18,7 @@ __all__ = [
     "as_view",
     "compose_views",
     "einsum_terms",
+    "is_parameter",
     "match_scores",
     "operands",
     "recompute",
@@ -161,6 +162,12 @@ def storage_address(tensor: Tensor) -> int:
 def shares_memory(view: Any, base: Tensor) -> bool:
     """Whether two tensors share the same storage."""
     return isinstance(view, Tensor) and storage_address(view) == storage_address(base) != 0
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    base = tensor if tensor.is_inference() or tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter)
 
 
 _DOTS = "0123456789"  # labels that no einsum has

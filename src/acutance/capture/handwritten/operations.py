@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.handwritten.graph import Node, Version
+from acutance.capture.handwritten.graph import Node, Version, is_parameter
 from acutance.capture.handwritten.softmax import drops
 from acutance.masks import mask_limit
 
@@ -150,12 +150,6 @@ def is_model_weight(tensor: Tensor) -> bool:
     parameters.
     """
     return tensor.dim() < 3 or is_parameter(tensor)
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
-    base = tensor if tensor.is_inference() or tensor._base is None else tensor._base
-    return isinstance(base, torch.nn.Parameter)
 
 
 def owner_of_keys(name: str, args: Sequence[Any]) -> Tensor | None:

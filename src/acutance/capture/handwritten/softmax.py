@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE
-from acutance.capture.handwritten.graph import shares_memory
+from acutance.capture.handwritten.graph import is_parameter, shares_memory
 from acutance.capture.handwritten.product_layout import (
     LEFT,
     Layout,
@@ -306,8 +306,7 @@ class Softmaxes:
             if id(weights) in self._products and sums_to_one(name, args, kwargs, weights):
                 self._written_out()
                 return
-        parameters = any(isinstance(each._base, torch.nn.Parameter) for each in given)
-        activations = not parameters and min((each.dim() for each in given), default=0) >= FEWEST
+        activations = all(each.dim() >= FEWEST and not is_parameter(each) for each in given)
         if activations and isinstance(result, Tensor) and result.is_floating_point():
             self._remember_product(result)
 
