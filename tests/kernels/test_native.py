@@ -300,7 +300,7 @@ def use_cpu() -> Iterator[Callable[[str], None]]:
     with pytest.MonkeyPatch.context() as patch:
         yield use
     library.load.cache_clear()
-    the_library().use_cpu(None)
+    the_library()
 
 
 def test_the_environment_chooses_an_instruction_set(use_cpu: Callable[[str], None]) -> None:

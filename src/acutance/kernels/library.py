@@ -33,7 +33,5 @@ def load() -> Library | str:
         library = Library(found[0])
     except (OSError, AttributeError) as problem:
         return f"the native kernels cannot be loaded: {problem}"
-    wanted = os.environ.get(CPU_VARIABLE)
-    if wanted:
-        library.use_cpu(wanted)
+    library.use_cpu(os.environ.get(CPU_VARIABLE) or None)
     return library
