@@ -170,13 +170,15 @@ def test_pipes_devices_and_directories_are_not_waited_for(tmp_path: Path) -> Non
         for arguments in (
             ("probe", "--text", path), ("report", path),
             ("probe", "--law", path), ("compare", "--from", path), ("merge", path),
-            ("diff", path, path), ("calibrate", "--text", path),
+            ("diff", path, path), ("calibrate", "--text", path), ("alarms", path),
         ):  # fmt: skip
             code, text = said(*arguments)
             assert code == 1, (arguments, text)
             assert text.count("acutance: ") == 1
             assert f"{path} is a {what}" in text
     assert "pipe it to --text -" in said("probe", "--text", pipe)[1]
+    for path in (pipe, Path("/dev/zero")):
+        assert f"{path} is a pipe or a device, not a file" in said("verify", path)[1]
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")
     assert "is a pipe or a device" in said("probe", tmp_path)[1]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from acutance.files import check_regular
 
-__all__ = ["SEAL", "checked", "parse_json", "read_json", "sealed_json"]
+__all__ = ["SEAL", "checked", "parse_json", "read_json", "sealed_json", "whole_number"]
 
 #: Field of a record that holds the digest of all others.
 SEAL = "sha256"
@@ -81,7 +81,9 @@ def parse_json(text: str) -> dict[str, Any]:
         ValueError: if it is not a JSON object, or its digest does not match.
     """
     try:
-        record = json.loads(text, parse_constant=_number, parse_float=_number)
+        record = json.loads(
+            text, parse_constant=_number, parse_float=_number, parse_int=whole_number
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -95,6 +97,21 @@ def parse_json(text: str) -> dict[str, Any]:
             "intended edit, delete that line"
         )
     return record
+
+
+def whole_number(text: str) -> int:
+    """The whole number of a JSON text.
+
+    Raises:
+        ValueError: if it is larger than any float.
+
+    Example:
+        >>> whole_number("9" * 5000)
+        Traceback (most recent call last):
+        ValueError: numbers must be finite, got 9999999999999999999999999999999999999999
+    """
+    _number(text)
+    return int(text)
 
 
 def _number(text: str) -> float:

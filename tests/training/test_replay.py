@@ -186,12 +186,20 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "words"),
     [
-        ("x\n", (), "line 1: not JSON"),
+        ("x\n", (), "line 1: not JSON that can be read"),
         ('{"loss": 2}\n', (), "line 1: expected a JSON object with a whole number 'step'"),
         ('{"step": 1, "loss": 2}\n', (), "the log has no standard deviations of logits"),
         ("", (), "the log has no standard deviations of logits"),
-        ('{"step": 1, "loss": 1' + "0" * 400 + "}\n", (), "line 1: a whole number is too large"),
-        ('{"step": 1, "loss": 1' + "0" * 9000 + "}\n", (), "line 1: a whole number is too large"),
+        (
+            '{"step": 1, "loss": 1' + "0" * 400 + "}\n",
+            (),
+            "line 1: not JSON that can be read: numbers must be finite, got 1000",
+        ),
+        (
+            '{"step": 1, "loss": 1' + "0" * 9000 + "}\n",
+            (),
+            "line 1: not JSON that can be read: numbers must be finite, got 1000",
+        ),
         ('{"step": 1' + "0" * 40 + "}\n", (), "with a whole number 'step' of at most"),
         ('{"step": 1, "x": ' + "[" * 100_000 + "\n", (), "line 1: it is nested too deeply"),
         ('{"step": 1}\n', ("--false-alarms", 0), "must be a number above 0"),

@@ -344,15 +344,15 @@ def _located(name: str) -> str:
                 f"the directory {name} has no config.json, so it is not a saved model{hint}"
             )
         return str(path)
-    if is_gguf(path):
+    if is_gguf(path) or os.path.exists(path):
         try:
             check_regular(path)
         except FileNotFoundError:
             raise ModelError(f"there is no GGUF file at {name}") from None
         except OSError as error:
             raise ModelError(str(error)) from error
-        return str(path)
-    if os.path.exists(path):
+        if is_gguf(path):
+            return str(path)
         if starts_as_gguf(path):
             raise ModelError(
                 f"{name} is a GGUF file, but its name does not end in .gguf, as transformers "

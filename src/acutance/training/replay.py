@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from acutance.files import check_regular, finite
-from acutance.shapes import MOST
+from acutance.from_json import MOST, whole_number
 from acutance.training.growth import LogitGrowth
 from acutance.training.reports import KINDS, LEARNING_RATE, Kind
 
@@ -159,22 +159,13 @@ def _records(path: Path, text: str) -> Iterable[tuple[str, Any]]:
 
 
 def _parsed(text: str, where: str) -> Any:
-    """Parse JSON whose numbers are at most as large as floats."""
+    """Parse JSON whose whole numbers are no larger than floats."""
     try:
-        return json.loads(text, parse_int=_whole)
+        return json.loads(text, parse_int=whole_number)
     except RecursionError:
         raise ValueError(f"{where}: it is nested too deeply") from None
-    except OverflowError:
-        raise ValueError(f"{where}: a whole number is too large") from None
     except ValueError as problem:
-        raise ValueError(f"{where}: not JSON: {problem}") from None
-
-
-def _whole(text: str) -> int:
-    """A whole number that a float can hold; OverflowError for others."""
-    if math.isinf(float(text)):
-        raise OverflowError
-    return int(text)
+        raise ValueError(f"{where}: not JSON that can be read: {problem}") from None
 
 
 def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0) -> Replay:
