@@ -71,6 +71,13 @@ def test_what_an_article_does_not_say_is_not_credited_to_it(name: str, key: str)
     assert claim.source == ""
 
 
+def test_heads_are_not_picked_by_the_error_that_is_claimed_of_them() -> None:
+    """A share of the heads, sorted by their error, is no condition on them."""
+    holds, every, *_ = EXPERIMENTS["calibrated_length"].claims
+    assert (holds.key, holds.bound, holds.expected) == ("holds", "", "holds")
+    assert (every.key, every.bound, every.expected) == ("every", "", "does not hold")
+
+
 def measured(record: Record, claim: str, **where: float | int | str) -> tuple[float, float]:
     (row,) = record.of(claim, **where)
     return row.measured, row.error

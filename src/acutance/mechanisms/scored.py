@@ -152,7 +152,7 @@ _SCORES = (
         r" m_t = -2 \log(t / \tau + 1)",
         "Anson, Wang & Aitchison (2025), arXiv:2505.17083",
         "Yes: for standard normal scores, all keys at distances from t to 10 t have about the same"
-        " weight together at every t, and few of them hold it.",
+        " total weight at every t, and a few of them hold most of it.",
         ((), None, (
             "Mean and deviation of a score depend on its distance t, so no function predicts a row."
         )),
@@ -217,7 +217,7 @@ _EXPONENTIAL = (
         "sigmoid", "Sigmoids with bias −log n", r"a_j = \sigma(s_j - \log n)",
         "Ramapuram et al. (2024), arXiv:2409.04431",
         "As softmax while scores stay below log n, where a ≈ exp(s)/n; keys above it saturate at 1,"
-        " so a scale without end spreads a row over every key with a score above 0.",
+        " so a very large scale spreads a row evenly over all keys with a score above 0.",
         (("sparsity_exp",), None,
          "Weights that are neither exponential nor saturated have no closed form here; for scores"
          ' well below log n predict("softmax", n, logit_std=γ) is the limit.'),

@@ -208,12 +208,12 @@ _RETENTION = Mechanism(
     "retention", "Retention: signed scores times RetNet's decays",
     r"a_{ij} = \lambda_h^{i - j} \, q_i \cdot k_j / \sqrt d, \quad \lambda_h = 1 - 2^{-5-h}",
     "Sun et al. (2023), arXiv:2307.08621",
-    "On the latest keys, (1 + λ)/(1 − λ) of them in head h, and beyond that only by the "
-    "factor 2/π of signed Gaussian scores.",
+    "Only on the latest keys: (1 + λ)/(1 − λ) of them in head h, times 2/π for signed Gaussian "
+    "scores.",
     Theory(
         ("effective_keys_decay", "sparsity_identity"), None,
-        'There is no function for decay and content together; predict("decay", n, lam=λ) is '
-        "the part of the decay.",
+        'There is no function for decay and content together; predict("decay", n, lam=λ) '
+        "gives the effect of the decay alone.",
     ),
     "By a chunked scan: O(n F Ev) time, O(n) memory, one state of fixed size while decoding. "
     "Absolute values of signed weights need rows, block by block in O(n²).",
