@@ -5,7 +5,10 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 EXTRA := dev
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --editable
+PIP_INSTALL = $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) $(BUILT) --editable
+# Not compiled again while it is newer than what it is made of, such as by `make test` after `make demo`.
+KERNEL = src/acutance/kernels/libacutance.so
+BUILT = $(shell [ -f $(KERNEL) ] && [ -z "$$(find $(INSTALLED_FROM) -newer $(KERNEL))" ] && echo --config-settings=wheel.cmake=false)
 # pip would write the bytecode of one file after the other. Templates that are no Python are passed over, as pip does.
 COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 INSTALLED_FROM = pyproject.toml $(CONSTRAINTS) native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)

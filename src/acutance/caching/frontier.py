@@ -34,7 +34,7 @@ class Point:
     error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Budget:
     """The result of :func:`acutance.budget`.
 
@@ -59,6 +59,14 @@ class Budget:
     costs: tuple[GateSlope, ...]
     options: tuple[HeadPlan, ...]
     untrained: bool = False
+
+    def __repr__(self) -> str:
+        chosen = self.chosen
+        change = "" if chosen is None else f", Δ loss {chosen.delta:+.4f} ± {chosen.error:.4f}"
+        return (
+            f"<Budget: {len(self.points)} plans measured on {self.windows} windows of {self.n} "
+            f"tokens; chosen: {self.plan.share(self.n):.0%} of the cache{change}>"
+        )
 
     @property
     def frontier(self) -> tuple[Point, ...]:

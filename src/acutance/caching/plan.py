@@ -31,7 +31,7 @@ __all__ = ["SCHEMA", "Bits", "CachePlan", "HeadPlan", "Kind", "holds_plan"]
 SCHEMA = "acutance.cache_plan/1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CachePlan:
     """What each key head of a model keeps in the key-value cache, and which model that is.
 
@@ -64,6 +64,11 @@ class CachePlan:
     layers: Mapping[str, tuple[HeadPlan, ...]]
     group: int = 32
     residual: int = 32
+
+    def __repr__(self) -> str:
+        heads = Counter(head.kind for layer in self.layers.values() for head in layer)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in heads.items())
+        return f"<CachePlan for {self.model.architecture}: {kinds} key heads>"
 
     def __post_init__(self) -> None:
         if check_count("group", self.group, 8) % 8:

@@ -61,7 +61,7 @@ class LawError(ValueError):
     """A law file cannot be read, or does not fit the model."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Law:
     """The scalings and windows of one model's heads, and which model that is.
 
@@ -95,6 +95,16 @@ class Law:
     judged: Mapping[str, Any] | None = field(default=None, hash=False)
     window: Window | None = None
     untrained: bool = False
+
+    def __repr__(self) -> str:
+        fitted = f", fitted at {', '.join(map(str, self.lengths))} tokens" if self.lengths else ""
+        judged = "" if self.judged is None else f", {self.judged.get('verdict')}"
+        layers = len(self.layers) or self.model.layers
+        plural = "s" * (layers != 1)
+        return (
+            f"<{type(self).__name__} for {self.model.architecture}: {layers} layer{plural}"
+            f"{fitted}{judged}>"
+        )
 
     @classmethod
     def of(

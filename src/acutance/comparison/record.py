@@ -127,7 +127,7 @@ class Result:
         return self.readings[name]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The results of all mechanisms at all lengths.
 
@@ -140,6 +140,10 @@ class Comparison:
     results: tuple[Result, ...]
     settings: Mapping[str, Any]
     complete: bool = True
+
+    def __repr__(self) -> str:
+        lengths = ", ".join(map(str, self.lengths))
+        return f"<Comparison of {', '.join(self.mechanisms)} at n = {lengths}>"
 
     @property
     def mechanisms(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class HeadError(ModelError):
     """Raised for a model without a language-model head, which has no loss."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TextModel:
     """A model with its tokenizer.
 
@@ -64,6 +64,10 @@ class TextModel:
     positions: int | None
     not_loaded: str | None = None
     weights: str | None = None
+
+    def __repr__(self) -> str:
+        windows = "" if self.positions is None else f", at most {self.positions:,} tokens"
+        return f"<TextModel {self.name}: {type(self.model).__name__}{windows}>"
 
     @property
     def about(self) -> dict[str, str]:

@@ -82,7 +82,7 @@ class Final:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Extension:
     """What :func:`acutance.extend` found.
 
@@ -117,6 +117,13 @@ class Extension:
     complete: bool
     seconds: float
     about: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        chosen = "none" if self.chosen is None else self.chosen.name
+        return (
+            f"<Extension from {self.train_length:,} to {self.to:,} tokens: {len(self.tried)} "
+            f"changes tried; chosen: {chosen}>"
+        )
 
     def __getitem__(self, name: str) -> Final:
         """A change of the final windows by its name; ``"as it is"`` is the model without one."""

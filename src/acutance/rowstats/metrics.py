@@ -360,10 +360,19 @@ def keys_99(state: RowState) -> Tensor:
     return keys_holding(state, 0.99)
 
 
+class _Metrics(dict[str, Metric]):
+    """Metrics by name, shown as a table of name, unit and meaning."""
+
+    def __repr__(self) -> str:
+        rows = [(each.name, each.unit, each.meaning) for each in self.values()]
+        wide = [max(len(row[column]) for row in rows) for column in range(2)]
+        return "\n".join(f"{a:{wide[0]}}  {b:{wide[1]}}  {c}" for a, b, c in rows)
+
+
 #: Every metric by name, in the order reports show them.
-METRICS: dict[str, Metric] = {
-    name: Metric(*each[:6], globals()[name], *each[6:]) for name, each in DESCRIPTIONS.items()
-}
+METRICS: dict[str, Metric] = _Metrics(
+    (name, Metric(*each[:6], globals()[name], *each[6:])) for name, each in DESCRIPTIONS.items()
+)
 
 
 def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:

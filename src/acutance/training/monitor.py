@@ -170,6 +170,12 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
         self._problem = ""
         super().__init__()
 
+    def __repr__(self) -> str:
+        return (
+            f"<AttentionMonitor of {', '.join(self.metrics)}: every {self.every} steps, "
+            f"{self.steps} seen>"
+        )
+
     # -- a loop of one's own ----------------------------------------------------------------------
 
     @property

@@ -68,7 +68,7 @@ class Check:
     ok: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What :func:`acutance.verify` found.
 
@@ -95,6 +95,9 @@ class Verification:
     notes: tuple[str, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Verification of {self.headline}>"
 
     @property
     def ok(self) -> bool:

@@ -66,7 +66,7 @@ class GateSlope:
     curvature: Numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LossCalibration(Calibration):
     """The result of :func:`acutance.calibrate` with ``target="loss"``: a law, and what led to it.
 

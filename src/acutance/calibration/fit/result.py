@@ -74,7 +74,7 @@ class HeadCalibration:
     focus: Numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibration(Law):
     """The result of :func:`acutance.calibrate`: a law to apply and save, with its measurements.
 
