@@ -348,3 +348,14 @@ def test_the_mean_of_features_is_one_number(run: Callable[..., Any]) -> None:
     given = ("predict", "--n", 8, "--mechanism", "linear", "--q", "1,2", "--sigma", 1, "--mu")
     assert run(*given, "1,1").exit_code == 2
     assert run(*given, 1).exit_code == 0
+
+
+def test_the_verdict_stays_beside_the_value_at_40_columns() -> None:
+    from acutance.report.prediction_table import prediction_table
+    from acutance.report.screen import Screen
+
+    stream = io.StringIO()
+    row = theory.predict("softmax", 4096, logit_std=2.0)
+    Screen(file=stream, width=40).print(prediction_table(row))
+    (line,) = [each for each in stream.getvalue().splitlines() if "155.728" in each]
+    assert line.split()[:4] == ["effective_keys", "155.728", "off,", "−52"]

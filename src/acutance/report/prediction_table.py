@@ -23,6 +23,7 @@ from acutance.theory.prediction.softmax import gaussian_break_points
 
 SCHEMA = "acutance.prediction/1"
 HOLDS, NEAR = 0.01, 0.1  # relative difference up to which a formula holds, or nearly does
+_NARROW = 60  # below it the verdict comes before the limit, so that it stays beside the value
 _WIDE = 110  # columns from which the meanings fit beside the numbers
 _MINUS = re.compile(r"(?<!\w)-(?=\d)|(?<=\de)-(?=\d)")
 _GAUSSIAN = ("softmax", "dot", "scaled_dot")
@@ -73,8 +74,12 @@ class _PredictionTable:
         if self.measured:
             table.add_column("measured", justify="right", no_wrap=True)
             table.add_column("off by", justify="right", no_wrap=True)
+        narrow = options.max_width < _NARROW
+        if narrow:
+            table.add_column("formula", no_wrap=True)
         table.add_column("n → ∞" if not ascii_only else "n -> inf", justify="right", no_wrap=True)
-        table.add_column("formula", no_wrap=True)
+        if not narrow:
+            table.add_column("formula", no_wrap=True)
         table.add_column("unit", no_wrap=True)
         if options.max_width >= _WIDE:
             table.add_column("meaning", style="dim")
@@ -88,11 +93,11 @@ class _PredictionTable:
                 mean, error = self.measured.get(name, (math.nan, math.nan))
                 cells += [shown(_number(mean)), shown(_distance(mean, error, exact))]
             style = Style(bold=True) if verdict.startswith("off") else Style()
-            cells.append(shown(_number(limit)))
+            judged = [shown(_number(limit)), Text(shown(verdict), style)]
             unit = DESCRIPTIONS[name].unit
             line: list[Any] = [
                 *cells,
-                Text(shown(verdict), style),
+                *(reversed(judged) if narrow else judged),
                 shown("" if unit == "1" else unit),
             ]
             if options.max_width >= _WIDE:
