@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.caching import Budget, HeadPlan, budget, cache_shapes
+from acutance.caching import Budget, HeadPlan, budget, cache_shapes, recall
 from acutance.caching.alternatives import Rounded, rounded
 from acutance.caching.packing import quantise
 from acutance.caching.proposals import Option, cheapest
@@ -331,3 +331,25 @@ def test_untrained_weights_are_said_as_a_probe_says_them(found: Budget) -> None:
     again = budget(random, tokens, keep=0.6, plans=[SHORT], shares=[0.6])
     assert again.to_dict()["untrained"] is True
     assert next(iter(sentences(again))).startswith("Untrained: ")
+
+
+def test_recall_of_the_chosen_plan_is_measured_told_and_stored(found: Budget) -> None:
+    """Against recall itself, on the deciding windows; windows of 128 tokens are too short."""
+    assert (found.recall, found.plan.search["n"]) == ({}, 128)
+    assert "Recall was not measured: the windows are too short for planted spans." in sentences(
+        found
+    )
+    four = HeadPlan(key_bits=4, value_bits=4)
+    tokens = windows(4, 456)
+    again = budget(decoder(), tokens, keep=0.2, plans=[SHORT, four], shares=[0.2])
+    for name, plan in {
+        "plan": again.plan, "full": None, "4 bits": acutance.CachePlan.of(decoder(), four),
+    }.items():  # fmt: skip
+        alone = recall(decoder(), tokens[1::2], plan)
+        assert again.recall[name] == (alone.mean, alone.error)
+    (line,) = [line for line in sentences(again) if line.startswith("Recall of spans planted")]
+    assert f"{again.recall['plan'][0]:.2f} ± " in line
+    search = again.to_dict()["plan"]["search"]
+    assert search["n"] == 456
+    assert search["recall"] == {name: mean for name, (mean, _) in again.recall.items()}
+    assert search["delta"] == again.chosen.delta

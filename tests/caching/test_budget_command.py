@@ -39,6 +39,14 @@ def test_a_plan_is_found_written_and_judged(
     assert written["plan"] == loaded.record()
     assert written["windows"] == 2
     assert "<svg" in (tmp_path / "frontier.svg").read_text()
+    assert loaded.search["n"] == 96
+    for length, said in ((96, False), (128, True)):
+        judged = run(
+            "judge", directory(), "--text", text, "--law", plan, "--lengths", length, "--windows", 2
+        )
+        assert judged.exit_code == 0, judged.output
+        assert ("was searched on windows of 96 tokens, not 128" in judged.output) is said
+        assert "UserWarning" not in judged.output
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,44 @@ def test_a_file_returns_the_plan(tmp_path: Path) -> None:
     assert loaded.check(llama()) == plan
 
 
+def test_a_file_holds_the_search_and_files_without_one_are_the_same(tmp_path: Path) -> None:
+    plan = CachePlan.of(llama(), {(0, 1): HeadPlan("streaming", first=2, recent=9)})
+    search = {"n": 24, "mean_loss": 2.5, "delta": 0.01, "error": 0.002, "recall": {"plan": 0.71}}
+    searched = dataclasses.replace(plan, search=search)
+    assert (searched, searched.words) == (plan, plan.words)  # no part of its identity
+    searched.save(tmp_path / "searched.json")
+    plan.save(tmp_path / "plan.json")
+    assert CachePlan.load(tmp_path / "searched.json").search == search
+    old = json.loads((tmp_path / "plan.json").read_text())
+    assert "search" not in old  # a release that does not know it reads the file
+    assert CachePlan.load(tmp_path / "plan.json").search is None
+    assert CachePlan.load(tmp_path / "searched.json").check(llama()).search == search
+
+
+def test_a_text_longer_than_the_search_warns_once() -> None:
+    model = llama()
+    plan = CachePlan.of(model, HeadPlan("streaming", first=2, recent=9))
+    ids = torch.ones(1, 25, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with acutance.apply(model, plan), torch.no_grad():
+            model(ids)
+        with acutance.apply(model, dataclasses.replace(plan, search={"n": 25})), torch.no_grad():
+            model(ids)
+    longer = dataclasses.replace(plan, search={"n": 24})
+    sentence = "searched on windows of 24 tokens, and the text has 25"
+    with warnings.catch_warnings(record=True) as caught, acutance.apply(model, longer):
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            cache = model(ids[:, :20]).past_key_values
+            for _ in range(6):  # the fifth token is beyond, and it is said once
+                model(ids[:, :1], past_key_values=cache)
+    (warning,) = caught
+    assert sentence in str(warning.message)
+    with pytest.warns(UserWarning, match=sentence):
+        acutance.judge(model, torch.ones(2, 25, dtype=torch.int64), {"plan": longer})
+
+
 def test_a_plan_fits_the_model_with_and_without_its_head() -> None:
     model = llama()
     assert list(a_plan().check(model.model).layers) == [f"layers.{n}.self_attn" for n in range(2)]
@@ -177,6 +217,8 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
     [
         (("schema",), "acutance.law/1", "its schema must be"),
         (("extra",), 1, "wrong is extra"),
+        (("search",), 1, "search must be an object"),
+        (("search",), {}, "search.n must be at least 1"),
         (("group",), 12, "group must be a multiple of 8"),
         (("residual",), -1, "residual must be at least 0"),
         (("residual",), "1", "residual must be"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from acutance.caching.alternatives import Dropped, Rounded
 from acutance.caching.frontier import Budget, Point
 from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.caching.planted import recall
 from acutance.caching.proposals import Place, options_of
 from acutance.caching.rules import propose, read_reach
 from acutance.calibration.apply_law import apply
@@ -33,7 +34,7 @@ from acutance.calibration.by_loss.runs import (
 from acutance.calibration.fit.passes import evaluating
 from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.losses import AnyLoss
-from acutance.files import refuse_replacing
+from acutance.files import finite, refuse_replacing
 from acutance.probing.causes import is_untrained
 from acutance.scaling import Window
 from acutance.shapes import check_number
@@ -53,6 +54,9 @@ PLANS = (
 SHARES = (0.75, 0.5, 0.35, 0.25)
 #: Ends of the names of the files that keep derivatives, statistics and losses.
 _FILES = (".costs", ".reach", "")
+#: Windows in which spans are planted, at most, and their tokens, at least: eight spans of 24 and
+#: their repetitions.
+_MOST_RECALLED, _LEAST_RECALLED = 4, 452
 #: Windows whose derivatives are read, and that decide, at least.
 _LEAST = (2, 2)
 
@@ -82,7 +86,9 @@ def budget(
     * ``"keys_95"``: heads stream that need fewest keys for 95 % of a row's weight.
 
     By the last two, all other heads keep the same precision, the one with the least sum of costs.
-    The other windows decide: the loss of every proposal is measured on them.
+    The other windows decide: the loss of every proposal is measured on them. The loss hardly sees
+    what a plan forgets, so recall of spans planted in four of them is measured too, under the plan
+    that was chosen; the search does not use it.
 
     Args:
         model: a causal language model of transformers with its head.
@@ -166,8 +172,18 @@ def budget(
     ]
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
     points, before = _measure(read, deciding, proposals, asked, save, resume, advance)
+    plan = _choose(points, n, keep, max_loss, len(deciding), whole)
+    found = next((one for one in points if one.plan == plan), None)
+    recalled = _recall(model, deciding, n, plan, HeadPlan(key_bits=4, value_bits=4) in plans)
+    search = {
+        "n": n,
+        "mean_loss": before,
+        "delta": 0.0 if found is None else found.delta,
+        "error": 0.0 if found is None else found.error,
+        "recall": {name: mean for name, (mean, _) in recalled.items()},
+    }
     return Budget(
-        plan=_choose(points, n, keep, max_loss, len(deciding), whole),
+        plan=replace(plan, search=finite(search)),
         points=tuple(points),
         n=n,
         windows=len(deciding),
@@ -176,7 +192,25 @@ def budget(
         costs=costs,
         options=tuple(plans),
         untrained=is_untrained(model),
+        recall=recalled,
     )
+
+
+def _recall(
+    model: torch.nn.Module, deciding: Sequence[Any], n: int, plan: CachePlan, four_bits: bool
+) -> dict[str, tuple[float, float]]:
+    """Recall of spans planted in windows under a plan, with the full cache and in 4 bits."""
+    batches = [turn.batch for unit in deciding[:_MOST_RECALLED] for turn in unit.turns]
+    rows = [one if isinstance(one, Tensor) else one.get("input_ids") for one in batches]
+    if n < _LEAST_RECALLED or any(one is None for one in rows):
+        return {}
+    windows = torch.cat([one[:, :n] for one in rows if one is not None])
+    windows = windows.to(next(model.parameters()).device)
+    kept: dict[str, CachePlan | None] = {"plan": plan, "full": None}
+    if four_bits:
+        kept["4 bits"] = CachePlan.of(model, HeadPlan(key_bits=4, value_bits=4))
+    found = {name: recall(model, windows, one) for name, one in kept.items()}
+    return {name: (one.mean, one.error) for name, one in found.items()}
 
 
 def _by_layer(heads: Mapping[Place, HeadPlan]) -> dict[str, tuple[HeadPlan, ...]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from acutance.caching.plan import CachePlan, HeadPlan
@@ -48,6 +49,9 @@ class Budget:
         costs: for every key head, derivatives by gates to each of ``options``.
         options: what heads could keep instead of everything.
         untrained: whether the model's weights look untrained.
+        recall: share of the tokens of planted spans that the model repeats (:func:`recall`), with
+            its standard error, by what the cache keeps: ``"plan"``, ``"full"`` and, if rounding to
+            4 bits was tried, ``"4 bits"``. Empty if windows are too short for it.
     """
 
     plan: CachePlan
@@ -59,6 +63,7 @@ class Budget:
     costs: tuple[GateSlope, ...]
     options: tuple[HeadPlan, ...]
     untrained: bool = False
+    recall: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         chosen = self.chosen
@@ -92,6 +97,7 @@ class Budget:
             "windows": self.windows,
             "mean_loss": self.mean_loss,
             "untrained": self.untrained,
+            "recall": finite({name: list(one) for name, one in self.recall.items()}),
             "full_bytes": self.plan.full_bytes(self.n),
             "points": [
                 {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from acutance.caching.layer_shapes import LayerShape
 from acutance.shapes import check_count
@@ -185,3 +185,7 @@ class Plan(Protocol):
     @property
     def residual(self) -> int:
         """Newest tokens that are never quantised."""
+
+    @property
+    def search(self) -> Mapping[str, Any] | None:
+        """The length and the results of the search for it; None if it was not searched for."""

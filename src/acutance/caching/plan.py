@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -46,6 +46,9 @@ class CachePlan:
         layers: what each key head keeps, by module name.
         group: tokens, or channels, that share a scale; a multiple of 8.
         residual: newest tokens that are never quantised.
+        search: what :func:`acutance.budget` measured of it: ``n`` tokens of its windows, the full
+            cache's ``mean_loss``, the change ``delta`` with its ``error``, and ``recall`` of
+            planted spans by cache. None if it was not searched for. No part of the plan's identity.
 
     Raises:
         PlanError: if layers and shapes do not fit each other.
@@ -64,6 +67,7 @@ class CachePlan:
     layers: Mapping[str, tuple[HeadPlan, ...]]
     group: int = 32
     residual: int = 32
+    search: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         heads = Counter(head.kind for layer in self.layers.values() for head in layer)
@@ -212,7 +216,7 @@ class CachePlan:
     @property
     def words(self) -> str:
         """A text with a digest of the plan; different plans have different ones."""
-        text = json.dumps(self.record(), sort_keys=True)
+        text = json.dumps(replace(self, search=None).record(), sort_keys=True)
         return f"cache plan {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def applied(self, model: torch.nn.Module) -> AppliedPlan:
@@ -250,12 +254,10 @@ class CachePlan:
             raise PlanError(
                 f"this plan does not match the model, which has no module {missing[0]!r:.60}"
             )
-        return type(self)(
-            self.model,
-            {str(places[name]): shape for name, shape in self.shapes.items()},
-            {str(places[name]): heads for name, heads in self.layers.items()},
-            self.group,
-            self.residual,
+        return replace(
+            self,
+            shapes={str(places[name]): shape for name, shape in self.shapes.items()},
+            layers={str(places[name]): heads for name, heads in self.layers.items()},
         )
 
     # -- files ------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class CachePlan:
                 name: asdict(self.shapes[name]) | {"plan": [asdict(one) for one in heads]}
                 for name, heads in self.layers.items()
             },
-        }
+        } | ({} if self.search is None else {"search": dict(self.search)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON with a digest of itself, whole or not at all."""
@@ -310,12 +312,17 @@ class CachePlan:
         if record.get("schema") != SCHEMA:
             raise ValueError(f"its schema must be {SCHEMA!r}, got {record.get('schema')!r:.60}")
         known = {"schema", "model", "group", "residual", "layers"}
-        if wrong := sorted(set(record) ^ known):
+        if wrong := sorted((set(record) - {"search"}) ^ known):
             raise ValueError(
                 f"it must have {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}"
             )
         if not isinstance(record["layers"], dict):
             raise ValueError("layers must be an object")
+        search = record.get("search")
+        if search is not None:
+            if not isinstance(search, dict):
+                raise ValueError("search must be an object")
+            check_count("search.n", search.get("n", 0), 1)
         shapes, layers = {}, {}
         for name, layer in record["layers"].items():
             place = f"layer {name!r:.60}"
@@ -328,8 +335,9 @@ class CachePlan:
                 for head, one in enumerate(layer["plan"])
             )
         return cls(
-            Identity.from_dict(record["model"]), shapes, layers, record["group"], record["residual"]
-        )
+            Identity.from_dict(record["model"]), shapes, layers, record["group"],
+            record["residual"], search,
+        )  # fmt: skip
 
 
 def _is_budget(record: Mapping[str, Any]) -> bool:

@@ -57,6 +57,18 @@ def sentences(found: Budget) -> Iterator[str]:
             f"after {found.n} tokens, and changes the loss by {chosen.delta:+.4f} ± "
             f"{chosen.error:.4f} nat, from {found.mean_loss:.3f}."
         )
+    if found.recall:
+        words = {"plan": "with the plan", "full": "with the full cache", "4 bits": "all in 4 bits"}
+        shares = (
+            f"{mean:.2f} ± {error:.2f} {words[name]}"
+            for name, (mean, error) in found.recall.items()
+        )
+        yield (
+            f"Recall of spans planted in these windows: {', '.join(shares)}. The loss hardly sees "
+            "what a plan forgets, and the search did not use it."
+        )
+    else:
+        yield "Recall was not measured: the windows are too short for planted spans."
     yield (
         f"± is a standard error over {found.windows} windows, whose derivatives were not read. "
         "They chose among the plans: judge the plan on other text."

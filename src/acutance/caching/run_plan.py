@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -52,6 +53,7 @@ class AppliedPlan(CountedChange, Changer):
         self._model = model
         self._names = {id(module): name for name, module in named_modules(model)}
         self._masks, self._running = _Masks(), Running()
+        self._searched = None if plan.search is None else int(plan.search["n"])
         with ExitStack() as context:
             context.callback(forget_compiled)
             context.enter_context(EAGER)
@@ -85,6 +87,7 @@ class AppliedPlan(CountedChange, Changer):
         given = dict(zip(names, args, strict=False)) | kwargs
         argument = next((name for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
         cache = None if argument is None else given[argument]
+        self._warn_of_length(given, cache)
         if isinstance(cache, PlannedCache):
             if cache.plan is not self.plan and cache.plan != self.plan:
                 raise ApplyError(f"{argument} is the cache of another plan")
@@ -105,6 +108,21 @@ class AppliedPlan(CountedChange, Changer):
         if place < len(args):
             return (*args[:place], planned, *args[place + 1 :]), kwargs
         return args, {**kwargs, argument or str(declared): planned}
+
+    def _warn_of_length(self, given: dict[str, Any], cache: Any) -> None:
+        """Warn once of a text that is longer than the windows that the plan was searched on."""
+        ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
+        new = ids if embedded is None else embedded
+        if self._searched is None or not isinstance(new, Tensor) or new.dim() < 2:
+            return
+        tokens = new.shape[1] + (cache.get_seq_length() if isinstance(cache, PlannedCache) else 0)
+        if tokens > self._searched:
+            warnings.warn(
+                f"the plan was searched on windows of {self._searched} tokens, and the text has "
+                f"{tokens}: what it drops there was not measured; search on longer windows",
+                stacklevel=2,
+            )
+            self._searched = None
 
     # -- attention calls, as acutance.capture.protocols.Changer -----------------------------------
 

@@ -78,9 +78,22 @@ def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:
         console().print(note(("note", "yellow"), f": {warning.message}"))
 
 
+def note_searches(remedies: Iterable[Remedy], longest: int) -> None:
+    """Note plans that were searched on shorter windows."""
+    from acutance.judging.remedies import PlanRemedy
+    from acutance.report.screen import note
+
+    for one in remedies:
+        search = getattr(one.plan, "search", None) if isinstance(one, PlanRemedy) else None
+        if search is not None and search["n"] < longest:
+            text = f": {one.name} was searched on windows of {search['n']} tokens, not {longest}"
+            console().print(note(("note", "yellow"), text), soft_wrap=True)
+
+
 @contextmanager
 def lengths_noted() -> Iterator[None]:
-    """Context without the warning of lengths beyond a model's positions: they were noted."""
+    """Context without the warnings of lengths beyond a model or a plan: they were noted."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)
+        warnings.filterwarnings("ignore", "the plan was searched on", UserWarning)
         yield

@@ -10,6 +10,7 @@ from acutance.cli.inputs import (
     about_run,
     lengths_noted,
     note_lengths,
+    note_searches,
     read_laws,
     read_texts,
     reading,
@@ -186,6 +187,7 @@ def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossCom
     remedies = for_train_length(loaded.model, remedies, options.train_length)
     lengths = (loaded.window(None),) if lengths is None else lengths
     note_lengths(loaded.model, lengths)
+    note_searches(remedies, lengths[-1])
     with reading(texts) as texts:
         windows = text_windows(loaded, texts, lengths, options.windows, options.seed)
     tokens = windows.tokens * (1 + len(remedies))
