@@ -111,6 +111,9 @@ def test_a_trainer_logs_it_and_trains_the_same(
     entropy = logged(watched, f"{FIRST}/entropy")
     last = given.get("max_steps", 6)
     assert [step for step, _ in entropy] == [1, *range(3, last + 1, 3)]
+    rates = logged(watched, "attention/learning_rate")
+    assert [step for step, _ in rates] == [step for step, _ in entropy]
+    assert 1e-2 > rates[0][1] > rates[-1][1]  # it falls linearly
     assert monitor.last is not None
     assert entropy[-1][1] == monitor.last.scalars[f"{FIRST}/entropy"]
     passes = given.get("gradient_accumulation_steps", 1)
@@ -269,6 +272,7 @@ def test_lightning_trains_the_same(lightning: Any, given: dict[str, Any]) -> Non
     assert (monitor.last.step, monitor.steps) == (steps - steps % 3, steps)
     passes = given.get("accumulate_grad_batches", 1)
     assert [layer.calls for layer in monitor.last.summary.layers] == [passes] * 2
+    assert monitor.last.scalars["attention/learning_rate"] == 1e-2
     name = "attention/encoder.layers.0.self_attn/entropy"
     assert float(trained.callback_metrics[name]) == pytest.approx(monitor.last.scalars[name])
 
