@@ -16,7 +16,7 @@ from acutance.diagnose.overview import advice_in_brief, overview
 from acutance.diagnose.recommendations import recommendations
 from acutance.escapes import in_spreadsheet, printable
 from acutance.files import as_json, put_text, write_bytes
-from acutance.report.screen import NumberTable
+from acutance.report.screen import NumberTable, Wrapped
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import what_was_read
@@ -142,7 +142,7 @@ def print_summary(
     """Print what was read, the table, findings and recommendations."""
     named = (str(summary.about.get("model", "")), what_was_read(summary.about))
     if line := " · ".join(filter(None, named)):
-        output.print(printable(line, output.options.ascii_only), style="bold", soft_wrap=True)
+        output.print(Wrapped(printable(line, output.options.ascii_only), "bold"))
     output.print(console_table(summary, metric))
     ascii_only = output.options.ascii_only
     sections = {
