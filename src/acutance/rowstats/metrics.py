@@ -274,9 +274,9 @@ def first_gap(state: RowState) -> Tensor:
 
 def rest_logit_std(state: RowState) -> Tensor:
     r"""Unweighted standard deviation of all visible scores but the first; NaN for a single key."""
-    several, _, _ = _first_and_rest(state)
+    several, first, _ = _first_and_rest(state)
     n = torch.where(several, _count(state), 2.0)
-    step = torch.where(several, state.first - state.mean, 0.0)
+    step = first + torch.where(several, state.depth, 0.0)  # first - mean, without their rounding
     squares = state.M2 - step.square() * n / (n - 1)
     variance = squares / (n - 1)
     # one other key has no spread, and less than this is rounding
@@ -290,9 +290,9 @@ def rest_jensen_gap(state: RowState) -> Tensor:
 
     :math:`\log\frac{1}{n-1}\sum_{j>1} e^{s_j} - \bar s_{j>1}`.
     """
-    several, _, rest = _first_and_rest(state)
+    several, first, rest = _first_and_rest(state)
     n = torch.where(several, _count(state), 2.0)
-    step = torch.where(several, state.first - state.mean, 0.0)
+    step = first + torch.where(several, state.depth, 0.0)  # first - mean, without their rounding
     gap = torch.log(rest / (n - 1)) + (state.depth + step / (n - 1))
     return torch.where(several, gap.clamp(min=0.0), torch.nan)
 

@@ -156,7 +156,7 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
       return n[i] > 1 ? double(first[i]) - m[i] - log_rest[k] : double(NAN);
     });
     each(ACUTANCE_REST_LOGIT_STD, NAN, [&](int64_t i, int64_t) {
-      const double step = double(first[i]) - mean[i], others = double(n[i]) - 1;
+      const double step = double(first[i]) - m[i] + depth[i], others = double(n[i]) - 1;
       const double squares = M2[i] - step * step * n[i] / others;
       // one other key has no spread, and less than this is rounding
       const bool spread = n[i] > 2 && squares > 8 * std::numeric_limits<T>::epsilon() * M2[i];
@@ -165,7 +165,7 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
     each(ACUTANCE_REST_JENSEN_GAP, NAN, [&](int64_t i, int64_t k) {
       const double others = double(n[i]) - 1;
       const double gap =
-          log_rest[k] - log(others) + (depth[i] + (double(first[i]) - mean[i]) / others);
+          log_rest[k] - log(others) + (depth[i] + (double(first[i]) - m[i] + depth[i]) / others);
       return n[i] > 1 ? (gap < 0 ? 0.0 : gap) : double(NAN);
     });
     each(ACUTANCE_JACOBIAN_TRACE, NAN, [&](int64_t, int64_t k) { return 1 - collision[k]; });
