@@ -31,7 +31,7 @@ from acutance.capture.module_stack import Running, module_of_method
 from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, base_name
-from acutance.capture.torch_modes import EAGER, forget_compiled
+from acutance.capture.torch_modes import eager, forget_compiled
 from acutance.masks import hides
 
 __all__ = ["AppliedPlan"]
@@ -56,7 +56,7 @@ class AppliedPlan(CountedChange, Changer):
         self._searched = None if plan.search is None else int(plan.search["n"])
         with ExitStack() as context:
             context.callback(forget_compiled)
-            context.enter_context(EAGER)
+            context.enter_context(eager())
             for module in unwrap(model).modules():
                 if (signature := _signature(module)) is not None:
                     give = functools.partial(self._give_cache, signature)

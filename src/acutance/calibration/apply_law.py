@@ -30,7 +30,7 @@ from acutance.capture.module_stack import ModuleStack
 from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, is_cross
-from acutance.capture.torch_modes import EAGER, forget_compiled
+from acutance.capture.torch_modes import eager, forget_compiled
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
@@ -143,7 +143,7 @@ class Applied(CountedChange, PlainCalls):
 
         These are not replaced while a compiler traces: it remembers a function's parameters.
         """
-        self._uncompiled.enter_context(EAGER)
+        self._uncompiled.enter_context(eager())
         self._uncompiled.enter_context(calls.change(self))
 
     def _remove(self) -> bool:

@@ -30,7 +30,7 @@ from acutance.capture.pass_follower import PassFollower
 from acutance.capture.protocols import Receiver
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.torch_functions import FunctionCapture
-from acutance.capture.torch_modes import EAGER, gradient_mode, leave, unwatched
+from acutance.capture.torch_modes import eager, gradient_mode, leave, unwatched
 
 __all__ = ["Listener", "ProbeError", "Receiver"]
 
@@ -145,21 +145,32 @@ class Listener:
         self.modules.read_names()
         self._home = threading.get_ident()
         self._mode = FunctionCapture(self)
-        with ExitStack() as context:
-            context.enter_context(EAGER)
+        try:
+            self._context = context = ExitStack()
+            context.enter_context(eager())
             context.enter_context(self._follower.follow(False if self.products else None))
             context.enter_context(self._around())
             context.enter_context(huggingface.capture(self))
             context.enter_context(calls.observe(self))
             context.enter_context(self._mode)
-            self._context = context.pop_all()
-        return self
+            return self
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        context, self._context = self._context, None
+        try:
+            self._close()
+        finally:  # again where an interrupt cut it short
+            self._close()
+
+    def _close(self) -> None:
+        """Undo what opening did; what an interrupt left undone is undone when called again."""
         self.modules.thread.reset()
-        if context is not None:
-            context.close()
+        leave(self._mode)
+        if self._context is not None:
+            self._context.close()
+        self._context = None
 
     def nothing_captured(self) -> str:
         """A sentence that says why no attention call was captured."""

@@ -20,9 +20,11 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
+from acutance.capture.torch_modes import undoing
 
 __all__ = [
     "ModuleStack",
@@ -273,33 +275,36 @@ def is_rerun() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _HookWarningFilter:
-    """Silences PyTorch's warning about compiling a module while global hooks are registered.
+_lock = threading.RLock()
+_following: set[object] = set()
+_filter: Any = None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without PyTorch's warning about compiling a module while there are global hooks.
 
     Our global hooks treat a compiled module and the one inside it as one module.
     """
+    mine = object()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._filter: Any = None
+    def warn() -> None:
+        with _lock:
+            _following.discard(mine)
+            if not _following and _filter in warnings.filters:
+                cast("list[Any]", warnings.filters).remove(_filter)
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._open == 0:
+    global _filter
+    with undoing(warn):
+        with _lock:
+            if not _following:
                 text = r"Using `torch\.compile\(module\)` when there are global hooks"
                 warnings.filterwarnings("ignore", text)
-                self._filter = warnings.filters[0]
-            self._open += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0 and self._filter in warnings.filters:
-                cast("list[Any]", warnings.filters).remove(self._filter)
+                _filter = warnings.filters[0]
+            _following.add(mine)
+        yield
 
 
-_QUIET = _HookWarningFilter()
 _React = Callable[[torch.nn.Module], None]
 
 
@@ -325,16 +330,16 @@ def follow(enter: _React, leave: _React) -> Iterator[None]:
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
         leave(module)
 
-    with _QUIET:
-        handles = (
-            register_module_forward_pre_hook(before),
-            register_module_forward_hook(after, always_call=True),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    with _quiet(), undoing(remove):
+        handles.append(register_module_forward_pre_hook(before))
+        handles.append(register_module_forward_hook(after, always_call=True))
+        yield
 
 
 @contextmanager
@@ -370,10 +375,13 @@ def _follow_results(
         if id(module) in meant:
             react(module, args, kwargs, output)
 
-    with _QUIET:
-        handle = register_module_forward_hook(after, with_kwargs=True)
-        try:
-            yield
-        finally:
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
             handle.remove()
             _global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves it
+
+    with _quiet(), undoing(remove):
+        handles.append(register_module_forward_hook(after, with_kwargs=True))
+        yield

@@ -12,6 +12,7 @@ from acutance.capture.entry_points import EntryPoints, has_other_observers, is_l
 from acutance.capture.find_layers import may_compute_attention
 from acutance.capture.kernel_functions.replace import replace_new
 from acutance.capture.module_stack import ModuleStack
+from acutance.capture.torch_modes import undoing
 
 __all__ = ["PassFollower"]
 
@@ -68,12 +69,15 @@ class PassFollower:
         self.not_yet_run = {
             name for name, module in self._modules.named().items() if may_compute_attention(module)
         }
-        with self._watching, self._following:
+        with undoing(self._stop):
             self._following.enter_context(self._modules.follow())
-            try:
-                yield
-            finally:
-                self._entry_points = None
+            yield
+
+    def _stop(self) -> None:
+        """Follow and watch nothing."""
+        self._entry_points = None
+        self._watching.close()
+        self._following.close()
 
     def begin(self, module: torch.nn.Module) -> None:
         """Record that a followed pass begins with this module."""

@@ -18,50 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.overrides import _get_current_function_mode_stack as _stack
 
-__all__ = ["EAGER", "AfterImport", "forget_compiled", "gradient_mode", "leave", "unwatched"]
+__all__ = [
+    "AfterImport",
+    "eager",
+    "forget_compiled",
+    "gradient_mode",
+    "leave",
+    "undoing",
+    "unwatched",
+]
 
 #: The module that compiles, and that holds the stance.
 COMPILER = "torch._dynamo"
-
-
-class _Eager:
-    """Runs compiled models uncompiled while any probe is open.
-
-    A compiled graph would bypass the captured functions. The compiler's stance is global to the
-    process: the first probe to open sets it, the last to close restores it. If ``torch._dynamo`` is
-    not imported yet, the stance is set when it is, since importing it takes over a second of CPU
-    time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._stance: Any = None
-        self._finder = AfterImport(frozenset({COMPILER}), self._force)
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._open += 1
-            if self._open == 1:
-                sys.meta_path.insert(0, self._finder)
-        if COMPILER in sys.modules:
-            importlib.import_module(COMPILER)  # another thread may be in the middle of it
-            self._force()
-
-    def _force(self) -> None:
-        """Set the compiler's stance to eager, if a probe is open."""
-        with self._lock:
-            if self._open and self._stance is None:
-                self._stance = torch.compiler.set_stance("force_eager")
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                sys.meta_path.remove(self._finder)
-                stance, self._stance = self._stance, None
-                if stance is not None:
-                    stance.__exit__(None, None, None)
 
 
 class AfterImport(MetaPathFinder):
@@ -89,7 +57,70 @@ class AfterImport(MetaPathFinder):
         return spec
 
 
-EAGER = _Eager()
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Context that calls ``undo`` at its end: again where an interrupt cut that short.
+
+    Args:
+        undo: has the same effect twice as once, also if it was cut short, or had nothing to undo.
+    """
+    try:
+        try:
+            yield
+        finally:
+            undo()
+    finally:
+        undo()
+
+
+_lock = threading.RLock()
+_open: set[object] = set()
+_stance: Any = None
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Context in which compiled models run uncompiled; it may be nested.
+
+    A compiled graph would bypass the captured functions. The compiler's stance is global to the
+    process: the first to open sets it, the last to close restores it. If ``torch._dynamo`` is not
+    imported yet, the stance is set when it is, since importing it takes over a second of CPU time.
+    """
+    mine = object()
+    with undoing(lambda: _allow(mine)):
+        with _lock:
+            _open.add(mine)
+            if _finder not in sys.meta_path:
+                sys.meta_path.insert(0, _finder)
+        if COMPILER in sys.modules:
+            importlib.import_module(COMPILER)  # another thread may be in the middle of it
+            _force()
+        yield
+
+
+def _force() -> None:
+    """Set the compiler's stance to eager, if a probe is open."""
+    global _stance
+    with _lock:
+        if _open and _stance is None:
+            _stance = torch.compiler.set_stance("force_eager")
+
+
+def _allow(mine: object) -> None:
+    """Restore the compiler's stance, if nothing else is open."""
+    global _stance
+    with _lock:
+        _open.discard(mine)
+        if _open:
+            return
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        if _stance is not None:
+            _stance.__exit__(None, None, None)
+            _stance = None
+
+
+_finder = AfterImport(frozenset({COMPILER}), _force)
 
 
 def forget_compiled() -> None:
@@ -128,13 +159,16 @@ def leave(mode: TorchFunctionMode) -> None:
         ...     _push_mode(outer)
         True
     """
-    above = []
     if not any(each is mode for each in _stack()):
         return
-    while (top := _pop_mode()) is not mode:
-        above.append(top)
-    for each in reversed(above):
-        _push_mode(each)
+    above = [_pop_mode()]
+    try:
+        while above[-1] is not mode:
+            above.append(_pop_mode())
+    finally:
+        for each in reversed(above):
+            if each is not mode:
+                _push_mode(each)
 
 
 @contextmanager

@@ -136,8 +136,12 @@ class Probe:
     # -- the context ------------------------------------------------------------------------------
 
     def __enter__(self) -> Probe:
-        self._listener.__enter__()
-        return self
+        try:
+            self._listener.__enter__()
+            return self
+        except KeyboardInterrupt:
+            self._listener.__exit__()
+            raise
 
     def __exit__(
         self,
@@ -145,7 +149,10 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._listener.__exit__(kind, error, trace)
+        try:
+            self._listener.__exit__()
+        finally:  # again where an interrupt cut it short
+            self._listener.__exit__()
         if kind is None and not self._listener.calls:
             raise ProbeError(self._listener.nothing_captured())
         if kind is None and self._spans is not None:

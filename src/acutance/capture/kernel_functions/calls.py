@@ -19,6 +19,7 @@ from acutance.capture.kernel_functions.reading import Kernel, Reading
 from acutance.capture.kernel_functions.replace import Replaced, replaced
 from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.interface_call import is_cross
+from acutance.capture.torch_modes import undoing
 
 __all__ = [
     "KernelChanger",
@@ -78,12 +79,12 @@ def change(changer: KernelChanger) -> Iterator[None]:
 
 @contextmanager
 def _listed(group: list[Any], member: Any) -> Iterator[None]:
-    with replaced(on_call):
+    def remove() -> None:
+        group[:] = [each for each in group if each is not member]
+
+    with replaced(on_call), undoing(remove):
         group.append(member)
-        try:
-            yield
-        finally:
-            group[:] = [each for each in group if each is not member]
+        yield
 
 
 def on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

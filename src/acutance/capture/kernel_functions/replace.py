@@ -18,7 +18,7 @@ from typing import Any
 
 from acutance.capture.kernel_functions.libraries import MODULES, loaded_kernels
 from acutance.capture.kernel_functions.reading import Kernel
-from acutance.capture.torch_modes import AfterImport
+from acutance.capture.torch_modes import AfterImport, undoing
 
 __all__ = ["Replaced", "replace_new", "replaced", "run_replaced"]
 
@@ -43,7 +43,7 @@ class Replaced:
 
 
 _lock = threading.RLock()
-_open = 0
+_open: set[object] = set()
 _modules = 0  # number of imported modules when they were last searched
 #: Functions that were ever replaced: a thread may still run their new code after restoring.
 _known: dict[str, Replaced] = {}
@@ -93,10 +93,10 @@ def _replace(function: FunctionType, kernel: Kernel) -> None:
         signature = inspect.signature(function)
         known = Replaced(function, original, function.__code__, kernel, signature)
         _known[key] = known
+    _active[key] = known  # first: an interrupt may come
     if "__signature__" not in vars(function):  # libraries look up which parameters it has
         vars(function)["__signature__"] = known.signature
     function.__code__ = _code_for(key, known.code)
-    _active[key] = known
 
 
 def _restore() -> None:
@@ -137,19 +137,24 @@ def replaced(on_call: _OnCall) -> Iterator[None]:
     Args:
         on_call: runs a call instead, given the function, its positional and keyword arguments.
     """
-    global _on_call, _open
-    with _lock:
-        _on_call = on_call
-        _open += 1
-        if _open == 1:
-            sys.meta_path.insert(0, _finder)
-            _replace_all()
-    try:
+    global _on_call
+    mine = object()
+    with undoing(lambda: _close(mine)):
+        with _lock:
+            _on_call = on_call
+            _open.add(mine)
+            if _finder not in sys.meta_path:
+                sys.meta_path.insert(0, _finder)
+                _replace_all()
         replace_new()
         yield
-    finally:
-        with _lock:
-            _open -= 1
-            if _open == 0:
+
+
+def _close(mine: object) -> None:
+    """Put the functions' own code back, if nothing else is open."""
+    with _lock:
+        _open.discard(mine)
+        if not _open:
+            if _finder in sys.meta_path:
                 sys.meta_path.remove(_finder)
-                _restore()
+            _restore()

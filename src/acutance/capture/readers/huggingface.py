@@ -26,6 +26,7 @@ from acutance.capture.readers.interface_call import (
     stored_keys,
     uses_flash_masks,
 )
+from acutance.capture.torch_modes import undoing
 
 #: Open captures, innermost last, and open changes. The first of them to open wraps
 #: ``get_interface``, the last to close restores it.
@@ -33,7 +34,7 @@ _observers: list[Observer] = []
 _changers: list[Changer] = []
 _output_changers: list[Any] = []  # those that have changed_output
 _instead: list[Any] = []  # those that have instead
-_lock = threading.Lock()
+_lock = threading.RLock()
 _original: Callable[..., Any] | None = None
 
 
@@ -54,13 +55,15 @@ def change(changer: Changer) -> Iterator[None]:
     can = {"changed_output": _output_changers, "instead": _instead}
     groups = [group for method, group in can.items() if hasattr(changer, method)]
     with _wrapping(_changers, changer):
-        for group in groups:
-            group.append(changer)
-        try:
-            yield
-        finally:
+
+        def remove() -> None:
             for group in groups:
-                group.remove(changer)
+                group[:] = [each for each in group if each is not changer]
+
+        with undoing(remove):
+            for group in groups:
+                group.append(changer)
+            yield
 
 
 @contextmanager
@@ -75,17 +78,21 @@ def _wrapping(group: list[Any], member: Any) -> Iterator[None]:
     if not hasattr(interface, "get_interface"):
         yield
         return
-    with _lock:
-        if not _observers and not _changers:
-            _wrap_interface(interface)
-        group.append(member)
-    try:
-        yield
-    finally:
+
+    def unwrap() -> None:
+        global _original
         with _lock:
-            group.remove(member)
-            if not _observers and not _changers:
+            group[:] = [each for each in group if each is not member]
+            if not _observers and not _changers and _original is not None:
                 interface.get_interface = _original
+                _original = None
+
+    with undoing(unwrap):
+        with _lock:
+            if not _observers and not _changers:
+                _wrap_interface(interface)
+            group.append(member)
+        yield
 
 
 def _wrap_interface(interface: Any) -> None:
