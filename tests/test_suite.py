@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from _pytest.doctest import _get_checker
 
 
 @pytest.fixture
@@ -138,3 +140,24 @@ monkeypatch.setattr(model.config, "name", "x")
 monkeypatch.setenv("ACUTANCE_BACKEND", "blocked")
 """
     assert patches(source) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "same"),
+    [
+        ("0.43", "0.4349", True),
+        ("0.43", "0.4351", False),
+        ("0.43", "0.4251", True),
+        ("0.43", "0.4249", False),
+        ("0.42", "0.425", True),  # a tie may be rounded either way
+        ("0.1435", "0.1434", False),
+        ("1.2e-5", "1.24e-5", True),
+        ("1.2e-5", "1.26e-5", False),
+    ],
+)
+def test_a_number_of_an_example_is_a_correct_rounding(want: str, got: str, same: bool) -> None:
+    flags = doctest.register_optionflag("NUMBER")
+    checker = _get_checker()
+    for number in (1, -1):
+        sign = "-" * (number < 0)
+        assert checker.check_output(f"{sign}{want}\n", f"{sign}{got}\n", flags) is same

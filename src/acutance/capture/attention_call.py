@@ -216,7 +216,7 @@ class AttentionCall:
             >>> for of in sources:
             ...     AttentionCall("layer", of, x, x, x).tolerance(torch.float64, m).tolist()
             [1.0e-09, 1.0e-09]
-            [0.0001, 0.00057]
+            [0.0001, 0.00058]
         """
         dtype = torch.float32 if self._eager and dtype == torch.float64 else dtype
         wide = dtype in (torch.float32, torch.float64)

@@ -57,7 +57,7 @@ def gaussian_share(deviation: Tensor, lost: float = LOST) -> Tensor:
 
     Example:
         >>> gaussian_share(torch.tensor([0.0, 1.0, 3.0]))
-        tensor([0.9900, 0.9077, 0.2503], dtype=torch.float64)
+        tensor([0.9900, 0.9076, 0.2503], dtype=torch.float64)
     """
     cut = deviation.double() + ndtri(torch.tensor(lost, dtype=torch.float64))
     share: Tensor = ndtr(-cut)

@@ -292,7 +292,7 @@ def certificate(p: ArrayLike, v: ArrayLike, oscillation: float) -> float:
 
     Example:
         >>> certificate([0.5, 0.5], [[1.0], [0.0]], 1.0), certificate([0.99, 0.01], [[1], [0]], 1.0)
-        (0.2310586, 0.0167237)
+        (0.2310586, 0.0167236)
 
     Source:
         :func:`set_bound`, and the dual form of the total variation.

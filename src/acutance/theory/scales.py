@@ -261,7 +261,7 @@ def retrieval_capacity(d: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
         >>> retrieval_capacity(64)
         1809.04
         >>> retrieval_capacity(256)
-        5389699.47
+        5389699.48
 
     Source:
         The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613.
