@@ -15,6 +15,7 @@ import acutance
 from acutance import CachePlan, HeadPlan
 from acutance.caching import LayerShape, PlanError, cache_shapes
 from acutance.experiments.models.trained import decoder
+from tests.versions import CACHE
 
 STREAMING = HeadPlan("streaming", first=4, recent=60)
 SHAPE = LayerShape(heads=2, query_heads=4, key_width=64, value_width=32)
@@ -185,7 +186,7 @@ def test_a_text_longer_than_the_search_warns_once() -> None:
         with torch.no_grad():
             cache = model(ids[:, :20]).past_key_values
             for _ in range(6):  # the fifth token is beyond, and it is said once
-                model(ids[:, :1], past_key_values=cache)
+                model(ids[:, :1], **{CACHE: cache})
     (warning,) = caught
     assert sentence in str(warning.message)
     with pytest.warns(UserWarning, match=sentence):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
-from acutance.training.growth import FEWEST, LIMITS, STORED, LogitGrowth, growth_limit
+from acutance.training.growth import FEWEST, LIMITS, SETTLING, STORED, LogitGrowth, growth_limit
 from acutance.training.replay import read_log, replay
 from benchmarks.instability.analysis import growth
 
@@ -132,18 +132,11 @@ def measured(monitor: AttentionMonitor, model: Growing, logit: float) -> list[Al
     return list(record.alarms)
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growth is judged from the 17th step on."""
-    monkeypatch.setattr("acutance.training.growth.SETTLING", 0)
-
-
-@pytest.mark.usefixtures("at_once")
 def test_a_monitor_warns_once_of_a_layer_whose_logits_grow() -> None:
     seen: list[Alarm] = []
     monitor, model = AttentionMonitor(every=1, on_alarm=seen.append), Growing()
     limit = growth_limit(100.0)
-    for _ in range(40):  # large, and steady
+    for _ in range(SETTLING + 20):  # large, and steady
         assert measured(monitor, model, 300.0) == []
     assert measured(monitor, model, 300.0 * limit * 0.98) == []
     with pytest.warns(AttentionWarning, match=r"logit growth in one head: head 1 of attend has"):
@@ -161,12 +154,11 @@ def test_a_monitor_warns_once_of_a_layer_whose_logits_grow() -> None:
     assert monitor.last.scalars["attention/attend/logit_std"] > 0
 
 
-@pytest.mark.usefixtures("at_once")
 def test_fewer_false_alarms_need_more_growth_and_none_turns_them_off() -> None:
     limit = growth_limit(100.0)
     for rate, alarms in ((1000.0, 1), (10.0, 0), (None, 0)):
         monitor, model = AttentionMonitor(every=1, false_alarms=rate), Growing()
-        for _ in range(20):
+        for _ in range(SETTLING):
             assert measured(monitor, model, 10.0) == []
         if alarms:
             with pytest.warns(AttentionWarning, match="logit growth"):
@@ -175,10 +167,9 @@ def test_fewer_false_alarms_need_more_growth_and_none_turns_them_off() -> None:
             assert measured(monitor, model, 10.0 * limit) == []
 
 
-@pytest.mark.usefixtures("at_once")
 def test_a_resumed_monitor_goes_on_with_the_same_measurements() -> None:
     monitor, model = AttentionMonitor(every=1), Growing()
-    for _ in range(20):
+    for _ in range(SETTLING):
         measured(monitor, model, 10.0)
     again = AttentionMonitor(every=1)
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))

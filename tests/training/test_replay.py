@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from acutance.cli import app
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
-from acutance.training.growth import growth_limit
+from acutance.training.growth import SETTLING, growth_limit
 from acutance.training.replay import read_log, replay
 
 NAME = "attention/layers.{}.attn/logit_std"
@@ -42,9 +42,9 @@ def growing(log: Path) -> list[Alarm]:
     layer = nn.MultiheadAttention(8, 2, batch_first=True)
     monitor = AttentionMonitor(every=1, log=log)
     x, raised = torch.randn(2, 6, 8), []
-    for _ in range(30):
+    for step in range(SETTLING + 30):
         with torch.no_grad():
-            layer.in_proj_weight[:16] *= 1.15
+            layer.in_proj_weight[:16] *= 1.15 if step >= SETTLING else 1.0
         with monitor.watch(layer):
             layer(x, x, x)
         record = monitor.step()
@@ -53,10 +53,7 @@ def growing(log: Path) -> list[Alarm]:
     return raised
 
 
-def test_a_replay_has_the_alarms_that_the_monitor_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("acutance.training.growth.SETTLING", 0)
+def test_a_replay_has_the_alarms_that_the_monitor_raised(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     with pytest.warns(AttentionWarning, match="logit growth"):
         raised = growing(log)
@@ -152,16 +149,25 @@ def test_the_figure_reaches_to_the_end_of_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An alarm at step 200 of a training that diverges 28 steps before its end."""
-    replay_figure = pytest.importorskip("acutance.training.replay_figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(replay_figure, "save", lambda figure, _: drawn.append(figure))
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from acutance.training.replay_figure import draw_replay
+
+    drawn, written = [], Figure.savefig
+
+    def savefig(figure: Any, *given: Any, **options: Any) -> None:
+        drawn.append(figure)
+        written(figure, *given, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     records = [
         {"step": step, NAME.format(0): 1.0 if step < 200 else 9.0, "loss": step}
         for step in range(0, 1000, 10)
     ]
     replayed = replay([*records, {"step": 1028, "loss": 50.0}])
     assert [alarm.step for alarm in replayed.alarms] == [200]
-    replay_figure.draw_replay(replayed, tmp_path / "out.svg")
+    draw_replay(replayed, tmp_path / "out.svg")
     for axes in drawn[0].axes:
         assert axes.get_xlim() == (0, 1028)
     assert drawn[0].axes[0].lines[0].get_xdata()[-1] == 1028
