@@ -233,6 +233,11 @@ def test_help_is_grouped_and_switches_have_no_type(
     assert re.findall(r"--[a-z-]+", rest) == ["--help"]
 
 
+def test_paragraphs_of_help_are_wrapped_by_the_terminal_alone() -> None:
+    for command in typer.main.get_command(app).commands.values():
+        assert all("\n" not in paragraph for paragraph in (command.help or "").split("\n\n"))
+
+
 def test_help_of_judge_names_every_law_with_parameters_that_are_numbers(
     run: Callable[..., Any],
 ) -> None:

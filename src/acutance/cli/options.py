@@ -328,7 +328,9 @@ def command(
         def run(**given: Any) -> None:
             action(options(**given))
 
-        run.__doc__ = action.__doc__
+        paragraphs = inspect.cleandoc(action.__doc__ or "").split("\n\n")
+        # typer keeps the line ends of all but the first
+        run.__doc__ = "\n\n".join(one.replace("\n", " ") for one in paragraphs)
         run.__annotations__ = hints
         vars(run)["__signature__"] = inspect.Signature(
             [
