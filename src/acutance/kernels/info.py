@@ -60,7 +60,7 @@ class KernelInfo:
         if self.forced != "auto":
             why = f"set by {dispatch.BACKEND_VARIABLE}"
         elif self.native:
-            why = "always where it can; blocked handles dropout and widths above 256"
+            why = "every call that it supports; plain PyTorch for dropout and widths above 256"
         else:
             why = "plain PyTorch, because the native kernel is absent"
         lines = {
