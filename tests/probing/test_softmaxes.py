@@ -498,6 +498,23 @@ def test_a_score_without_a_value_is_said_to_count_as_a_key(first: bool) -> None:
     )
 
 
+def test_rows_left_out_of_a_product_are_no_keys() -> None:
+    """All rows but the first of a square: as many weights are gone as with a key left out."""
+    model = Written(lambda query, key, value: torch.softmax(query @ key.mT, -1)[:, :, 1:] @ value)
+    _, key, value = inputs()
+    with acutance.probe(model) as probe:
+        model(key, key, value)
+    assert probe.summary().unread == ()
+
+
+def test_a_batch_without_items_passes() -> None:
+    model, given = Written(folded), inputs()
+    with acutance.probe(model) as probe:
+        assert model(*(part[:0] for part in given)).shape == (0, QUERIES, WIDTH)
+        model(*given)
+    assert probe.summary().layers[0].rows == BATCH * QUERIES
+
+
 def test_weights_without_numbers_are_left_alone() -> None:
     over_items = torch.vmap(lambda *qkv: exponentials(*(part[None] for part in qkv))[0])
     model, given = Written(beside_sdpa(over_items)), inputs()

@@ -20,8 +20,9 @@ __all__ = [
     "ProductAxes",
     "layout_of",
     "axes_in_product",
-    "sums_to_one",
     "summed_operands",
+    "summed_size",
+    "sums_to_one",
     "tensors_in",
 ]
 
@@ -151,6 +152,20 @@ def summed_operands(
         and label not in right
         and any(label in other for i, other in enumerate(terms) if i != index)
     ]
+
+
+def summed_size(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
+) -> int | None:
+    """Entries of the dimension of a factor that a product sums over; None if that is unclear.
+
+    Example:
+        >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
+        >>> summed_size("matmul", (weights, values), {}, weights)
+        5
+    """
+    labels = _labels(name, args, kwargs, weights)
+    return None if labels is None else weights.shape[labels[0].index(labels[3])]
 
 
 def sums_to_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor) -> bool:

@@ -26,6 +26,7 @@ from acutance.capture.handwritten.product_layout import (
     axes_in_product,
     layout_of,
     summed_operands,
+    summed_size,
     sums_to_one,
     tensors_in,
 )
@@ -128,7 +129,9 @@ class Softmax:
     def note_product(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
     ) -> None:
-        """Record which dimensions are queries and heads, from a product that uses the softmax."""
+        """Record queries, heads and keys left out, from a product that uses the softmax."""
+        size = summed_size(name, args, kwargs, weights)
+        self.left_out = 0 if size is None else self.scores.shape[-1] - size
         if not self.rearranged and len(self.layout) == 4:
             self.product_axes = axes_in_product(name, args, kwargs, weights, self.layout)
 
@@ -329,8 +332,6 @@ class Softmaxes:
     def _used(self, weights: Tensor) -> None:
         """Report a softmax that a product uses."""
         softmax = self._pending[id(weights)][1]
-        keys = softmax.scores.shape[-1]
-        softmax.left_out = keys - keys * weights.numel() // softmax.scores.numel()
         for axis in list(softmax.aliases):
             self._pending.pop(axis, None)
         softmax.aliases.clear()
