@@ -70,9 +70,9 @@ def together_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return sdpa(*folded, attn_mask=mask).unflatten(0, (-1, HEADS))
 
 
-def probed(attend: Callable[..., Tensor], **options: Any) -> Any:
+def probed(attend: Callable[..., Tensor], batch: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
-    model, x = Attend(attend), 2 * torch.randn(2, LENGTH, HEADS * WIDTH)
+    model, x = Attend(attend), 2 * torch.randn(batch, LENGTH, HEADS * WIDTH)
     plain = model(x)
     with acutance.probe(model, verify=True, **options) as probe:
         assert torch.allclose(model(x), plain, atol=1e-6, rtol=0)
@@ -91,6 +91,19 @@ def test_one_layer_with_the_rows_of_a_single_call(attend: Any, options: dict[str
     assert layer.status == other.status
     for name in ("n_keys", "entropy", "first_weight", "logit_std"):
         assert torch.allclose(summary.mean(name), expected.mean(name), atol=1e-5, rtol=1e-5)
+
+
+def test_items_of_a_batch_as_many_as_heads_are_no_heads() -> None:
+    summary, expected = probed(one_by_one, HEADS), probed(whole, HEADS)
+    assert [layer.rows for layer in summary.layers] == [layer.rows for layer in expected.layers]
+    assert torch.allclose(summary.mean("entropy"), expected.mean("entropy"), atol=1e-5, rtol=1e-5)
+
+
+def test_a_probe_outside_of_one_that_computes_sees_one_layer_too() -> None:
+    model = Attend(chunks)
+    with acutance.probe(model) as outer, acutance.probe(model, provide=True):
+        model(torch.randn(2, LENGTH, HEADS * WIDTH))
+    assert [layer.module for layer in outer.summary().layers] == ["Attend"]
 
 
 def shared_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

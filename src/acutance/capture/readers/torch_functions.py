@@ -200,7 +200,9 @@ class FunctionCapture(TorchFunctionMode):
             return
         name = self.observer.call_name()
         if name is not None:
-            apart = heads_apart(arguments, heads_of(self.observer.module_of(name)))
+            heads = heads_of(self.observer.module_of(name))
+            apart = heads_apart(arguments, heads)
+            name = self._chunks.name(name, apart, heads)
             shape = apart["query"].shape[:-1]
             self.observer.observe(
                 lambda: sdpa_call(apart, name, cross=is_cross(name)),

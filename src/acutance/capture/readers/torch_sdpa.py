@@ -45,6 +45,8 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, 
 def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, Any]:
     """Arguments whose tensors (B · H, L, E) are (B, H, L, E); others as they are.
 
+    Queries (B, L, E) that are part of a tensor with all heads are those of one head.
+
     Args:
         arguments: arguments of a call of SDPA by name.
         heads: number of heads of the module; None if unknown.
@@ -61,6 +63,9 @@ def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, An
         part.is_nested or part.dim() != 3 or part.shape[0] % heads or part.shape[0] == 0
         for part in parts
     ):
+        return dict(arguments)
+    query = parts[0]
+    if not query.is_contiguous() and query.stride(0) > query.stride(1):
         return dict(arguments)
     apart = {name: part.unflatten(0, (-1, heads)) for name, part in zip(names, parts, strict=True)}
     mask = arguments.get("attn_mask")
