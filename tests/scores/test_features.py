@@ -104,3 +104,13 @@ def test_gates_that_do_not_fit_are_refused() -> None:
         Features(torch.exp, torch.exp, lambda k: k).tile(query, key)
     with pytest.raises(ValueError, match=r"logarithms of gates, at most 0, got 0\.5"):
         Features(torch.exp, torch.exp, lambda k: k[..., 0] * 0 + 0.5).tile(query, key)
+
+
+def test_a_gate_of_zero_leaves_nothing_of_earlier_keys() -> None:
+    query, key = rand(1, 1, 5, 4), rand(1, 1, 5, 4, seed=1)
+    closed = torch.where(torch.arange(5) == 2, -torch.inf, -0.1).expand(1, 1, 5)
+    found = Features(torch.exp, torch.exp, lambda _: closed).tile(query, key)
+    free = Features(torch.exp, torch.exp, lambda _: closed.clamp(min=-0.1)).tile(query, key)
+    same = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool()
+    assert torch.equal(found == 0, ~same[None, None])
+    torch.testing.assert_close(found[..., same], free[..., same])

@@ -344,11 +344,14 @@ class Features:
                     "log_gate must return logarithms of gates, at most 0, got "
                     f"{float(gate.max()):g}"
                 )
-            total = gate.double().cumsum(-1)
+            total = gate.double().clamp(min=_CLOSED).cumsum(-1)
         place = torch.arange(query.shape[2], device=key.device) + (self.offset or 0)
         own = total[..., place.clamp(max=max(0, key.shape[2] - 1))] if key.shape[2] else total
         own = own.repeat_interleave(query.shape[1] // key.shape[1], 1)
         return _Gated(), _with(self.query_map(query), own), _with(self.key_map(key), total)
+
+
+_CLOSED = -1000.0  # the exponential of it and less is 0 in float64 too; of -inf, sums would be NaN
 
 
 def _with(features: Tensor, total: Tensor) -> Tensor:
