@@ -124,7 +124,7 @@ def verify(
         (*dict.fromkeys(notes), *_problems(checker)),
         about,
         tuple(
-            f"{what} of {named_layers(tuple(layers))}" if layers else what
+            f"{what} of {named_layers(tuple(sorted(layers)))}" if layers else what
             for what, layers in checker.left_out.items()
         ),
     )
