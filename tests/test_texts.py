@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,15 @@ def test_pieces_have_the_tokens_of_the_whole_text(kind: Callable[[], Any], tmp_p
         assert list(itertools.chain.from_iterable(parts)) == whole
         assert list(text.tokenised(tokenizer)) == whole
         assert (len(parts) > 6) == (kind is not _backwards)
+
+
+def test_a_run_of_blanks_is_not_cut_where_its_beginning_is_out_of_sight() -> None:
+    def pairs(text: str, **_: Any) -> dict[str, list[int]]:
+        """Two line ends are a token, from the left, as byte pairs merge."""
+        return {"input_ids": [len(part) for part in re.findall(r"\n\n|.|\n", text)]}
+
+    text = ("word" + "\n" * 701) * 500
+    assert Text("blanks", text).tokenised(pairs).tolist() == pairs(text)["input_ids"]
 
 
 class Watched:

@@ -159,8 +159,10 @@ def _place(ids: Callable[[str], list[int]], text: str, stop: int) -> int | None:
             if found < 0:
                 break
             for cut in (found + 1, found):
-                before = ids(text[max(0, cut - _BESIDE) : cut])
-                both = ids(text[max(0, cut - _BESIDE) : cut + _BESIDE])
+                beside = text[max(0, cut - _BESIDE) : cut]
+                if beside.isspace():  # tokens of a run of blanks depend on where it begins
+                    continue
+                before, both = ids(beside), ids(beside + text[cut : cut + _BESIDE])
                 if both[: len(before)] == before:
                     return cut
     return None
