@@ -173,10 +173,12 @@ class LogitGrowth:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; nothing, if it is empty.
 
+        An earlier form counted measurements without their steps: from it, nothing is restored.
+
         Raises:
             ValueError: if something is missing, or of the wrong kind.
         """
-        if not state_dict:
+        if all(isinstance(one, Mapping) and "stride" in one for one in state_dict.values()):
             self.clear()
             return
         if set(state_dict) != {"warmup", "rate", "layers"}:
