@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from acutance.comparison.measured import cpu_seconds, memory_method
+from acutance.comparison.measured import cpu_seconds
 from acutance.kernels import info, library
+from benchmarks.cpu.memory import memory_method
 from benchmarks.cpu.records import Environment, Peak
 
 #: Sizes of square matrices, and channels, height and kernel of convolutions.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from acutance.comparison.measured import MIB, high_water
 from benchmarks.cpu.cases import Case
 from benchmarks.cpu.contenders import CONTENDERS
 from benchmarks.cpu.inputs import make_inputs
@@ -22,6 +24,79 @@ from benchmarks.cpu.records import case_from_dict
 MEMORY_CAP = 6 << 30
 WARM_LENGTH = 64
 ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def high_water(call: Callable[[], object]) -> int:
+    """Bytes by which a call raises the peak resident size, its result included.
+
+    Raises:
+        OSError: if the system does not report it.
+    """
+    _trim()
+    resettable = _resettable()
+    before = _status("VmRSS") if resettable else _largest_so_far()
+    if resettable:
+        _reset_high_water()
+    result = call()
+    peak = _status("VmHWM") if resettable else _largest_so_far()
+    del result
+    return max(0, peak - before)
+
+
+def memory_method() -> str:
+    """How this system reports peak memory, as text."""
+    if _resettable():
+        return "resident high-water mark (VmHWM, reset before the call) above the inputs"
+    if sys.platform == "win32":
+        return "not available on this system"
+    return (
+        "growth of the process's largest resident size (ru_maxrss), a lower bound: the mark "
+        "cannot be reset on this system"
+    )
+
+
+def _status(field_name: str) -> int:
+    """A size from /proc/self/status, bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(field_name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"peak memory cannot be measured: /proc/self/status has no {field_name}")
+
+
+def _reset_high_water() -> None:
+    """Reset the kernel's record of the peak resident size."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def _largest_so_far() -> int:
+    """The process's largest resident size, bytes."""
+    if sys.platform == "win32":
+        raise OSError("peak memory cannot be measured on Windows")
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resettable() -> bool:
+    """Whether the peak resident size can be reset."""
+    try:
+        _reset_high_water()
+        _status("VmHWM")
+    except OSError:
+        return False
+    return True
+
+
+def _trim() -> None:
+    """Return freed memory to the system, so that new allocations are measured; glibc only."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def available_memory() -> int | None:

@@ -44,7 +44,6 @@ def test_every_mechanism_is_read_in_full(name: str) -> None:
         assert 1 <= keys.measured <= result.n
         assert (MECHANISMS[name].theory.law is None) == math.isnan(keys.predicted)
         assert math.isnan(result.seconds)
-        assert math.isnan(result.mib)
 
 
 def test_what_is_read_is_what_the_mechanism_gives() -> None:
@@ -171,14 +170,12 @@ def test_errors_count_heads_not_rows() -> None:
     assert math.isnan(alone["effective_keys"].error)  # its heads differ
 
 
-def test_time_and_memory_are_of_one_head_with_n_rows() -> None:
+def test_time_is_of_one_head_with_n_rows() -> None:
     found = compare(["identity", "linear_elu1"], n=2048, d=16, heads=2, samples=2)
     assert [result.mechanism for result in found.results] == ["identity", "linear_elu1"]
     for result in found.results:
         assert 0 < result.seconds < 60
         assert result.cpu_seconds > 0
-        if not math.isnan(result.mib):
-            assert 0.05 < result.mib < 2048  # the output alone is 0.125 MiB
 
 
 def test_an_interrupt_keeps_what_is_done() -> None:

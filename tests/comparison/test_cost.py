@@ -1,54 +1,19 @@
-"""Seconds of a call, and the memory at its peak."""
+"""Seconds of a call."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import acutance
-from acutance.comparison import measured
-from acutance.comparison.measured import MIB, high_water, memory_method, timed
+from acutance.comparison.measured import timed
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the mark is reset on Linux only")
-
-
-def allocate(mib: int) -> torch.Tensor:
-    return torch.ones(mib * MIB // 4)
-
-
-@linux
-def test_a_deliberate_allocation_is_seen_and_a_former_one_is_not() -> None:
-    allocate(256)
-    assert high_water(lambda: allocate(64)) / MIB == pytest.approx(64, abs=4)
-    assert high_water(lambda: allocate(64).sum()) / MIB == pytest.approx(64, abs=4)
-    assert high_water(lambda: None) / MIB == pytest.approx(0, abs=4)
-
-
-def test_without_a_resettable_mark_the_largest_size_stands_in(monkeypatch) -> None:
-    resource = pytest.importorskip("resource", reason="Windows has no such size")
-
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise OSError(f"{path} is of another system")
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    sizes = itertools.chain([100 * MIB // unit, 164 * MIB // unit])
-    monkeypatch.setattr(Path, "read_text", refuse)
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=next(sizes)))
-    assert high_water(lambda: None) == 64 * MIB
-    assert "a lower bound" in memory_method()
-
-
-@linux
-def test_the_largest_size_so_far_is_in_bytes() -> None:
-    assert 50 * MIB < measured._largest_so_far() < 2**50
 
 
 def test_wall_and_cpu_time_are_told_apart() -> None:

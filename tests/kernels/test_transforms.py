@@ -12,9 +12,11 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from acutance.attend import attention, row_statistics
-from acutance.mechanisms import decay_attention, linear_attention
+from acutance.mechanisms import FEATURE_MAPS
 from acutance.rowstats.metrics import metric_names
 from acutance.scaling import LogN
+from acutance.scores import Features
+from acutance.weights import ReLU
 
 #: Metrics of statistics without the gap histogram.
 EXACT = metric_names(noise=True)
@@ -182,7 +184,9 @@ def test_vmap_goes_over_keys_and_values_of_whole_rows() -> None:
         torch.testing.assert_close(got[1], each)
 
 
-#: calls that go by whole rows, or by sums over keys
+LINEAR = Features(FEATURE_MAPS["elu1"], FEATURE_MAPS["elu1"])
+
+#: calls that go by whole rows
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda q: attention(q, KEY, VALUE, enable_gqa=True, weights="relu2"),
     "cosine": lambda q: attention(
@@ -195,15 +199,11 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
         key_mask=torch.arange(7)[None] < 5,
     ),
     "scaled": lambda q: attention(q, KEY, VALUE, enable_gqa=True, scaling=LogN(train_length=3)),
-    "linear": lambda q: linear_attention(q, KEY, VALUE, enable_gqa=True, is_causal=True),
-    "decay": lambda q: decay_attention(q, KEY, VALUE, enable_gqa=True, decay=0.9),
-    "linear statistics": lambda q: (
-        linear_attention(q, KEY, VALUE, enable_gqa=True, return_stats=True)[1].effective_keys
+    "linear": lambda q: attention(
+        q, KEY, VALUE, enable_gqa=True, is_causal=True, score=LINEAR, weights=ReLU(normalize="sum")
     ),
-    "blockwise": lambda q: (
-        linear_attention(q, KEY, VALUE, enable_gqa=True, return_stats=True, rows="blockwise")[
-            1
-        ].entropy
+    "linear statistics": lambda q: (
+        row_statistics(q, KEY, enable_gqa=True, score=LINEAR, weights=ReLU(normalize="sum")).entropy
     ),
 }
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from acutance import theory
-from acutance.mechanisms import (
-    alibi_decays,
-    decay_attention,
-    decay_statistics,
-    linear_state,
-    linear_step,
-    retnet_decays,
-)
+from acutance import row_statistics, theory
+from acutance.mechanisms import alibi_decays, decay_statistics, retnet_decays
 from acutance.rowstats import WeightStatistics, observe_weights
+from acutance.scores import Features
+from acutance.weights import ReLU
 
 LAMBDAS = [1.0, 1 - 1e-12, 0.999999, 0.9995, 0.99, 0.5, 1e-3, 1e-30]
 
@@ -99,11 +93,14 @@ def test_the_gradient_in_the_decay_is_the_sums(lam: float) -> None:
 def test_attention_without_content_has_these_statistics() -> None:
     ones = torch.ones(1, 4, 500, 1, dtype=torch.float64)
     decay = alibi_decays(4, dtype=torch.float64)
-    _, stats = decay_attention(ones, ones, ones, decay=decay, feature_map="relu", return_stats=True)
+    score = Features(torch.relu, torch.relu, lambda k: decay.log()[:, None].expand(k.shape[:3]))
+    stats = row_statistics(ones, ones, is_causal=True, score=score, weights=ReLU(normalize="sum"))
     want = decay_statistics(torch.arange(1, 501), decay[:, None])
-    assert {"effective_keys", "sparsity"} <= set(stats.available)
-    for name in stats.available:
-        torch.testing.assert_close(stats[name][0], want[name], rtol=1e-11, atol=1e-12)
+    assert {"entropy", "effective_keys", "sparsity"} <= set(want.available)
+    for name in want.available:
+        torch.testing.assert_close(
+            stats[name][0], want[name], rtol=1e-11, atol=1e-12, equal_nan=True
+        )
 
 
 def test_bad_input_is_named() -> None:
@@ -123,112 +120,3 @@ def test_bad_input_is_named() -> None:
         decay_statistics(3, "half")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
         retnet_decays(0)
-
-
-def in_logs(
-    q: Tensor, k: Tensor, decay: Tensor, is_causal: bool, offset: int, visible: Tensor
-) -> dict[str, Tensor]:
-    """Statistics of rows from the logarithms of their weights, in float64."""
-    content = q @ k.mT
-    distance = torch.arange(q.shape[-2])[:, None] + offset - torch.arange(k.shape[-2])
-    seen = visible & ((distance >= 0) | torch.tensor(not is_causal))
-    some = seen & (content > 0)
-    logs = torch.log(torch.where(some, content, 1.0))
-    logs = torch.where(some, logs + distance.abs() * torch.log(decay), -torch.inf)
-    known = some.any(-1)
-    share = torch.softmax(torch.where(known[..., None], logs, 0.0), -1)
-    collision = share.square().sum(-1)
-    first = seen.to(torch.uint8).argmax(-1)[None, None, :, None].expand(*known.shape, 1)
-    found = {
-        "collision": collision,
-        "effective_keys": 1 / collision,
-        "sparsity": torch.rsqrt(seen.sum(-1) * collision),
-        "first_weight": share.gather(-1, first).squeeze(-1),
-        "top_weight": share.amax(-1),
-    }
-    return {name: torch.where(known, metric, torch.nan) for name, metric in found.items()}
-
-
-FEATURES = {
-    "relu2": lambda x: torch.relu(x).square(),
-    "elu1": lambda x: torch.where(x > 0, x + 1, torch.exp(x)),
-    "softmax": lambda x: torch.softmax(x, -1),
-    "hedgehog": lambda x: torch.softmax(torch.cat([x, -x], -1), -1),
-}
-
-
-@pytest.mark.few(24)
-@pytest.mark.parametrize(
-    ("rows", "dtype"),
-    [("sums", torch.float32), ("sums", torch.float64), ("blockwise", torch.float32)],
-)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize(
-    ("decays", "offset"), [((0.5, 0.1), 0), ((1e-3, 0.97), 4000), ((0.1, 0.9), -60)]
-)
-def test_rows_whose_weights_all_underflow_have_their_statistics(
-    decays: tuple[float, float], offset: int, name: str, is_causal: bool, rows: str, dtype: Any
-) -> None:
-    draw = torch.Generator().manual_seed(5)
-    query = torch.randn(1, 2, 90, 4, generator=draw).to(dtype)
-    key, value = torch.randn(2, 1, 2, 20, 4, generator=draw).to(dtype).unbind(0)
-    visible = torch.arange(20) % 5 > 0
-    decay = torch.tensor(decays, dtype=dtype)
-    given = [part.clone().requires_grad_() for part in (query, key, decay)]
-    exact = [part.double().requires_grad_() for part in (query, key, decay)]
-    out, stats = decay_attention(
-        given[0],
-        given[1],
-        value,
-        decay=given[2],
-        feature_map=name,
-        is_causal=is_causal,
-        query_offset=offset,
-        key_mask=visible[None],
-        return_stats=True,
-        rows=rows,  # type: ignore[arg-type]
-    )
-    q, k = (FEATURES[name](part) for part in exact[:2])
-    want = in_logs(q, k, exact[2].view(-1, 1, 1), is_causal, offset, visible)
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-10
-    losses = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
-    for metric in want:
-        if metric not in stats.available:
-            continue
-        found = stats[metric].double()
-        torch.testing.assert_close(
-            found, want[metric], rtol=tolerance, atol=tolerance, equal_nan=True
-        )
-        some = ~want[metric].isnan()
-        losses[0] = losses[0] + found[some].sum()
-        losses[1] = losses[1] + want[metric][some].sum()
-    assert out.isfinite().all()
-    grads = [torch.autograd.grad(losses[0], given), torch.autograd.grad(losses[1], exact)]
-    for one, other in zip(*grads, strict=True):
-        size = float(other.abs().max())
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=10 * tolerance * max(1, size))
-
-
-def test_a_state_keeps_its_keys_through_hidden_tokens() -> None:
-    draw = torch.Generator().manual_seed(3)
-    q, k, v = torch.randn(3, 1, 2, 400, 4, generator=draw).unbind(0)
-    visible = (torch.arange(400) < 30)[None]
-    options: dict[str, Any] = {"feature_map": "elu1", "decay": 0.5}
-    out, stats = decay_attention(q, k, v, key_mask=visible, return_stats=True, **options)
-    state = linear_state(k[:, :, :30], v[:, :, :30], decay=0.5, statistics=True)
-    for start in range(30, 400, 74):
-        part = slice(start, min(start + 74, 400))
-        piece, state, rows = linear_step(
-            state,
-            q[:, :, part],
-            k[:, :, part],
-            v[:, :, part],
-            key_mask=visible[:, part],
-            return_stats=True,
-            **options,
-        )
-        torch.testing.assert_close(piece, out[:, :, part])
-        for name in ("effective_keys", "sparsity", "first_weight"):
-            torch.testing.assert_close(rows[name], stats[name][:, :, part])
-    assert out[:, :, -1].abs().amax() > 0.01

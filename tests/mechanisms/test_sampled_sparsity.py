@@ -18,8 +18,9 @@ from torch import Tensor
 
 import acutance
 from acutance import theory
-from acutance.mechanisms import decay_attention, decay_statistics, linear_attention
-from acutance.weights import Exp, Identity, ReLU2
+from acutance.mechanisms import decay_statistics
+from acutance.scores import Features
+from acutance.weights import Exp, Identity, ReLU, ReLU2
 
 N, ROWS = 65536, 8
 
@@ -70,9 +71,9 @@ def test_nonnegative_linear(d: int, is_causal: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     key = torch.randn(1, ROWS, N, d, generator=generator, dtype=torch.float64)
     query = torch.rand(1, ROWS, 1, d, generator=generator, dtype=torch.float64) + 0.1
-    _, stats = linear_attention(
-        query, key, key[..., :1], feature_map=torch.abs, is_causal=is_causal,
-        query_offset=N - 1, return_stats=True,
+    stats = acutance.row_statistics(
+        query, key, is_causal=is_causal, query_offset=N - 1,
+        score=Features(torch.abs, torch.abs), weights=ReLU(normalize="sum"),
     )  # fmt: skip
     ratio = math.sqrt(math.pi / 2 - 1)
     spread = query.norm(dim=-1) / query.abs().sum(-1)
@@ -83,11 +84,15 @@ def test_nonnegative_linear(d: int, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.999, 0.99999])
 def test_decay(decay: float) -> None:
-    """No sample: the closed form and the scan over 65536 ones agree with it to rounding."""
+    """No sample: the closed form and rows over 65536 ones agree with it to rounding."""
     theta = -math.log(decay)
     want = math.sqrt(math.tanh(N * theta / 2) / (N * math.tanh(theta / 2)))
     stats = decay_statistics(N, torch.tensor(decay, dtype=torch.float64))
     assert float(stats.sparsity) == pytest.approx(want, rel=1e-9)
     ones = torch.ones(1, 1, N, 1, dtype=torch.float64)
-    _, found = decay_attention(ones, ones, ones, decay=decay, feature_map="relu", return_stats=True)
+    score = Features(torch.relu, torch.relu, lambda k: torch.full_like(k[..., 0], decay).log())
+    found = acutance.row_statistics(
+        ones[:, :, :1], ones, is_causal=True, query_offset=N - 1, score=score,
+        weights=ReLU(normalize="sum"),
+    )  # fmt: skip
     assert float(found.sparsity[0, 0, -1]) == pytest.approx(want, rel=1e-9)

@@ -68,9 +68,7 @@ def test_every_score_is_in_the_table() -> None:
 
 def test_every_feature_map_and_decay_is_in_the_table() -> None:
     linear = [entry.form for entry in MECHANISMS.values() if isinstance(entry.form, Linear)]
-    found = [form.feature_map(SIZES) for form in linear]
-    names = {chosen if isinstance(chosen, str) else chosen.name for chosen in found}
-    assert names == set(FEATURE_MAPS)
+    assert {form.feature_map for form in linear} == {*FEATURE_MAPS, "cosformer"}
     assert torch.equal(MECHANISMS["retention"].form.decays(4).float(), retnet_decays(4))  # type: ignore[attr-defined]
     assert torch.equal(MECHANISMS["alibi_decay"].form.decays(4).float(), alibi_decays(4))  # type: ignore[attr-defined]
     assert torch.equal(MECHANISMS["decay"].form.decays(2).float(), torch.tensor([0.9, 0.9]))  # type: ignore[attr-defined]
@@ -173,7 +171,8 @@ def test_a_wrong_name_names_the_nearest() -> None:
     assert find(MECHANISMS["dot"]) is MECHANISMS["dot"]
 
 
-def test_a_gated_unit_has_no_rows_beyond_its_sequence() -> None:
+@pytest.mark.parametrize("name", ["gau", "retention", "decay", "lru"])
+def test_rows_at_the_positions_of_keys_do_not_end_beyond_them(name: str) -> None:
     query, key, value = tensors(rows=5)
     with pytest.raises(ValueError, match="query_offset=38, L=5, S=40"):
-        MECHANISMS["gau"].run(query, key, value, query_offset=38)
+        MECHANISMS[name].run(query, key, value, query_offset=38)

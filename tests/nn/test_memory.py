@@ -11,13 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from acutance.kernels.whole_rows import BLOCK_ELEMENTS
-from acutance.nn import (
-    DecayAttention,
-    GatedAttentionUnit,
-    LinearAttention,
-    MultiheadAttention,
-    Retention,
-)
+from acutance.nn import GatedAttentionUnit, MultiheadAttention
 
 N = 2500  # N² is three blocks of rows
 
@@ -53,8 +47,7 @@ def make(**options: Any) -> MultiheadAttention:
     "module",
     [
         make(), make(weights="relu2"), make(positions="alibi", scaling="ssmax"),
-        GatedAttentionUnit(8, 8), LinearAttention(8, 2), DecayAttention(8, 2),
-        Retention(8, 2), LinearAttention(8, 1, rows="blockwise"),
+        GatedAttentionUnit(8, 8),
     ],
     ids=lambda module: type(module).__name__,
 )  # fmt: skip

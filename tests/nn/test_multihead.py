@@ -186,14 +186,6 @@ def test_it_stands_in_an_encoder_layer_whose_fast_path_leaves_it_alone() -> None
     assert ours.last_statistics is not None
 
 
-def test_remembered_keys_are_recalled() -> None:
-    _, ours = pair(kdim=5, vdim=10)
-    q, k, v = inputs(ours, torch.float64)
-    want, _ = ours(q, k, v, key_padding_mask=padding())
-    got = ours.recall(q, ours.remember(k, v), key_padding_mask=padding())
-    assert torch.equal(got, want)
-
-
 def test_dropout_is_of_the_weights_and_only_in_training() -> None:
     _, ours = pair(dropout=0.5, batch_first=True)
     x = inputs(ours, torch.float64)
@@ -288,7 +280,6 @@ X = torch.zeros(2, 5, 12)
          TypeError, r"key_padding_mask must be boolean \(True hides\) or"),
         (lambda: MultiheadAttention(12, 4)(X, X, X, attn_mask=torch.zeros(3, 3)), ValueError,
          r"attn_mask must have shape \(L, S\) = \(2, 2\) or .* = \(20, 2, 2\), got \(3, 3\)"),
-        (lambda: MultiheadAttention(12, 4, kdim=3).step(X), ValueError, "needs self-attention"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:

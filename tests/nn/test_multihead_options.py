@@ -189,17 +189,18 @@ def test_statistics_and_needed_weights_are_those_of_the_projections(
     {"weights": "relu2", "scaling": scaling.LogN(train_length=4, n_min=1)}, {"add_bias_kv": True},
 ])  # fmt: skip
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_steps_are_one_causal_forward(
+def test_the_last_rows_are_those_of_one_causal_forward(
     options: dict[str, Any], dtype: torch.dtype, tolerance: float
 ) -> None:
     module = MultiheadAttention(32, 4, batch_first=True, **copy.deepcopy(options)).to(dtype)
     x = torch.randn(2, 9, 32, dtype=dtype)
     want, _ = module(x, x, x, is_causal=True)
     rows = module.last_statistics.effective_keys
-    past, outs = None, []
+    outs, end = [], 0
     for piece in x.split([4, 1, 1, 3], 1):
-        out, past = module.step(piece, past)
-        outs.append(out)
+        start, end = end, end + piece.shape[1]
+        keys = x[:, :end]
+        outs.append(module(piece, keys, keys, is_causal=True, query_offset=start)[0])
     torch.testing.assert_close(torch.cat(outs, 1), want, rtol=0, atol=tolerance)
     last = module.last_statistics.effective_keys
     torch.testing.assert_close(last, rows[..., -3:], rtol=0, atol=10 * tolerance)

@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acutance.nn import (
-    DecayAttention,
-    DecoderBlock,
-    GatedAttentionUnit,
-    LinearAttention,
-    MultiheadAttention,
-    Retention,
-)
+from acutance.nn import GatedAttentionUnit, MultiheadAttention
 from acutance.scores import QKNorm
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -25,18 +18,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
         32, 4, batch_first=True, positions="rotary", score=QKNorm(8), weights="sink"
     ),
     "gated": lambda: GatedAttentionUnit(32, 8, positions="rotary"),
-    "linear": lambda: LinearAttention(32, 4),
-    "decay": lambda: DecayAttention(32, 4, learned=True, positions="rotary"),
-    "retention": lambda: Retention(32, 4),
-    "decoder": lambda: DecoderBlock(32, 4, positions="rotary"),
 }
 
 
 def run(module: Any, x: Tensor) -> Tensor:
     if isinstance(module, MultiheadAttention):
         return module(x, x, x, is_causal=True)[0]
-    if isinstance(module, DecoderBlock):
-        return module(x, x.flip(1))
     return module(x, is_causal=True)
 
 

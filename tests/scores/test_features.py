@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import acutance
-from acutance.mechanisms import MECHANISMS, decay_attention
+from acutance.mechanisms import MECHANISMS
+from acutance.rowstats import WeightStatistics, observe_weights
 from acutance.scores import Features
 from acutance.weights import ReLU
 
@@ -79,10 +80,13 @@ def test_a_constant_gate_is_a_decay_far_from_the_start_in_float32() -> None:
         last, key, value, is_causal=True, query_offset=n - 2, score=score,
         weights=ReLU(normalize="sum"), return_stats=True,
     )  # fmt: skip
-    _, want = decay_attention(
-        last, key, value, decay=0.7, feature_map=torch.exp, query_offset=n - 2, return_stats=True
+    distance = torch.arange(n - 2, n)[:, None] - torch.arange(n)
+    decay = torch.where(distance >= 0, 0.7 ** distance.clamp(min=0).double(), 0.0)
+    a = last.double().exp() @ key.double().exp().mT * decay
+    want = WeightStatistics(observe_weights(a, distance >= 0))
+    torch.testing.assert_close(
+        stats.effective_keys.double(), want.effective_keys, rtol=1e-5, atol=0
     )
-    torch.testing.assert_close(stats.effective_keys, want.effective_keys, rtol=1e-5, atol=0)
 
 
 def test_the_table_s_gated_rows_have_the_means_of_theory() -> None:

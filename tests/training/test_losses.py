@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import acutance
 from acutance import training
-from acutance.nn import LinearAttention, MultiheadAttention, recording
+from acutance.nn import GatedAttentionUnit, MultiheadAttention, recording
 from acutance.probing import ProbeError
 
 
@@ -208,9 +208,9 @@ def test_what_cannot_be_regularised_is_said() -> None:
         loss([])
     with pytest.raises(TypeError, match="got Tensor"):
         loss([query])
-    linear = LinearAttention(16, 2)
-    with pytest.raises(ProbeError, match="not a softmax"), training.AttentionWatch(linear):
-        linear(torch.randn(1, 4, 16))
+    unit = GatedAttentionUnit(16, 2)
+    with pytest.raises(ProbeError, match="not a softmax"), training.AttentionWatch(unit):
+        unit(torch.randn(1, 4, 16))
 
 
 @pytest.mark.parametrize(

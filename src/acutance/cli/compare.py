@@ -86,9 +86,7 @@ class CompareOptions:
             help="Use queries and keys written by 'probe --keep-qk' instead of random ones.",
         ),
     ] = None
-    costs: Annotated[
-        bool, typer.Option("--costs/--no-costs", help="Measure time and peak memory.")
-    ] = True
+    costs: Annotated[bool, typer.Option("--costs/--no-costs", help="Measure time.")] = True
     json: JsonTo = None
     figure: Annotated[
         Path | None,
@@ -108,7 +106,7 @@ class CompareOptions:
     },
 )
 def compare(options: CompareOptions) -> None:
-    """Compare attention mechanisms on the same keys: concentration, time and memory.
+    """Compare attention mechanisms on the same keys: concentration and time.
 
     Concentration is measured and, where theory allows it, predicted.
     """

@@ -1,15 +1,12 @@
-"""Run one mechanism on the inputs of a comparison: metrics of its rows, time and memory."""
+"""Run one mechanism on the inputs of a comparison: metrics of its rows, and time."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,17 +17,13 @@ from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import Decay, Gated, Linear, Recurrence, Statistics
 
 __all__ = [
-    "Cost",
-    "MIB",
     "Rows",
     "Seconds",
     "cost",
     "cpu_seconds",
     "fixed_weights",
-    "high_water",
     "mean_and_error",
     "measure",
-    "memory_method",
     "timed",
 ]
 
@@ -109,7 +102,6 @@ def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tenso
     query = inputs.query.detach().clone().requires_grad_()
     out, _ = mechanism.run(
         query, inputs.key, inputs.value, is_causal=inputs.is_causal, query_offset=inputs.offset,
-        rows="sums",
     )  # fmt: skip
     u = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
     gradient = None
@@ -162,46 +154,6 @@ def _heads_rows(values: Tensor) -> Tensor:
 QUICK = 0.1
 
 
-class Cost(NamedTuple):
-    """Wall and process CPU seconds, and peak MiB above the inputs."""
-
-    seconds: float
-    cpu_seconds: float
-    mib: float
-
-
-def cost(mechanism: Mechanism, inputs: Inputs) -> Cost:
-    """Measure time and peak memory of a mechanism, statistics included.
-
-    A warm-up call over 64 rows is not counted. Memory is the rise of the process's resident size
-    during one run; NaN if the system does not report it.
-    """
-    import torch
-
-    def call() -> object:
-        return mechanism.run(
-            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal, rows="sums"
-        )
-
-    timings: list[Seconds] = []
-    with torch.no_grad():
-        few = min(64, inputs.n)
-        parts = (part[:, :, :few] for part in (inputs.query, inputs.key, inputs.value))
-        mechanism.run(*parts, is_causal=inputs.is_causal, rows="sums")
-        try:
-            mib = high_water(lambda: timings.append(timed(call))) / MIB
-        except OSError:
-            mib = math.nan
-            timings.append(timed(call))
-        if timings[0].wall < QUICK:
-            timings += [timed(call) for _ in range(2)]
-    quickest = min(timings, key=lambda each: each.wall)
-    return Cost(quickest.wall, quickest.cpu, mib)
-
-
-MIB = 1 << 20
-
-
 class Seconds(NamedTuple):
     """Wall and process CPU seconds of a call."""
 
@@ -232,79 +184,16 @@ def timed(call: Callable[[], object], repeats: int = 1) -> Seconds:
     return Seconds(wall / repeats, cpu / repeats)
 
 
-def high_water(call: Callable[[], object]) -> int:
-    """Bytes by which a call raises the peak resident size, its result included.
+def cost(mechanism: Mechanism, inputs: Inputs) -> Seconds:
+    """Time of a mechanism, statistics included, after a warm-up over 64 rows."""
 
-    Raises:
-        OSError: if the system does not report it.
-    """
-    _trim()
-    if _resettable():
-        before = _status("VmRSS")
-        _reset_high_water()
-        result = call()
-        peak = _status("VmHWM")
-    else:
-        before = _largest_so_far()
-        result = call()
-        peak = _largest_so_far()
-    del result
-    return max(0, peak - before)
+    def run(tensors: Iterable[Tensor]) -> None:
+        mechanism.run(*tensors, is_causal=inputs.is_causal)
 
-
-def memory_method() -> str:
-    """How this system reports peak memory, as text."""
-    if _resettable():
-        return "resident high-water mark (VmHWM, reset before the call) above the inputs"
-    if sys.platform == "win32":
-        return "not available on this system"
-    return (
-        "growth of the process's largest resident size (ru_maxrss), a lower bound: the mark "
-        "cannot be reset on this system"
-    )
-
-
-def _status(field_name: str) -> int:
-    """A size from /proc/self/status, bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(field_name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(
-        f"peak memory cannot be measured: /proc/self/status has no {field_name}; pass costs=False "
-        "(--no-costs)"
-    )
-
-
-def _reset_high_water() -> None:
-    """Reset the kernel's record of the peak resident size."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-
-
-def _largest_so_far() -> int:
-    """The process's largest resident size, bytes."""
-    if sys.platform == "win32":
-        raise OSError("peak memory cannot be measured on Windows; pass costs=False (--no-costs)")
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _resettable() -> bool:
-    """Whether the peak resident size can be reset."""
-    try:
-        _reset_high_water()
-        _status("VmHWM")
-    except OSError:
-        return False
-    return True
-
-
-def _trim() -> None:
-    """Return freed memory to the system, so that new allocations are measured; glibc only."""
-    gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    tensors = inputs.query, inputs.key, inputs.value
+    with torch.no_grad():
+        run(tensor[:, :, :64] for tensor in tensors)
+        timings = [timed(lambda: run(tensors))]
+        if timings[0].wall < QUICK:
+            timings += [timed(lambda: run(tensors)) for _ in range(2)]
+    return min(timings, key=lambda seconds: seconds.wall)

@@ -23,8 +23,7 @@ from acutance import scaling, theory
 from acutance.comparison.measured import Rows as MeasuredRows
 from acutance.comparison.record import Gaussian, Inputs
 from acutance.mechanisms import Mechanism
-from acutance.mechanisms.entry import Call, Decay, Linear, Recurrence, Rows, Sizes
-from acutance.mechanisms.feature_maps import CallableMap, CosFormer, FeatureMap, feature_map
+from acutance.mechanisms.entry import Call, Decay, FeatureMap, Linear, Recurrence, Rows, Sizes
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
 
@@ -102,10 +101,8 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: flo
     distribution, form = inputs.law, mechanism.form
     variance = inputs.value_variance
     if isinstance(form, Rows) and distribution is not None:
-        call = Call(
-            inputs.query, inputs.key, inputs.value, inputs.is_causal, inputs.offset, False, "sums"
-        )
-        options = form.options_for(call)
+        tensors = inputs.query, inputs.key, inputs.value
+        options = form.options_for(Call(*tensors, inputs.is_causal, inputs.offset, False))
         score = get(options.get("score", "scaled_dot"))
         if isinstance(score, Cosine) and distribution.key_mean == 0:
             tau, d = score.temperature, float(inputs.key.shape[3])
@@ -277,37 +274,34 @@ def feature_moments(form: Linear | Rows, inputs: Inputs) -> tuple[Tensor, Tensor
     """
     heads, group = inputs.query.shape[1], inputs.query.shape[1] // inputs.key.shape[1]
     sizes = Sizes(heads, inputs.key.shape[1], inputs.n, inputs.key.shape[3])
-    chosen: FeatureMap
-    of_query: FeatureMap
     if isinstance(form, Rows):
         score = form.options(sizes)["score"]
-        chosen, of_query = CallableMap(score.key_map), CallableMap(score.query_map)
+        query_map, key_map, name = score.query_map, score.key_map, ""
     else:
-        chosen = of_query = feature_map(form.feature_map(sizes))
-    places = torch.arange(inputs.n)
-    q = of_query(inputs.query.double(), places[inputs.offset :]).flatten(0, 1)
-    if inputs.law is not None and not isinstance(chosen, CosFormer):
-        mean, covariance = _of_law(chosen, inputs.law, inputs.key.shape[3])
+        query_map, key_map = form.maps(inputs.n, inputs.offset)
+        name = form.feature_map
+    q = query_map(inputs.query.double()).flatten(0, 1)
+    if inputs.law is not None and name != "cosformer":
+        mean, covariance = _of_law(key_map, name, inputs.law, inputs.key.shape[3])
         count = q.shape[0]
         return q, mean.expand(count, -1), covariance.expand(count, -1, -1), False
     key = inputs.key.double().repeat_interleave(group, 1).flatten(0, 1)
-    mean, covariance = _key_moments(chosen(key, places))
+    mean, covariance = _key_moments(key_map(key))
     return q, mean, covariance, True
 
 
-def _of_law(chosen: FeatureMap, law: Gaussian, width: int) -> tuple[Tensor, Tensor]:
+def _of_law(key_map: FeatureMap, name: str, law: Gaussian, width: int) -> tuple[Tensor, Tensor]:
     """Mean (width,) and covariance (width, width) of the features of Gaussian keys."""
-    nowhere = torch.zeros(1, dtype=torch.int64)
-    if chosen.name in _COMPONENTWISE:
+    if name in _COMPONENTWISE:
         z = torch.linspace(-12, 12, _GRID, dtype=torch.float64)
         mass = torch.exp(-z.square() / 2) * ((z[1] - z[0]) / math.sqrt(2 * math.pi))
-        x = chosen((law.key_mean + law.key_std * z)[:, None, None], nowhere)[:, 0, 0]
+        x = key_map((law.key_mean + law.key_std * z)[:, None, None])[:, 0, 0]
         mean = (mass * x).sum()
         variance = (mass * (x - mean).square()).sum()
         return mean.expand(width), variance * torch.eye(width, dtype=torch.float64)
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(_DRAWS, width, generator=draw, dtype=torch.float64)
-    return _key_moments(chosen(law.key_mean + law.key_std * z, nowhere))
+    return _key_moments(key_map(law.key_mean + law.key_std * z))
 
 
 def _key_moments(features: Tensor) -> tuple[Tensor, Tensor]:

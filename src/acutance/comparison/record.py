@@ -106,7 +106,6 @@ class Result:
         readings: by the names of :data:`COMPARED`.
         seconds: wall time of one head with L = S = n, statistics included; NaN if not measured.
         cpu_seconds: process CPU time of the same.
-        mib: peak memory of the same above its inputs, output included.
         parameters: parameters of the prediction, means over rows.
     """
 
@@ -116,7 +115,6 @@ class Result:
     readings: Mapping[str, Reading]
     seconds: float = math.nan
     cpu_seconds: float = math.nan
-    mib: float = math.nan
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Reading:
@@ -216,7 +214,6 @@ def _result(result: Result) -> dict[str, Any]:
         },
         "seconds": _json_number(result.seconds),
         "cpu_seconds": _json_number(result.cpu_seconds),
-        "mib": _json_number(result.mib),
         "parameters": {name: _json_number(value) for name, value in result.parameters.items()},
     }
 

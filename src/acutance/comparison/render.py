@@ -64,7 +64,7 @@ class _Table:
         names += ["eff. keys", "theory", "off by"]
         names += ["noise", "tr J"] if wide else []
         names += ["grad"]
-        names += ["s", "MiB"] if costs else []
+        names += ["s"] if costs else []
         for name in names:
             body.add_column(name, justify="right", no_wrap=True)
         last = ""
@@ -83,7 +83,7 @@ class _Table:
                          ("noise_gain", "jacobian_trace")]  # fmt: skip
             line.append(shown(_short(result["query_gradient"].measured)))
             if costs:
-                line += [shown(_short(result.seconds)), shown(_short(result.mib, 2))]
+                line.append(shown(_short(result.seconds)))
             body.add_row("" if result.mechanism == last else result.mechanism, *line)
             last = result.mechanism
         yield body
@@ -167,18 +167,18 @@ def _distance(reading: Reading, encode: Any) -> Text:
     return Text(encode(text.replace("-", "−")), "bold" if abs(away) > _FAR else "")
 
 
-def _short(value: float, digits: int = 3) -> str:
+def _short(value: float) -> str:
     """Format with three significant digits; "–" for NaN."""
     if math.isnan(value):
         return "–"
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 10**digits:
+    if size >= 1000:
         return f"{value:.0f}"
     if size < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
-    places = digits - 1 - math.floor(math.log10(float(f"{size:.{digits - 1}e}")))
+    places = 2 - math.floor(math.log10(float(f"{size:.2e}")))
     return f"{value:.{max(0, places)}f}".replace("-", "−")
 
 
@@ -191,7 +191,7 @@ def legend(comparison: Comparison, wide: bool) -> list[str]:
     if any(not math.isnan(result.seconds) for result in comparison.results):
         threads = comparison.settings["threads"]
         lines.append(
-            "s, MiB: time and memory above the inputs of one head with n rows, including "
-            f"statistics, on {threads} thread{'s' * (threads != 1)}."
+            "s: time of one head with n rows, including statistics, on "
+            f"{threads} thread{'s' * (threads != 1)}."
         )
     return lines

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from acutance.comparison.measured import (
-    Cost,
+    Seconds,
     cost,
     fixed_weights,
     heads_alike,
@@ -86,7 +86,7 @@ def compare(
         seed: random seed.
         source: queries and keys of a model (:meth:`acutance.probing.Probe.queries_keys`); ``d``,
             ``batch``, ``mean`` and ``std`` are then ignored.
-        costs: also measure time and peak memory of one head with n rows.
+        costs: also measure the time of one head with n rows.
         progress: called before each step.
 
     Returns:
@@ -223,7 +223,7 @@ def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) 
         reasons = [measured.why.get(name, ""), predicted.why.get(name, "")]
         reading["why"] = next(filter(None, reasons), "")
         readings[name] = Reading(**reading)
-    spent = Cost(math.nan, math.nan, math.nan) if whole is None else cost(entry, whole)
+    spent = Seconds(math.nan, math.nan) if whole is None else cost(entry, whole)
     count = next(iter(measured.values.values())).numel()
     return Result(entry.name, sampled.n, count, readings, *spent, parameters=predicted.parameters)
 

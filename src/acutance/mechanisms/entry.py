@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,18 +13,11 @@ from torch import Tensor
 
 from acutance.attend import attention
 from acutance.mechanisms.decays import decay_statistics
-from acutance.mechanisms.feature_maps import FeatureMap
-from acutance.mechanisms.linear import decay_attention, linear_attention
-from acutance.mechanisms.lru import (
-    linear_recurrent_unit,
-    lru_decays,
-    lru_parameters,
-)
-from acutance.mechanisms.recurrent import recurrence_statistics
+from acutance.mechanisms.feature_maps import FEATURE_MAPS, cosformer
 from acutance.rowstats import RowStatistics, WeightStatistics
-from acutance.rowstats.weighted import WeightSums
+from acutance.scores import Features
 from acutance.shapes import check_count, check_flag, check_inputs
-from acutance.weights import Sink
+from acutance.weights import Identity, ReLU, Sink
 
 __all__ = [
     "Call",
@@ -40,6 +34,8 @@ __all__ = [
 ]
 
 Statistics: TypeAlias = RowStatistics | WeightStatistics
+#: A function from (..., E) to features (..., F).
+FeatureMap: TypeAlias = Callable[[Tensor], Tensor]
 #: The mechanism of ``acutance.theory.predict`` whose row it is.
 Law = Literal["softmax", "cosine", "relu2", "identity", "linear", "decay"]
 
@@ -62,7 +58,6 @@ class Call(NamedTuple):
     is_causal: bool
     query_offset: int
     noise: bool
-    rows: Literal["sums", "blockwise"]
 
     @property
     def sizes(self) -> Sizes:
@@ -73,6 +68,15 @@ class Call(NamedTuple):
     def grouped(self) -> bool:
         """Whether query heads share key heads."""
         return self.query.shape[1] != self.key.shape[1]
+
+    def check_positions(self, mechanism: str) -> None:
+        """Raise ValueError unless every query has the position of a key."""
+        rows, keys = self.query.shape[2], self.key.shape[2]
+        if self.query_offset + rows > keys:
+            raise ValueError(
+                f"{mechanism} needs query_offset + L <= S, since each of its rows is at the "
+                f"position of a key: got query_offset={self.query_offset}, L={rows}, S={keys}"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Rows(Form):
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
         """Attention with these options."""
-        query, key, value, is_causal, offset, noise, _ = call
+        query, key, value, is_causal, offset, noise = call
         out, stats = attention(
             query, key, value, is_causal=is_causal, query_offset=offset, enable_gqa=call.grouped,
             return_stats=True, noise=noise, **self.options_for(call),
@@ -129,15 +133,15 @@ class Rows(Form):
 
 @dataclass(frozen=True)
 class Linear(Form):
-    """Linear attention: a feature map, with or without decay by distance.
+    r"""Linear attention: rows of :math:`\phi(q) \cdot \phi(k)`, with or without decay.
 
     Args:
-        feature_map: returns φ for given sizes.
+        feature_map: φ, a name of :data:`FEATURE_MAPS` or ``"cosformer"``.
         decays: returns λ of each query head, (Hq,); rows are then causal. None for no decay.
     """
 
     kind: ClassVar[str] = "linear"
-    feature_map: Callable[[Sizes], str | FeatureMap]
+    feature_map: str
     decays: Callable[[int], Tensor] | None = None
 
     @property
@@ -145,20 +149,25 @@ class Linear(Form):
         """True with decay."""
         return self.decays is not None
 
+    def maps(self, keys: int, offset: int) -> tuple[FeatureMap, FeatureMap]:
+        """The functions that map queries, the first of them at ``offset``, and keys."""
+        if self.feature_map != "cosformer":
+            return FEATURE_MAPS[self.feature_map], FEATURE_MAPS[self.feature_map]
+
+        def from_position(start: int) -> FeatureMap:
+            return lambda x: cosformer(
+                x, torch.arange(start, start + x.shape[-2], device=x.device), max(1, keys)
+            )
+
+        return from_position(offset), from_position(0)
+
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Linear or decay attention."""
-        query, key, value, is_causal, offset, _, rows = call
-        phi = self.feature_map(call.sizes)
-        if self.decays is None:
-            return linear_attention(
-                query, key, value, feature_map=phi, is_causal=is_causal, query_offset=offset,
-                enable_gqa=call.grouped, return_stats=True, rows=rows,
-            )  # fmt: skip
-        return decay_attention(
-            query, key, value, decay=self.decays(query.shape[1]).to(query), feature_map=phi,
-            is_causal=is_causal, scale=query.shape[3] ** -0.5, query_offset=offset,
-            enable_gqa=call.grouped, return_stats=True, rows=rows,
-        )  # fmt: skip
+        """Attention weighted by products of features, over their sum unless they are signed."""
+        query_map, key_map = self.maps(call.key.shape[2], call.query_offset)
+        decays = None if self.decays is None else self.decays(call.query.shape[1])
+        return _weighted_by_features(
+            call, query_map, key_map, decays, signed=self.feature_map == "identity"
+        )
 
 
 @dataclass(frozen=True)
@@ -174,22 +183,66 @@ class Decay(Form):
     decays: Callable[[int], Tensor]
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Decay attention, with statistics in closed form."""
-        query, key, value, _, offset, _, _ = call
-        decays = self.decays(query.shape[1]).to(query)
-        out = decay_attention(
-            torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value, decay=decays,
-            feature_map="relu", query_offset=offset, enable_gqa=call.grouped,
-        )  # fmt: skip
-        n = torch.arange(query.shape[2], device=query.device) + offset + 1
-        n = n.clamp(min=0, max=key.shape[2]).expand(query.shape[:3])
-        return out, decay_statistics(n, decays[:, None])
+        """Attention by distance, with statistics in closed form."""
+        rows = call.query.shape[2]
+        decays = self.decays(call.query.shape[1]).to(call.query)
+        out, _ = _weighted_by_features(call, _one, _one, decays)
+        n = torch.arange(rows, device=call.query.device) + call.query_offset + 1
+        return out, decay_statistics(n.expand(call.query.shape[:3]), decays[:, None])
+
+
+def _one(x: Tensor) -> Tensor:
+    """A feature of 1 for each vector."""
+    return torch.ones_like(x[..., :1])
+
+
+def _weighted_by_features(
+    call: Call,
+    query_map: FeatureMap,
+    key_map: FeatureMap,
+    decays: Tensor | None,
+    *,
+    signed: bool = False,
+) -> tuple[Tensor, WeightStatistics]:
+    r"""Attention with the weights :math:`\lambda^{i - j} \phi_q(q_i) \cdot \phi_k(k_j)`.
+
+    Args:
+        call: the call; with decays, every query has the position of a key.
+        query_map: φ_q.
+        key_map: φ_k.
+        decays: λ of each query head, (Hq,), or None. Products are then divided by √E if signed.
+        signed: whether weights have both signs, and are not divided by their sum.
+
+    Returns:
+        The output (B, Hq, L, Ev), and the statistics of the weights.
+    """
+    query, key, value, is_causal, offset, noise = call
+    log_gate: Callable[[Tensor], Tensor] | None = None
+    if decays is not None:
+        call.check_positions("a mechanism with decays")
+        group = query.shape[1] // key.shape[1]  # heads that share keys decay differently
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        rates = decays.to(query).log()[:, None]
+        log_gate = lambda keys: rates.to(keys).expand(keys.shape[:3])  # noqa: E731
+        if signed:
+            query = query * query.shape[3] ** -0.5
+    out, stats = attention(
+        query, key, value, is_causal=is_causal, query_offset=offset, return_stats=True,
+        enable_gqa=query.shape[1] != key.shape[1], noise=noise,
+        score=Features(query_map, key_map, log_gate),
+        weights=Identity(normalize="none") if signed else ReLU(normalize="sum"),
+    )  # fmt: skip
+    assert isinstance(stats, WeightStatistics)
+    return out, WeightStatistics(stats.sums)  # of the weights: products of features are no scores
 
 
 @dataclass(frozen=True)
 class Recurrence(Form):
     r"""A linear recurrent unit over the values; query and key are ignored.
 
+    .. math:: h_t = \lambda h_{t-1} + e^\gamma B u_t, \qquad y_t = \mathrm{Re}(C h_t) + D u_t
+
+    Its parameters have the published initialisation, with λ uniform on a ring in the complex plane.
     Each state counts as a row: fields of its statistics are (1, states, L).
 
     Args:
@@ -204,33 +257,53 @@ class Recurrence(Form):
 
     def decays(self, like: Tensor) -> Tensor:
         r"""Decay :math:`|\lambda|` of each state per step, (states,), on the device of ``like``."""
-        parameters = self._parameters(1, like)
-        return lru_decays(parameters.nu_log, parameters.theta_log).abs()
+        return self._parameters(1, like)[0].abs()
 
-    def _parameters(self, width: int, like: Tensor) -> Any:
-        """Parameters of a linear recurrent unit with ``width`` inputs, from a fixed seed.
+    def _parameters(self, width: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        r"""λ (N,), :math:`e^\gamma B` (N, width), C (width, N) and D (width,), from a fixed seed.
 
-        They are float64 if ``like`` is, else float32, on the device of ``like``.
+        They are of double precision if ``like`` is, on the device of ``like``.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        drawn = lru_parameters(
-            self.states, width, r_min=self.radii[0], r_max=self.radii[1], dtype=dtype,
-            generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
-        return type(drawn)(*(part.to(like.device) for part in drawn))
+        draw = torch.Generator().manual_seed(0)
+        low, high = self.radii
+
+        def uniform() -> Tensor:
+            return 1 - torch.rand(self.states, generator=draw, dtype=torch.float64)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=dtype)
+
+        # an area between circles, not their radii, is divided evenly
+        nu = -0.5 * torch.log(uniform() * (high**2 - low**2) + low**2)
+        theta = 2 * math.pi * uniform()
+        gain = (0.5 * torch.log(-torch.expm1(-2 * nu))).to(dtype).exp()
+        radius = torch.exp(-torch.exp(nu.log().to(dtype)))
+        D, shape = normal(width), (self.states, width)
+        B = torch.complex(normal(*shape), normal(*shape)) / math.sqrt(2 * width)
+        C = torch.complex(normal(*shape[::-1]), normal(*shape[::-1])) / math.sqrt(self.states)
+        decay, B = torch.polar(radius, theta.log().to(dtype).exp()), B * gain[:, None]
+        return decay.to(like.device), B.to(like.device), C.to(like.device), D.to(like.device)
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
         """Run over the whole sequence; return outputs and statistics of the requested rows."""
-        query, _, value, _, offset, _, _ = call
-        parameters = self._parameters(value.shape[3], value)
-        inputs = value.to(parameters.D.dtype)
-        outputs, _ = linear_recurrent_unit(inputs, parameters)
-        out = outputs.repeat_interleave(query.shape[1] // value.shape[1], 1).to(query.dtype)
-        requested = slice(offset, offset + query.shape[2])
-        decays = lru_decays(parameters.nu_log, parameters.theta_log)
-        sums = recurrence_statistics(value.shape[2], decays).sums
-        transposed = WeightSums(*(part.mT[None, :, requested] for part in sums))
-        return out[:, :, requested], WeightStatistics(transposed)
+        call.check_positions("a recurrence")
+        length, group = call.value.shape[2], call.query.shape[1] // call.value.shape[1]
+        decay, B, C, D = self._parameters(call.value.shape[3], call.value)
+        inputs = call.value.to(D.dtype)
+        powers = decay.to(torch.complex128) ** torch.arange(length, device=decay.device)[:, None]
+        kernel = torch.fft.fft(powers.to(decay.dtype), 2 * length, dim=0)
+
+        def unit(u: Tensor) -> Tensor:  # the recurrence is a convolution with the powers of λ
+            spectrum = torch.fft.fft(u.to(B.dtype) @ B.mT, 2 * length, dim=0) * kernel
+            h: Tensor = torch.fft.ifft(spectrum, dim=0)[:length]
+            return (h @ C.mT).real + D * u
+
+        outputs = torch.stack([unit(u) for u in inputs.flatten(0, 1)]).view_as(inputs)
+        out = outputs.repeat_interleave(group, 1).to(call.query.dtype)
+        requested = torch.arange(call.query.shape[2], device=decay.device) + call.query_offset
+        statistics = decay_statistics(requested + 1, decay.abs()[None, :, None])
+        return out[:, :, requested], statistics
 
 
 @dataclass(frozen=True)
@@ -253,13 +326,8 @@ class Gated(Form):
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
         """Attention between the two maps, before the gate."""
+        call.check_positions("a gated attention unit")
         query, key = self.images(call)
-        if query.shape[2] != call.query.shape[2]:
-            raise ValueError(
-                "a gated attention unit needs query_offset + L <= S, since its queries are "
-                f"computed from its keys: got query_offset={call.query_offset}, "
-                f"L={call.query.shape[2]}, S={call.key.shape[2]}"
-            )
         out, stats = attention(
             query, key, call.value, is_causal=call.is_causal, query_offset=call.query_offset,
             weights="relu2", return_stats=True, noise=call.noise,
@@ -323,7 +391,6 @@ class Mechanism:
         is_causal: bool = False,
         query_offset: int = 0,
         noise: bool = False,
-        rows: Literal["sums", "blockwise"] = "blockwise",
     ) -> tuple[Tensor, Statistics]:
         """Run the mechanism; its own parameters, if any, are drawn with a fixed seed.
 
@@ -334,8 +401,6 @@ class Mechanism:
             is_causal: row i sees keys j ≤ i + query_offset; recurrent mechanisms always do.
             query_offset: position of query 0 among the keys.
             noise: also compute ``noise_gain``, if the weights have one.
-            rows: source of linear attention's statistics: "blockwise" gives all metrics, "sums" is
-                O(n).
 
         Returns:
             The output (B, Hq, L, Ev) and the statistics of its rows, fields (B, Hq, L); (1, states,
@@ -343,7 +408,8 @@ class Mechanism:
 
         Raises:
             TypeError: if an argument is of the wrong kind.
-            ValueError: if shapes do not fit.
+            ValueError: if shapes do not fit, or a query of a mechanism with decays, of a recurrence
+                or of a gated unit is beyond the last key.
             ImportError: if the mechanism needs a library that is not installed.
 
         Example:
@@ -358,7 +424,7 @@ class Mechanism:
         check_flag("noise", noise)
         check_count("query_offset", query_offset, 0)
         causal = check_flag("is_causal", is_causal) or self.always_causal
-        return self.form.run(Call(query, key, value, causal, query_offset, noise, rows))
+        return self.form.run(Call(query, key, value, causal, query_offset, noise))
 
 
 def _placed(value: Any, like: Tensor) -> Any:

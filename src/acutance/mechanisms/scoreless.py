@@ -6,28 +6,27 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import elu, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from acutance.mechanisms.decays import alibi_decays, retnet_decays
 from acutance.mechanisms.entry import Decay, Linear, Mechanism, Recurrence, Rows, Theory
-from acutance.mechanisms.feature_maps import FEATURE_MAPS, CosFormer
+from acutance.mechanisms.feature_maps import FEATURE_MAPS
 from acutance.scores import Features
 from acutance.weights import ReLU
 
 __all__ = ["SCORELESS"]
 
-_SUMS = (
-    "From sums over keys, for whole sequences, causal in chunks, or step by step: O(n F Ev) "
-    "time for F features, O(n F²) with sparsity and effective keys, O(n) memory. Entropy and "
-    "the largest weight need rows, block by block in O(n²)."
+_IN_ROWS = (
+    "In blocks of whole rows, with every statistic: O(n²) time and O(n) memory plus one block. Its"
+    " output alone could be had from sums over keys in O(n)."
 )
-_SIGNED_SUMS = (
-    "From sums over keys: O(n F Ev) time, O(n) memory. Absolute values of signed weights are "
-    "not such sums, so their statistics form rows block by block in O(n²)."
+_SIGNED = (
+    "In blocks of whole rows: O(n²) time and O(n) memory plus one block. Absolute values of signed"
+    " weights are not sums over keys; the output alone is, and could be had in O(n)."
 )
-_SCAN = (
-    "By a scan: O(n) time and memory, one state of fixed size while decoding; every statistic "
-    "has a closed form in n and λ."
+_CLOSED = (
+    "Every statistic has a closed form in n and λ, at any length. Its output takes O(n) memory, and"
+    " could be had in O(n) time, with one state of fixed size while decoding."
 )
 _MOMENTS = (
     'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ), where μ and Σ are the mean and covariance of the '
@@ -39,18 +38,27 @@ _NOISY = (
     "their standard deviation. With independent features a larger d makes rows less sparse, "
     "not more."
 )
-_TITLES = {
-    "elu1": ("elu + 1", r"\mathrm{elu}(x) + 1", ""),
-    "relu": ("ReLU", r"\max(x, 0)", ""),
-    "relu2": ("squared ReLU", r"\max(x, 0)^2", ""),
-    "exp": (
-        "exponential", r"e^x", (
-            " Features with a larger standard deviation are noisier and give sharper rows."
-        ),
+#: Of each feature map: title, formula, source, and a sentence to append.
+_MAPS = {
+    "elu1": (
+        "elu + 1", r"\mathrm{elu}(x) + 1", "Katharopoulos et al. (2020), arXiv:2006.16236", ""
     ),
-    "softmax": ("softmax", r"\mathrm{softmax}(x)", ""),
+    "relu": ("ReLU", r"\max(x, 0)", "Kasai et al. (2021), arXiv:2103.13076", ""),
+    "relu2": (
+        "squared ReLU", r"\max(x, 0)^2",
+        "Hua et al. (2022), arXiv:2202.10447, and Zhang et al. (2024), arXiv:2402.04347", "",
+    ),
+    "exp": (
+        "exponential", r"e^x",
+        "Su Jianlin, kexue.fm article 9889; Zhang et al. (2024), arXiv:2402.04347",
+        " Features with a larger standard deviation are noisier and give sharper rows.",
+    ),
+    "softmax": (
+        "softmax", r"\mathrm{softmax}(x)", "Shen et al. (2018), arXiv:1812.01243", ""
+    ),
     "hedgehog": (
         "Hedgehog (softmax of x and −x)", r"\mathrm{softmax}([x, -x])",
+        "Zhang et al. (2024), arXiv:2402.04347",
         " It is meant to be trained to imitate softmax; here its projection is the identity.",
     ),
 }  # fmt: skip
@@ -58,14 +66,15 @@ _TITLES = {
 
 def _linear(name: str) -> Mechanism:
     """The table entry for linear attention with a feature map."""
-    title, phi, more = _TITLES[name]
+    title, phi, source, more = _MAPS[name]
+    phi_code = f'acutance.mechanisms.FEATURE_MAPS["{name}"]'
     return Mechanism(
         f"linear_{name}", f"Linear attention, {title} features",
-        rf"p_j \propto \phi(q) \cdot \phi(k_j), \quad \phi(x) = {phi}",
-        FEATURE_MAPS[name].source, _NOISY + more,
-        Theory(("sparsity_linear", "sparsity_linear_iid"), "linear", _MOMENTS), _SUMS,
-        f'acutance.mechanisms.linear_attention(query, key, value, feature_map="{name}")',
-        Linear(lambda sizes: name),
+        rf"p_j \propto \phi(q) \cdot \phi(k_j), \quad \phi(x) = {phi}", source, _NOISY + more,
+        Theory(("sparsity_linear", "sparsity_linear_iid"), "linear", _MOMENTS), _IN_ROWS,
+        "acutance.attention(query, key, value, score=acutance.scores.Features("
+        f'{phi_code}, {phi_code}), weights=acutance.weights.ReLU(normalize="sum"))',
+        Linear(name),
     )  # fmt: skip
 
 
@@ -84,7 +93,7 @@ def _rings(heads: int) -> Tensor:
     return retnet_decays(heads, dtype=torch.float64)
 
 
-def _decay(name: str, title: str, formula: str, source: str, more: str, decays: str,
+def _decay(name: str, title: str, formula: str, source: str, more: str,
            of: Callable[[int], Tensor]) -> Mechanism:  # fmt: skip
     """The table entry of a mechanism whose weights λ^distance do not depend on the tokens.
 
@@ -94,10 +103,8 @@ def _decay(name: str, title: str, formula: str, source: str, more: str, decays: 
         formula: formula in LaTeX.
         source: paper or article.
         more: a sentence to append on where it can concentrate; may be empty.
-        decays: code of its decays λ, for the example.
         of: returns the decays of a given number of heads, (heads,).
     """
-    ones = "torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value"
     return Mechanism(
         name, title, formula, source,
         "Only on the latest keys: effective keys never exceed (1 + λ)/(1 − λ); sparsity "
@@ -106,8 +113,8 @@ def _decay(name: str, title: str, formula: str, source: str, more: str, decays: 
             ("sparsity_decay", "effective_keys_decay"), "decay",
             'predict("decay", n, lam=λ), the same for every row.',
         ),
-        _SCAN,
-        f'acutance.mechanisms.decay_attention({ones}, decay={decays}, feature_map="relu")',
+        _CLOSED,
+        f'acutance.MECHANISMS["{name}"].run(query, key, value)[0]',
         Decay(of),
     )  # fmt: skip
 
@@ -120,9 +127,10 @@ _IDENTITY = Mechanism(
     Theory(
         ("sparsity_identity",), "identity", 'predict("identity", n, logit_mean=β, logit_std=γ).'
     ),
-    _SIGNED_SUMS,
-    'acutance.mechanisms.linear_attention(query, key, value, feature_map="identity")',
-    Linear(lambda sizes: "identity"),
+    _SIGNED,
+    'acutance.attention(query, key, value, score="dot",'
+    ' weights=acutance.weights.Identity(normalize="none"))',
+    Linear("identity"),
 )  # fmt: skip
 
 _COSFORMER = Mechanism(
@@ -137,16 +145,10 @@ _COSFORMER = Mechanism(
         'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the features'
         " of all keys, positions included: exact for that row, not a prediction.",
     ),
-    _SUMS,
-    "acutance.mechanisms.linear_attention(query, key, value,"
-    " feature_map=acutance.mechanisms.CosFormer(length=key.shape[2]))",
-    Linear(lambda sizes: CosFormer(length=max(1, sizes.keys))),
+    _IN_ROWS,
+    'acutance.MECHANISMS["cosformer"].run(query, key, value)[0]',
+    Linear("cosformer"),
 )  # fmt: skip
-
-_IN_ROWS = (
-    "In blocks of whole rows, with every statistic: O(n²) time and O(n) memory plus one block. Its"
-    " output alone could be had from sums over keys in O(n)."
-)
 
 _TWO_MAPS = Mechanism(
     "linear_two_maps", "Linear attention, exponential queries and ReLU keys",
@@ -165,11 +167,6 @@ _TWO_MAPS = Mechanism(
         "score": Features(torch.exp, torch.relu), "weights": ReLU(normalize="sum")
     }),
 )  # fmt: skip
-
-
-def _elu1(x: Tensor) -> Tensor:
-    """elu(x) + 1 of each component."""
-    return elu(x) + 1
 
 
 def _log_gate(key: Tensor) -> Tensor:
@@ -198,7 +195,8 @@ _GATED = Mechanism(
     ' weights=acutance.weights.ReLU(normalize="sum"))',
     Rows(
         lambda sizes: {
-            "score": Features(_elu1, _elu1, _log_gate), "weights": ReLU(normalize="sum")
+            "score": Features(FEATURE_MAPS["elu1"], FEATURE_MAPS["elu1"], _log_gate),
+            "weights": ReLU(normalize="sum"),
         },
         causal=True,
     ),
@@ -215,11 +213,9 @@ _RETENTION = Mechanism(
         'There is no function for decay and content together; predict("decay", n, lam=λ) '
         "gives the effect of the decay alone.",
     ),
-    "By a chunked scan: O(n F Ev) time, O(n) memory, one state of fixed size while decoding. "
-    "Absolute values of signed weights need rows, block by block in O(n²).",
-    "acutance.mechanisms.decay_attention(query, key, value, scale=key.shape[3] ** -0.5,"
-    " decay=acutance.mechanisms.retnet_decays(query.shape[1]).to(query))",
-    Linear(lambda sizes: "identity", decays=_rings),
+    _SIGNED,
+    'acutance.MECHANISMS["retention"].run(query, key, value)[0]',
+    Linear("identity", decays=_rings),
 )  # fmt: skip
 
 _LRU = Mechanism(
@@ -232,7 +228,7 @@ _LRU = Mechanism(
         ("sparsity_decay", "effective_keys_decay"), "decay",
         'predict("decay", n, lam=|λ|) for each state; the table holds their mean.',
     ),
-    _SCAN,
+    _CLOSED,
     'acutance.MECHANISMS["lru"].run(query, key, value)[0]',
     Recurrence(),
 )  # fmt: skip
@@ -240,18 +236,18 @@ _LRU = Mechanism(
 #: Entries in reading order.
 SCORELESS: tuple[Mechanism, ...] = (
     _IDENTITY,
-    *(_linear(name) for name in _TITLES),
+    *(_linear(name) for name in _MAPS),
     _TWO_MAPS,
     _COSFORMER,
     _decay(
         "decay", "One decay, λ = 0.9", r"a_j = \lambda^{n - j}",
-        "Su Jianlin (2023), https://kexue.fm/archives/9889", "", "0.9", _fixed,
+        "Su Jianlin (2023), https://kexue.fm/archives/9889", "", _fixed,
     ),
     _decay(
         "alibi_decay", "ALiBi's slopes as decays",
         r"a_j = e^{-m_h (n - j)}, \quad m_h = 2^{-8(h+1)/H}",
         "Press, Smith & Lewis (2021), arXiv:2108.12409", " Here λ = exp(−m) in each head.",
-        "acutance.mechanisms.alibi_decays(query.shape[1]).to(query)", _slopes,
+        _slopes,
     ),
     _RETENTION,
     _GATED,

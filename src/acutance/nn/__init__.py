@@ -8,25 +8,15 @@ where a key takes part.
 from __future__ import annotations
 
 from acutance.nn.attention import MultiheadAttention
-from acutance.nn.decoder import DecoderBlock, DecoderState
 from acutance.nn.gated import GatedAttentionUnit
-from acutance.nn.linear import LinearAttention
-from acutance.nn.memory import KeyValues
 from acutance.nn.projections import Alibi, Rotary, rotate
 from acutance.nn.recording import Recorded
-from acutance.nn.retention import DecayAttention, Retention
 
 __all__ = [
     "Alibi",
-    "DecayAttention",
-    "DecoderBlock",
-    "DecoderState",
     "GatedAttentionUnit",
-    "KeyValues",
-    "LinearAttention",
     "MultiheadAttention",
     "Recorded",
-    "Retention",
     "Rotary",
     "rotate",
 ]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as drop_weights
 
 from acutance import scaling as scalings
-from acutance.nn.call import HeldWeights, Score, hold_score
-from acutance.nn.memory import Remembering
-from acutance.nn.projections import Alibi, Positions, Rotary, find_positions
+from acutance.nn.call import HeadCall, HeldWeights, Score, hold_score, translate
+from acutance.nn.projections import (
+    Alibi,
+    Positions,
+    Projected,
+    Rotary,
+    find_positions,
+    join_heads,
+    split_heads,
+)
 from acutance.nn.recording import Recording
 from acutance.scaling import AnyScaling
+from acutance.scores import QKNorm
 from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
 from acutance.weights import Weighting
 
 __all__ = ["MultiheadAttention"]
 
 
-class MultiheadAttention(Remembering):
+class MultiheadAttention(Projected):
     r"""``torch.nn.MultiheadAttention`` with statistics of each attention row.
 
     Arguments up to ``dtype``, and names, shapes and initial values of parameters, are those of
@@ -207,22 +218,116 @@ class MultiheadAttention(Remembering):
                     "query, key and value must have three dimensions, or two without a batch, "
                     f"got {describe(query=query, key=key, value=value)}"
                 )
+        check_flag("need_weights", need_weights)
+        check_flag("is_causal", is_causal)
         batched = query.dim() == 3
         if key_padding_mask is not None and not batched:
             key_padding_mask = check_tensor("key_padding_mask", key_padding_mask).unsqueeze(0)
-        out, weights = self._attend(
+        q, k, v, score = self._heads(
             self._batch_first(query, batched),
-            self._remember(self._batch_first(key, batched), self._batch_first(value, batched), 0),
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            query_offset=query_offset,
-            need_weights=need_weights,
+            self._batch_first(key, batched),
+            self._batch_first(value, batched),
+            query_offset,
         )
+        keys, (k, v) = k.shape[2], self._with_extra(k, v)
+        extra = k.shape[2] - keys
+        masks = translate(
+            attn_mask,
+            key_padding_mask,
+            batch=q.shape[0],
+            heads=self.num_heads,
+            queries=q.shape[2],
+            keys=keys,
+            is_causal=is_causal,
+            extra=extra,
+        )
+        call = HeadCall(
+            q,
+            k,
+            masks,
+            is_causal,
+            query_offset + extra,
+            self._slopes(q),
+            score,
+            self.weights(),
+            self.scaling,
+        )
+        drop, records = self.dropout if self.training else 0.0, self.statistics != "off"
+        if need_weights:
+            self._record(call.statistics() if records else None)
+            weights = drop_weights(call.dense(), drop).to(v.dtype)
+            heads = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+        else:
+            weights = None
+            heads, stats = call.attend(v, dropout_p=drop, statistics=records)
+            self._record(stats)
+        out = self.out_proj(join_heads(heads))
+        if not batched:
+            out = out.squeeze(0)
+        elif not self.batch_first:
+            out = out.transpose(0, 1)
         if weights is not None:
+            weights = torch.cat([weights[..., extra:], weights[..., :extra]], -1)
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
-        return self._as_given(out, batched), weights
+        return out, weights
+
+    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+        """An input as (B, L, E)."""
+        if not batched:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, offset: int
+    ) -> tuple[Tensor, Tensor, Tensor, Score]:
+        """Projected inputs by head, with their positions, and the score that they still need."""
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
+            if x.shape[-1] != width:
+                raise ValueError(
+                    f"{name} must have the width {width}, got {x.shape[-1]} "
+                    f"({describe(**{name: x})})"
+                )
+        if key.shape[:2] != value.shape[:2]:
+            raise ValueError(
+                "key and value must have the same batch size and source length, got "
+                f"{describe(key=key, value=value)}"
+            )
+        if query.shape[0] != key.shape[0]:
+            raise ValueError(
+                f"query and key must have the same batch size: query has B={query.shape[0]}, "
+                f"key has B={key.shape[0]} ({describe(query=query)})"
+            )
+        q = split_heads(self._project(0, query), self.num_heads)
+        k = split_heads(self._project(1, key), self.num_kv_heads)
+        v = split_heads(self._project(2, value), self.num_kv_heads)
+        score = self.score
+        if isinstance(self.positions, Rotary):
+            if isinstance(score, QKNorm):
+                q, k = score(q, k)
+                score = _Scaled(score.scale)
+            q, k = self.positions(q, offset), self.positions(k)
+        return q, k, v, score
+
+    def _slopes(self, like: Tensor) -> Tensor | None:
+        """ALiBi's slopes (Hq,); not a buffer, since casting the module would round them."""
+        if not isinstance(self.positions, Alibi):
+            return None
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return self.positions.of(self.num_heads, dtype=dtype, device=like.device)
+
+    def _with_extra(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, preceded by those of ``add_bias_kv`` and ``add_zero_attn``."""
+        keys, values = [key], [value]
+        if self.add_zero_attn:
+            for tensors in (keys, values):
+                tensors.insert(0, key.new_zeros(*key.shape[:2], 1, self.head_dim))
+        if self.bias_k is not None and self.bias_v is not None:
+            for tensors, bias in ((keys, self.bias_k), (values, self.bias_v)):
+                row = split_heads(bias.to(key.dtype), self.num_kv_heads)
+                tensors.insert(0, row.expand(key.shape[0], -1, -1, -1))
+        return (torch.cat(keys, 2), torch.cat(values, 2)) if len(keys) > 1 else (key, value)
 
     def extra_repr(self) -> str:
         """The sizes, for ``print``."""
@@ -232,3 +337,13 @@ class MultiheadAttention(Remembering):
             f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
             f"{score}, scaling={self.scaling}, positions={self.positions}"
         )
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A dot-product score of normalised vectors, with the scale of the original score."""
+
+    scale: float
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return query, key, self.scale

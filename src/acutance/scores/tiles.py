@@ -331,20 +331,18 @@ class Features:
         """Features, with the summed log gates appended in two parts, as float32 alone is coarse."""
         check_pair(query, key)
         query, key = precise(query), precise(key)
-        total = key.new_zeros(key.shape[:3], dtype=torch.float64)
-        if self.log_gate is not None:
-            gate = self.log_gate(key)
-            if gate.shape != key.shape[:3]:
-                raise ValueError(
-                    f"log_gate must return (B, H, S) = {tuple(key.shape[:3])}, got "
-                    f"{tuple(gate.shape)}"
-                )
-            if not torch.compiler.is_compiling() and bool((gate > 0).any()):
-                raise ValueError(
-                    "log_gate must return logarithms of gates, at most 0, got "
-                    f"{float(gate.max()):g}"
-                )
-            total = gate.double().clamp(min=_CLOSED).cumsum(-1)
+        if self.log_gate is None:
+            return _Products(), self.query_map(query), self.key_map(key)
+        gate = self.log_gate(key)
+        if gate.shape != key.shape[:3]:
+            raise ValueError(
+                f"log_gate must return (B, H, S) = {tuple(key.shape[:3])}, got {tuple(gate.shape)}"
+            )
+        if not torch.compiler.is_compiling() and bool((gate > 0).any()):
+            raise ValueError(
+                f"log_gate must return logarithms of gates, at most 0, got {float(gate.max()):g}"
+            )
+        total = gate.double().clamp(min=_CLOSED).cumsum(-1)
         place = torch.arange(query.shape[2], device=key.device) + (self.offset or 0)
         own = total[..., place.clamp(max=max(0, key.shape[2] - 1))] if key.shape[2] else total
         own = own.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -361,7 +359,17 @@ def _with(features: Tensor, total: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Gated:
+class _Products:
+    """Products of features."""
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        return dot_tile(Dot(), query, key)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        return self, query, key
+
+
+class _Gated(_Products):
     """Products of features, times the exponential of minus the difference of their last two."""
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
@@ -370,6 +378,3 @@ class _Gated:
         high, low = (own - key[:, :, None, None, :, -2:]).flatten(1, 2).unbind(-1)
         scores: Tensor = products * (high + low).abs().neg().exp()
         return scores
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        return self, query, key
