@@ -30,7 +30,7 @@ AVX2 = env ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 OPENBLAS_CORETYPE=$${OPENBLAS_
 	NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512_ICL AVX512_SPR" ACUTANCE_CPU=avx2 TEST_THREADS=2
 
 # Tests of what is in no other environment, and of PEFT and the trainers beside it.
-INTEGRATIONS = $(addprefix tests/training/test_,trl.py torchtitan.py trackers.py qk_clip_lora.py monitor_trainers.py)
+INTEGRATIONS = $(addprefix tests/contract/training/test_,trl.py torchtitan.py trackers.py qk_clip_lora.py monitor_trainers.py)
 
 # What `make wheel` built, installed where no compiler and no source is seen.
 INSTALLED := build/installed
@@ -76,7 +76,7 @@ oldest: ## `test` with the oldest versions that pyproject.toml admits, in .venv-
 
 integrations: .venv-integrations/.done .venv-litgpt/.done ## monitors in TRL, torchtitan and litgpt, and what trackers store
 	.venv-integrations/bin/python -m pytest --numprocesses auto -m "" $(INTEGRATIONS)
-	.venv-litgpt/bin/python -m pytest -m "" tests/training/test_litgpt.py
+	.venv-litgpt/bin/python -m pytest -m "" tests/contract/training/test_litgpt.py
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)

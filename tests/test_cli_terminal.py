@@ -28,7 +28,7 @@ from acutance.escapes import in_spreadsheet, visible
 from acutance.extras import install
 from acutance.report.exports import csv_bytes
 from acutance.report.screen import Screen, note
-from tests.tiny_gguf import write_gguf
+from tests.contract.tiny_gguf import write_gguf
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 HOSTILE = "a[/]b[red]c\x1b]0;owned\x07\u202e:smile:"

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
     "data", "escapes", "extras", "files", "from_json", "compiling", "masks", "shapes",
     "check_masks", "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend",
-    "structure", "mechanisms", "nn", "testing", "capture", "diagnose", "summary", "report",
+    "structure", "mechanisms", "nn", "capture", "diagnose", "summary", "report",
     "probing", "corpus", "serving", "calibration", "caching", "judging", "extending",
-    "training", "verification", "experiments", "reproduce", "comparison", "cli",
+    "training", "verification", "experiments", "reproduce", "comparison", "cli", "testing",
 ]  # fmt: skip
 MODULE = re.compile(rf"acutance\.({'|'.join(STAGES)})(\.[a-z_0-9]+)*")
 FACADES = {

@@ -7,17 +7,13 @@ state, its table and the queries and keys; lengths 8 to 32 for the law and its c
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import safetensors.torch
 
-from acutance import Law
 from acutance.calibration.fit.progress import Progress
-from acutance.probing import load, load_queries_keys, load_state
+from acutance.probing import load, load_state
 from acutance.report.exports import csv_bytes
-from acutance.reproduce import load as load_record
-
-SAVED = Path(__file__).parent / "saved_by_0_1_0"
+from tests.contract.test_saved_by_0_1_0 import SAVED
 
 
 def test_a_state() -> None:
@@ -28,30 +24,8 @@ def test_a_state() -> None:
     assert csv_bytes(summary.to_arrow()) == (SAVED / "state.csv").read_bytes()
 
 
-def test_queries_and_keys(tmp_path: Path) -> None:
-    sample = load_queries_keys(SAVED / "queries_keys.safetensors")
-    sample.save(tmp_path / "again.safetensors")
-    assert tensors(tmp_path / "again.safetensors") == tensors(SAVED / "queries_keys.safetensors")
-
-
-def tensors(path: Path) -> dict[str, list[float]]:
-    return {name: tensor.tolist() for name, tensor in safetensors.torch.load_file(path).items()}
-
-
-def test_a_law(tmp_path: Path) -> None:
-    Law.load(SAVED / "law.json").save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (SAVED / "law.json").read_bytes()
-
-
 def test_a_calibration_under_way() -> None:
     with safetensors.safe_open(SAVED / "calibration.safetensors", "pt") as file:
         settings = json.loads(file.metadata()["settings"])
     progress = Progress.resume(SAVED / "calibration.safetensors", settings)
     assert len(progress.passes) == 2
-
-
-def test_a_record() -> None:
-    loaded = load_record(SAVED / "record.json")
-    written = json.loads((SAVED / "record.json").read_text(encoding="utf-8"))
-    assert loaded.name == written["name"]
-    assert len(loaded.rows) == len(written["rows"]) > 0

@@ -1,4 +1,4 @@
-r"""Make tests/theory/reference_cosine.json, what the functions of a cosine row must return.
+r"""Make tests/contract/theory/reference_cosine.json, values of a cosine row.
 
 Run it from the repository's root:
 
@@ -22,7 +22,7 @@ from typing import Any
 import mpmath as mp
 from mpmath import mpf
 
-REFERENCE = Path("tests/theory/reference_cosine.json")
+REFERENCE = Path("tests/contract/theory/reference_cosine.json")
 DIGITS = 60
 
 GIVEN: list[tuple[str, dict[str, Any], float, float]] = [

@@ -1,4 +1,4 @@
-r"""Make tests/theory/reference_closed_forms.json, what the closed forms of ``acutance.theory`` are.
+r"""Make tests/contract/theory/reference_closed_forms.json, values of the closed forms.
 
 Run it from the repository's root, after a change of the cases below:
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from mpmath import mp, mpf
 
-REFERENCE = Path(__file__).parents[1] / "tests" / "theory" / "reference_closed_forms.json"
+REFERENCE = Path(__file__).parents[1] / "tests/contract/theory/reference_closed_forms.json"
 TOLERANCE = 1e-12
 mp.dps = 400  # Phi(-1e8) is cancelled to its eighth inverse power, and scales of 1e-100 squared
 

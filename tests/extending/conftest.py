@@ -1,20 +1,5 @@
-"""Text for the tests of acutance.extend, the same under every version of Python."""
+"""Text, the same under every version of Python."""
 
-from __future__ import annotations
+from tests.contract.extending.conftest import windows
 
-from pathlib import Path
-
-import pytest
-import torch
-from torch import Tensor
-
-from acutance.experiments.models import texts
-
-#: Source code that the package's decoder was not trained on.
-CODE = Path(__file__).parents[1] / "data" / "code.txt"
-
-
-@pytest.fixture(scope="package")
-def windows() -> Tensor:
-    """Eight windows of 512 bytes."""
-    return texts.sample_windows(texts.read([CODE]), 512, 8, torch.Generator().manual_seed(0))
+__all__ = ["windows"]

@@ -1,16 +1,5 @@
-"""Modules are tested on small tensors: one thread, since two would mostly wait for each other."""
+"""One thread."""
 
-from __future__ import annotations
+from tests.contract.nn.conftest import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]

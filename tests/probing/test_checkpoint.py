@@ -7,30 +7,18 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 import acutance
-from acutance.calibration import Law
-from acutance.cli import app
+from acutance import testing
 from acutance.corpus import load_model
 from acutance.probing import load_state
-
-Edit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 8
-SIZES = {"vocab_size": 30522, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-
-
-def _config(kind: str) -> Any:
-    import transformers
-
-    rope = {"max_position_embeddings": 64, "num_attention_heads": 2}
-    return getattr(transformers, f"{kind}Config")(**SIZES, **rope)
+from tests.contract.probing.test_checkpoint import TEXT, Edit, _config, _one_layer
+from tests.contract.trained import encoder
 
 
 @pytest.fixture
@@ -46,7 +34,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / "model"
         getattr(transformers, name)(_config(kind[0])).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-            shutil.copy(Path(load_model._embedded()) / file, folder)
+            shutil.copy(Path(encoder()) / file, folder)
         if edit is not None:
             path = folder / "model.safetensors"
             save_file(edit(load_file(path)), path, metadata={"format": "pt"})
@@ -57,10 +45,6 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 
 def _prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"module.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _one_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if ".layer.1." not in name}
 
 
 def _flipped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,35 +106,19 @@ def test_every_output_says_what_did_not_load(saved: Callable[..., Path], tmp_pat
     folder, text = saved("BertModel", _one_layer), tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     given = ["probe", str(folder), "--text", str(text), "--length", "16"]
-    refused = CliRunner().invoke(app, given)
+    refused = testing.run(given)
     assert refused.exit_code == 1
     assert "encoder.layer.1.attention" in refused.output
     out, page, state = (tmp_path / name for name in ("o.json", "o.html", "o.state"))
     given += ["--json", str(out), "--report", str(page), "--save", str(state), "--allow-missing"]
-    allowed = CliRunner().invoke(app, given)
+    allowed = testing.run(given)
     assert allowed.exit_code == 0, allowed.output
     said = "16 tensors missing from its files"
     assert f"The model did not load: {said}" in " ".join(allowed.output.split())
     assert said in json.loads(out.read_text())["about"]["weights_not_loaded"]
     assert said in load_state(state).summary.about["weights_not_loaded"]
-    shown = CliRunner().invoke(app, ["diff", str(state), str(state)])
+    shown = testing.run(["diff", str(state), str(state)])
     assert said in " ".join(shown.output.split())
     from acutance.report.html_page.data import _record
 
     assert said in _record(acutance.load(state))["notices"][0]
-
-
-def test_a_law_says_that_its_model_did_not_load(saved: Callable[..., Path], tmp_path: Path) -> None:
-    folder, text = saved("BertModel", _one_layer), tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    law, out = tmp_path / "law.json", tmp_path / "o.json"
-    given = ["calibrate", str(folder), "--text", str(text), "--lengths", "16,32", "--passes", "2"]
-    refused = CliRunner().invoke(app, given)
-    assert refused.exit_code == 1
-    assert "16 tensors missing" in refused.output
-    given += ["--allow-missing", "-o", str(law), "--json", str(out)]
-    allowed = CliRunner().invoke(app, given)
-    assert allowed.exit_code == 0, allowed.output
-    assert "The model did not load: 16 tensors" in " ".join(allowed.output.split())
-    assert "16 tensors" in str(Law.load(law).weights_not_loaded)
-    assert "16 tensors" in json.loads(out.read_text())["law"]["weights_not_loaded"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import warnings
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from acutance.cli import app
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
 from acutance.training.growth import SETTLING, growth_limit
 from acutance.training.replay import read_log, replay
+from tests.contract.training.test_replay import run
 
 NAME = "attention/layers.{}.attn/logit_std"
 
@@ -30,10 +28,6 @@ def written(path: Path, logits: list[float], **more: Any) -> Path:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["alarms", *map(str, arguments)])
 
 
 def growing(log: Path) -> list[Alarm]:
@@ -101,7 +95,7 @@ def test_logits_that_are_not_finite_alarm(tmp_path: Path, value: str) -> None:
     assert json.dumps(replayed.to_dict(), allow_nan=False)
     result = run(log, "--figure", tmp_path / "out.svg")
     assert result.exit_code == 0, result.output
-    assert "layers.1.attn not finite 50" in " ".join(result.stdout.split())
+    assert "layers.1.attn not finite 50" in " ".join(result.out.split())
 
 
 def test_logits_that_become_nan_alarm_as_the_monitor_did(tmp_path: Path) -> None:
@@ -122,7 +116,7 @@ def test_logits_that_become_nan_alarm_as_the_monitor_did(tmp_path: Path) -> None
             monitor.step()
     found = [(one.kind, one.layer, one.step) for one in replay(read_log(log)).alarms]
     assert found == [("large_logit", "", 3), ("not_finite", "", 5)]
-    assert "not finite" in run(log).stdout
+    assert "not finite" in run(log).out
 
 
 def test_a_log_of_nothing_finite_alarms() -> None:
@@ -179,68 +173,11 @@ def test_the_command(tmp_path: Path) -> None:
     log = written(tmp_path / "run.jsonl", [10.0] * 17 + [10.0 * 1.1 * limit], loss=2.0)
     result = run(log, "--json", tmp_path / "out.json", "--figure", tmp_path / "out.png")
     assert result.exit_code == 0, result.output
-    assert "layers.1.attn" in result.stdout
-    assert "layers.0.attn" not in result.stdout
+    assert "layers.1.attn" in result.out
+    assert "layers.0.attn" not in result.out
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert set(report["loss"]["values"]) == {2.0}
     assert report["grad_norm"] == {"steps": [], "values": []}
     assert [(one["layer"], one["step"]) for one in report["alarms"]] == [("layers.1.attn", 180)]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert "No alarm." in run(log, "--false-alarms", 0.01).stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments", "words"),
-    [
-        ("x\n", (), "line 1: not JSON that can be read"),
-        ('{"loss": 2}\n', (), "line 1: expected a JSON object with a whole number 'step'"),
-        ('{"step": 1, "loss": 2}\n', (), "the log has no standard deviations of logits"),
-        ("", (), "the log has no standard deviations of logits"),
-        (
-            '{"step": 1, "loss": 1' + "0" * 400 + "}\n",
-            (),
-            "line 1: not JSON that can be read: numbers must be finite, got 1000",
-        ),
-        (
-            '{"step": 1, "loss": 1' + "0" * 9000 + "}\n",
-            (),
-            "line 1: not JSON that can be read: numbers must be finite, got 1000",
-        ),
-        ('{"step": 1' + "0" * 40 + "}\n", (), "with a whole number 'step' of at most"),
-        ('{"step": 1, "x": ' + "[" * 100_000 + "\n", (), "line 1: it is nested too deeply"),
-        ('{"step": 1}\n', ("--false-alarms", 0), "must be a number above 0"),
-        ('{"step": 1}\n', ("--figure", "out.pdf"), "must end in .png or .svg"),
-    ],
-)
-def test_misuse_ends_with_a_sentence_and_status_2(
-    tmp_path: Path, text: str, arguments: tuple[Any, ...], words: str
-) -> None:
-    log = tmp_path / "run.jsonl"
-    log.write_text(text, encoding="utf-8")
-    result = run(log, *arguments)
-    assert result.exit_code == 2
-    assert words in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize("name", ["run.jsonl", "trainer_state.json"])
-def test_a_pipe_or_device_is_no_log(tmp_path: Path, name: str) -> None:
-    pipe, zeros = tmp_path / name, tmp_path / f"zeros-{name}"
-    os.mkfifo(pipe)
-    zeros.symlink_to("/dev/zero")
-    for path in (pipe, zeros):
-        result = run(path)
-        assert result.exit_code == 1
-        assert "is a pipe or a device, not a file" in " ".join(result.output.split())
-    state = tmp_path / "state.json"
-    state.write_text('{"log_history": ' + "[" * 100_000, encoding="utf-8")
-    result = run(state)
-    assert result.exit_code == 2
-    assert "state.json: it is nested too deeply" in " ".join(result.output.split())
-
-
-def test_a_state_without_history_is_misuse(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    path.write_text("{}", encoding="utf-8")
-    result = run(path)
-    assert result.exit_code == 2
-    assert "has no list 'log_history'" in " ".join(result.output.split())
+    assert "No alarm." in run(log, "--false-alarms", 0.01).out
