@@ -21,7 +21,7 @@ SLOW = (
 COMMAND = "from acutance.cli import app; app({arguments!r}.split(), standalone_mode=False)"
 
 # each costs the start of a process
-BACKENDS = ("auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("blocked", "dense")))
+BACKENDS = ("auto", pytest.param("blocked", marks=pytest.mark.slow))
 
 
 def loaded(code: str) -> set[str]:

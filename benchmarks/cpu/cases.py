@@ -183,7 +183,7 @@ def _forward() -> Iterable[Case]:
         goals: tuple[str, ...] = (f"forward-{kind}", "forward-avx2")
         contenders: tuple[str, ...] = (*PAIR, "acutance-avx2")
         if not wide and n <= 4096:
-            contenders = (*EVERYONE, *["dense"] * (n == 1024))
+            contenders = EVERYONE
             goals = (*goals, "blocked-1", "blocked-2")
         elif not wide and n == 16384:
             contenders = (*contenders, "blocked", "entropy-trick")

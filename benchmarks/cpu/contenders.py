@@ -276,12 +276,6 @@ CONTENDERS: dict[str, Contender] = {
         partial(ours, backend="blocked"),
         wide=True,
     ),
-    "dense": Contender(
-        'acutance with backend="dense": whole maps',
-        partial(ours, backend="dense"),
-        maps=6,
-        wide=True,
-    ),
     "statistics": Contender(
         "row_statistics(…): nine statistics read, no output",
         partial(ours, values=False),

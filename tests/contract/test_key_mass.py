@@ -15,7 +15,7 @@ from acutance import weights as weightings
 from acutance.rowstats import dense_statistics
 from acutance.testing import MASKS, AttentionCase, attention_case, score_error
 
-BACKENDS = ["auto", "blocked", "dense"]
+BACKENDS = ["auto", "blocked"]
 
 
 @pytest.fixture(autouse=True)
@@ -176,5 +176,5 @@ def test_errors_name_the_argument() -> None:
     mask = torch.ones(3, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"attn_mask .*exclude"):
         acutance.key_mass(query, key, attn_mask=mask, is_causal=True, enable_gqa=True)
-    with pytest.raises(ValueError, match="backend='dense' supports only softmax of dot products"):
-        acutance.key_mass(query, key, weights="relu2", backend="dense", enable_gqa=True)
+    with pytest.raises(ValueError, match="backend='native' supports only softmax of dot products"):
+        acutance.key_mass(query, key, weights="relu2", backend="native", enable_gqa=True)

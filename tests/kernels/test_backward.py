@@ -41,7 +41,7 @@ def test_memory_does_not_hold_a_matrix() -> None:
     assert largest_tensor(2 * length) <= 2 * most
 
 
-@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "dense", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "native", "blocked", "triton"])
 @pytest.mark.parametrize(
     "shape",
     [

@@ -29,7 +29,6 @@ needs_native = pytest.mark.skipif(not HERE, reason=str(library.load()))
 CPU_BACKENDS = [
     pytest.param("native", marks=needs_native),
     "blocked",
-    "dense",
 ]
 SMOOTH = [name for name in EXACT if name not in ("n_keys", "noise_gain")]
 
@@ -160,7 +159,6 @@ def test_auto_takes_the_native_kernel_where_it_can() -> None:
     [
         pytest.param("native", {"dropout_p": 0.1}, 8, "dropout", marks=needs_native),
         pytest.param("native", {}, 257, "heads wider than 256", marks=needs_native),
-        ("dense", {"dropout_p": 0.1}, 8, "dropout"),
     ],
 )
 def test_a_backend_that_cannot_says_why(
@@ -175,7 +173,7 @@ def test_a_backend_that_cannot_says_why(
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
     query = normal(1, 1, 2, 8)
-    names = "'auto', 'native', 'blocked', 'triton', 'dense'"
+    names = "'auto', 'native', 'blocked', 'triton'"
     for given in ("fast", None, 3):
         with pytest.raises(ValueError, match=rf"^backend must be one of {names}, got {given!r}$"):
             row_statistics(query, query, backend=given)  # type: ignore[call-overload]
@@ -203,7 +201,6 @@ def test_the_environment_names_a_backend_for_the_calls_it_can_take(
     narrow = wide[..., :3]
     fastest = "native" if HERE else "blocked"
     for name, backends in {
-        "dense": ["dense", "dense"],
         "blocked": ["blocked", "blocked"],
         "native": [fastest, "blocked"],
     }.items():
@@ -221,10 +218,10 @@ import acutance, torch
 query = torch.ones(1, 1, 2, 3)
 print(acutance.row_statistics(query, query).backend)
 """
-    environment = os.environ | {"ACUTANCE_BACKEND": "dense"}
+    environment = os.environ | {"ACUTANCE_BACKEND": "blocked"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "dense\n"
+    assert done.stdout == "blocked\n"
 
 
 def test_without_the_library_everything_still_works(

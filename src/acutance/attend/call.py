@@ -20,7 +20,7 @@ from acutance.kernels.hidden import constant_where_not_finite
 from acutance.kernels.key_mass import from_output
 from acutance.kernels.key_mass import key_mass as softmax_key_mass
 from acutance.kernels.ops import attend_rows
-from acutance.kernels.whole_rows import WeighedRows, weigh_rows
+from acutance.kernels.whole_rows import ScoreTile, WeighedRows, weigh_rows, whole_weights
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, apply_scaling, visible_keys
 from acutance.scores import DotScore, Features, ScaledDot, ScaleInvariant, TileScore
@@ -39,10 +39,11 @@ __all__ = [
     "key_mass",
     "run",
     "run_key_mass",
+    "weights_of",
 ]
 
 
-Backend: TypeAlias = Literal["auto", "native", "blocked", "triton", "dense"]
+Backend: TypeAlias = Literal["auto", "native", "blocked", "triton"]
 
 #: A score, or a function that makes a tile of scores.
 Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]
@@ -103,6 +104,30 @@ def run(
 def run_key_mass(query: Tensor, key: Tensor, options: Options) -> Tensor:
     """Validate a call and sum its weights over rows, (B, Hq, S)."""
     return _validated(query, key, None, options).key_mass()
+
+
+def weights_of(
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    weights: str | Weighting = "softmax",
+    score: str | Score = "scaled_dot",
+    scaling: str | AnyScaling | None = None,
+    **masks: Unpack[MaskOptions],
+) -> Tensor:
+    """The weights (B, Hq, L, S) of a call, float32 at least, all in memory at once.
+
+    The arguments are those of :func:`acutance.row_statistics`.
+    """
+    options = Options(
+        attn_mask, is_causal, masks, scale, enable_gqa, score=score, weights=weights,
+        scaling=scaling,
+    )  # fmt: skip
+    return _validated(query, key, None, options).weights()
 
 
 def _validated(query: Tensor, key: Tensor, value: Tensor | None, options: Options) -> _Call:
@@ -243,6 +268,17 @@ class _Call:
 
         return from_output(self.inputs, output)
 
+    def weights(self) -> Tensor:
+        """The weights of every row, (B, Hq, L, S)."""
+        return whole_weights(self.inputs, *self._rule_of_rows())
+
+    def _rule_of_rows(self) -> tuple[Weighting, Tensor | None, ScoreTile | None]:
+        """Weighting, factor of each row and score function of whole rows."""
+        sinks = self.inputs.rule.sinks
+        weighting = self.weighting if sinks is None else Sink(sinks)
+        tile = None if isinstance(self.score, DotScore) else self.score.tile
+        return weighting, self.row_scale, tile
+
     def _whole_rows(self, streams: bool) -> WeighedRows:
         """Output and statistics from blocks of whole rows.
 
@@ -254,10 +290,7 @@ class _Call:
                 f"backend={self.backend!r} supports only softmax of dot products; other "
                 "weights and scores are computed in plain PyTorch, in blocks of rows"
             )
-        sinks = self.inputs.rule.sinks
-        weighting = self.weighting if sinks is None else Sink(sinks)
-        tile = None if isinstance(self.score, DotScore) else self.score.tile
-        return weigh_rows(self.inputs, weighting, row_scale=self.row_scale, score=tile)
+        return weigh_rows(self.inputs, *self._rule_of_rows())
 
 
 def _state(sums: Sums, sinks: Tensor | None) -> RowState:

@@ -140,8 +140,8 @@ def attention(
         weights: a name or a weighting of :mod:`acutance.weights`.
         scaling: a name or a law of :mod:`acutance.scaling`; its factor for the row's number of
             visible keys multiplies the query, after ``score`` has transformed it.
-        backend: the kernel: "native" (compiled, CPU), "triton" (CUDA), "blocked" (plain PyTorch
-            anywhere) or "dense" (the whole matrix); "auto" is the fastest that supports the call.
+        backend: the kernel: "native" (compiled, CPU), "triton" (CUDA) or "blocked" (plain PyTorch
+            anywhere); "auto" is the fastest that supports the call.
             The statistics' attribute ``backend`` says which was used.
 
     Returns:

@@ -1,7 +1,7 @@
 """Choose the backend of a call by device, dtype, widths and options.
 
 ``native`` is the compiled CPU kernel, ``triton`` the CUDA one, ``blocked`` plain PyTorch on any
-device and the reference for behaviour, ``dense`` the whole matrix in plain PyTorch.
+device and the reference for behaviour.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 from torch.compiler import is_compiling
 
 from acutance.compiling import constant
-from acutance.kernels import blocked, dense, native
+from acutance.kernels import blocked, native
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
@@ -22,7 +22,7 @@ from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
 __all__ = ["BACKENDS", "BACKEND_VARIABLE", "backward", "check_backend", "choose", "forward", "ran"]
 
 #: Names of the backends.
-BACKENDS = ("native", "blocked", "triton", "dense")
+BACKENDS = ("native", "blocked", "triton")
 #: Environment variable that names the backend of calls that leave the choice open.
 BACKEND_VARIABLE = "ACUTANCE_BACKEND"
 
@@ -57,8 +57,6 @@ def why_not(backend: str, call: KernelCall) -> str | None:
         return native.why_not(call)
     if backend == "triton":
         return cast("str | None", _gpu().why_not(call))
-    if backend == "dense" and call.rule.dropout_p > 0.0:
-        return "dropout"
     return None
 
 
@@ -126,11 +124,10 @@ def forward(backend: str, call: KernelCall) -> Sums:
         if reason is None:
             return cast(Sums, _gpu().forward(call))
         chosen = _instead(backend, reason)
-    chosen_forward = dense.forward if chosen == "dense" else blocked.forward
-    sums = chosen_forward(call)
+    sums = blocked.forward(call)
     if call.value is None or not hides_keys(call.masking) or all_finite(sums.out):
         return sums
-    return only_visible_values(chosen_forward, sums, call)
+    return only_visible_values(blocked.forward, sums, call)
 
 
 def backward(
@@ -149,5 +146,4 @@ def backward(
         if reason is None:
             return cast(Gradients, _gpu().backward(grad, sums, call, wanted))
         chosen = _instead(backend, reason)
-    run = dense.backward if chosen == "dense" else blocked_backward
-    return run(grad, sums, call, wanted)
+    return blocked_backward(grad, sums, call, wanted)

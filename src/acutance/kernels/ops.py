@@ -318,7 +318,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Second derivatives, by differentiating the dense computation."""
+        """Second derivatives, by differentiating whole rows."""
         settings, (tensors, cotangents, _) = ctx.settings, _split(ctx.saved_tensors)
         if settings.dropout_p > 0.0:
             raise RuntimeError(

@@ -25,7 +25,7 @@ from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 from acutance.weights.base import Jacobian
 
-__all__ = ["ScoreTile", "WeighedRows", "weigh_rows"]
+__all__ = ["ScoreTile", "WeighedRows", "weigh_rows", "whole_weights"]
 
 #: Scores of one block: 4 MiB in float32, a cache's share.
 BLOCK_ELEMENTS = 1 << 20
@@ -53,7 +53,6 @@ class WeighedRows(NamedTuple):
 def weigh_rows(
     call: KernelCall,
     weighting: Weighting,
-    *,
     row_scale: Tensor | None = None,
     score: ScoreTile | None = None,
 ) -> WeighedRows:
@@ -142,16 +141,26 @@ def _joined(blocks: Sequence[Sequence[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
         yield torch.cat([torch.cat([block[field] for block in rows], 2) for rows in blocks])
 
 
-def _block(
-    call: KernelCall,
-    weighting: Weighting,
-    row_scale: Tensor | None,
-    score: ScoreTile | None,
-    region: Region,
-) -> _BlockRows:
-    """Output and statistics of one region of whole rows."""
-    query, key, value, masking, rule, noise, gaps = call
-    dtype, softcap, dropout_p = accumulate_dtype(query.dtype), rule.softcap, rule.dropout_p
+def whole_weights(
+    call: KernelCall, weighting: Weighting, row_scale: Tensor | None, score: ScoreTile | None
+) -> Tensor:
+    """The weights (B, Hq, L, S) of every row, all in memory at once; see :func:`weigh_rows`."""
+    masking = call.masking
+    region = Region(slice(0, masking.batch), slice(0, masking.heads), slice(0, masking.queries))
+    with torch.autocast(call.query.device.type, enabled=False):
+        s, seen, keys = _scores(call, row_scale, score, region)
+        return torch.nn.functional.pad(weighting(s, seen), (keys.start, masking.keys - keys.stop))
+
+
+def _scores(
+    call: KernelCall, row_scale: Tensor | None, score: ScoreTile | None, region: Region
+) -> tuple[Tensor, Tensor | None, slice]:
+    """Scores of some rows (batch, Hq, rows, keys), which keys each sees, and which keys these are.
+
+    Keys that no row sees may be left out at both ends. All are seen if there is no second tensor.
+    """
+    query, key, _, masking, rule, *_ = call
+    dtype, softcap = accumulate_dtype(query.dtype), rule.softcap
     q = query[region.batch, :, region.rows].to(dtype)
     k = key[region.batch].to(dtype)
     rows = region.rows.stop - region.rows.start
@@ -183,19 +192,31 @@ def _block(
         seen = _seen(tile, fold)
     if strange is not None:
         s = s.masked_fill(strange[:, :, None, None], torch.nan)
-    s = s.flatten(1, 2)
+    return s.flatten(1, 2), seen, slice(start, stop)
+
+
+def _block(
+    call: KernelCall,
+    weighting: Weighting,
+    row_scale: Tensor | None,
+    score: ScoreTile | None,
+    region: Region,
+) -> _BlockRows:
+    """Output and statistics of one region of whole rows."""
+    value, noise, gaps, dropout_p = call.value, call.noise, call.gaps, call.rule.dropout_p
+    s, seen, keys = _scores(call, row_scale, score, region)
     weights = weighting(s, seen)
     distribution = weighting.distribution
-    sums = observe_weights(weights, seen, distribution=distribution, first_key=start)
-    v = None if value is None else value[region.batch, :, start:stop].to(dtype)
+    sums = observe_weights(weights, seen, distribution=distribution, first_key=keys.start)
+    v = None if value is None else value[region.batch, :, keys].to(s.dtype)
     answer = None
     if isinstance(weighting, Softmax | SoftmaxOne | Sink):
         visible = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
-        state = observe_visible(s, visible, first_key=start, gaps=gaps)
+        state = observe_visible(s, visible, first_key=keys.start, gaps=gaps)
         if noise and v is not None:
             state = _with_values(state, s, seen, v)
     else:
-        state = _plain(s, seen, start)
+        state = _plain(s, seen, keys.start)
         with torch.no_grad():
             answer = _slopes(weighting, s, weights, seen, v if noise else None)
     if isinstance(weighting, Softmax) and weighting.temperature != 1.0:
@@ -208,10 +229,10 @@ def _block(
     if _ordinary(v):
         out = _weighed(weights, v)
     else:
-        wrong = torch.logical_not(v.isfinite()).to(dtype)
-        reached = _weighed((weights != 0).to(dtype), wrong) > 0
+        wrong = torch.logical_not(v.isfinite()).to(s.dtype)
+        reached = _weighed((weights != 0).to(s.dtype), wrong) > 0
         out = _weighed(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0)).masked_fill(reached, torch.nan)
-    return _BlockRows(out.to(query.dtype), sums, state, answer)
+    return _BlockRows(out.to(call.query.dtype), sums, state, answer)
 
 
 def _weighed(weights: Tensor, v: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop_weights
 
 from acutance import scaling as scalings
-from acutance.nn.call import HeadCall, HeldWeights, Score, hold_score, translate
+from acutance.attend import attention, row_statistics
+from acutance.attend.call import weights_of
+from acutance.nn.options import HeldWeights, Score, hold_score, translate
 from acutance.nn.projections import (
     Alibi,
     Positions,
@@ -241,25 +244,24 @@ class MultiheadAttention(Projected):
             is_causal=is_causal,
             extra=extra,
         )
-        call = HeadCall(
-            q,
-            k,
-            masks,
-            is_causal,
-            query_offset + extra,
-            self._slopes(q),
-            score,
-            self.weights(),
-            self.scaling,
-        )
-        drop, records = self.dropout if self.training else 0.0, self.statistics != "off"
+        options: dict[str, Any] = {
+            **masks,
+            "is_causal": is_causal,
+            "query_offset": query_offset + extra,
+            "alibi_slopes": self._slopes(q),
+            "enable_gqa": True,
+            "score": score,
+            "weights": self.weights(),
+            "scaling": self.scaling,
+        }
+        weights, drop = None, self.dropout if self.training else 0.0
         if need_weights:
-            self._record(call.statistics() if records else None)
-            weights = drop_weights(call.dense(), drop).to(v.dtype)
+            if self.statistics != "off":
+                self._record(row_statistics(q, k, **options))
+            weights = drop_weights(weights_of(q, k, **options), drop).to(v.dtype)
             heads = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
         else:
-            weights = None
-            heads, stats = call.attend(v, dropout_p=drop, statistics=records)
+            heads, stats = attention(q, k, v, dropout_p=drop, return_stats=True, **options)
             self._record(stats)
         out = self.out_proj(join_heads(heads))
         if not batched:

@@ -7,26 +7,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from acutance import scaling as scalings
-from acutance.nn.call import HeadCall, HeldWeights, Masks, Score, hold_score, key_mask
+from acutance.attend import attention
+from acutance.nn.options import HeldWeights, Score, hold_score, key_mask
 from acutance.nn.projections import Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
 from acutance.scaling import AnyScaling
 from acutance.shapes import check_count, check_flag, check_number, check_tensor
 from acutance.weights import Weighting
 
-__all__ = ["GatedAttentionUnit", "check_sequence"]
-
-
-def check_sequence(x: Tensor, width: int) -> Tensor:
-    """Check an input (B, L, width).
-
-    Raises:
-        TypeError: if it is not a Tensor.
-        ValueError: if its shape is another.
-    """
-    if check_tensor("x", x).dim() != 3 or x.shape[2] != width:
-        raise ValueError(f"x must have shape (B, L, embed_dim={width}), got {tuple(x.shape)}")
-    return x
+__all__ = ["GatedAttentionUnit"]
 
 
 class GatedAttentionUnit(Recorded):
@@ -139,26 +128,26 @@ class GatedAttentionUnit(Recorded):
         Returns:
             (B, L, embed_dim).
         """
-        check_sequence(x, self.embed_dim)
+        if check_tensor("x", x).dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(
+                f"x must have shape (B, L, embed_dim={self.embed_dim}), got {tuple(x.shape)}"
+            )
         wide = silu(self.in_proj(x))
         u, v, z = wide.split([self.hidden, self.hidden, self.key_dim], -1)
         q, k = (z.unsqueeze(-2) * self.gamma + self.beta).unsqueeze(1).unbind(-2)
         if isinstance(self.positions, Rotary):
             q, k = self.positions(q), self.positions(k)
-        call = HeadCall(
+        out, stats = attention(
             q,
             k,
-            Masks(None, key_mask(key_padding_mask, x.shape[0], x.shape[1]), None),
-            check_flag("is_causal", is_causal),
-            0,
-            None,
-            self.score,
-            self.weights(),
-            self.scaling,
-        )
-        drop = self.dropout if self.training else 0.0
-        out, stats = call.attend(
-            v.unsqueeze(1), dropout_p=drop, statistics=self.statistics != "off"
+            v.unsqueeze(1),
+            is_causal=check_flag("is_causal", is_causal),
+            key_mask=key_mask(key_padding_mask, x.shape[0], x.shape[1]),
+            dropout_p=self.dropout if self.training else 0.0,
+            score=self.score,
+            weights=self.weights(),
+            scaling=self.scaling,
+            return_stats=True,
         )
         self._record(stats)
         gated: Tensor = self.out_proj(u * out.squeeze(1))

@@ -31,7 +31,7 @@ def _absent(name: str) -> str | None:
     return None
 
 
-@pytest.fixture(params=["native", "blocked", "dense", "triton"])
+@pytest.fixture(params=["native", "blocked", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend by name; Triton's in its interpreter, which computes with numpy and warns."""
     name: str = request.param

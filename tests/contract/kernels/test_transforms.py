@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
-BACKENDS = ["native", "blocked", "dense"]
+BACKENDS = ["native", "blocked"]
 STEP = 1e-6
 #: a metric that has no gradient has no tangent
 MOVING = [name for name in EXACT if name not in ("n_keys", "sink_mass", "noise_gain")]

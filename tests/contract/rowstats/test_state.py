@@ -327,7 +327,7 @@ def test_first_weight_follows_the_order_of_parts_whose_first_keys_are_hidden() -
     assert sums.first.tolist() == pytest.approx([math.exp(0.3), math.exp(0.1), math.exp(1.0)])
 
 
-@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+@pytest.mark.parametrize("backend", ["auto", "blocked"])
 def test_statistics_of_two_blocks_of_keys_merge_left_to_right(backend: str) -> None:
     query, key = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 6, 4)
     mask = torch.ones(1, 1, 3, 6, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""HeadCall: one attention call of a module, with its masks and its trainable scores and weightings.
+"""Scores, weightings and masks of a module, as options of :func:`acutance.attention`.
 
 ``nn.MultiheadAttention`` and :func:`~torch.nn.functional.scaled_dot_product_attention` disagree on
 the meaning of True in a mask. In :class:`Masks`, as in the latter, True marks a key that takes
@@ -7,9 +7,10 @@ part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,6 @@ from torch.nn.functional import pad
 
 from acutance import scores
 from acutance import weights as weightings
-from acutance.attend import attention, row_statistics
-from acutance.check_masks import MaskOptions, check_masking
-from acutance.masks import hides
-from acutance.rowstats import RowStatistics, WeightStatistics
-from acutance.scaling import AnyScaling, NoScaling, visible_keys
 from acutance.scores import (
     Additive,
     AdditiveScore,
@@ -30,121 +26,11 @@ from acutance.scores import (
     GeneralScore,
     Location,
     TileScore,
-    dot_tile,
 )
-from acutance.scores import get as find_score
 from acutance.shapes import FLOATS, check_tensor
 from acutance.weights import Sink, Weighting
 
-__all__ = ["HeadCall", "HeldWeights", "Masks", "Score", "hold_score", "key_mask", "translate"]
-
-
-@dataclass(frozen=True)
-class HeadCall:
-    """Queries (B, Hq, L, E), keys (B, H, S, E) and all else that determines their weights."""
-
-    query: Tensor
-    key: Tensor
-    masks: Masks
-    is_causal: bool
-    query_offset: int
-    alibi_slopes: Tensor | None
-    score: str | Score
-    weights: Weighting
-    scaling: AnyScaling
-
-    def attend(
-        self, value: Tensor, *, dropout_p: float, statistics: bool
-    ) -> tuple[Tensor, RowStatistics | WeightStatistics | None]:
-        """Attention to ``value`` (B, H, S, Ev), with O(L + S) memory.
-
-        Returns:
-            The output (B, Hq, L, Ev), and the row statistics; None without ``statistics``.
-        """
-        result = attention(
-            self.query,
-            self.key,
-            value,
-            self.masks.attn_mask,
-            self.is_causal,
-            enable_gqa=True,
-            return_stats=True,
-            dropout_p=dropout_p,
-            score=self.score,
-            weights=self.weights,
-            scaling=self.scaling,
-            **self._options,
-        )
-        return result if statistics else (result[0], None)
-
-    def statistics(self, *, scaled: bool = True) -> RowStatistics | WeightStatistics:
-        """Row statistics without an output."""
-        return row_statistics(
-            self.query,
-            self.key,
-            None,
-            self.masks.attn_mask,
-            self.is_causal,
-            enable_gqa=True,
-            score=self.score,
-            weights=self.weights,
-            scaling=self.scaling if scaled else None,
-            **self._options,
-        )
-
-    @property
-    def _options(self) -> MaskOptions:
-        """Mask options of :func:`acutance.attention` for this call."""
-        return {
-            "query_offset": self.query_offset,
-            "key_mask": self.masks.key_mask,
-            "bias": self.masks.bias,
-            "alibi_slopes": self.alibi_slopes,
-        }
-
-    def dense(self) -> Tensor:
-        """The weights (B, Hq, L, S), float32 at least, all in memory at once."""
-        score = find_score(self.score)
-        with torch.autocast(self.query.device.type, enabled=False):
-            if isinstance(score, DotScore):
-                s = dot_tile(score, self.query, self.key)
-            else:
-                s = score.tile(self.query, self.key)
-            if not isinstance(self.scaling, NoScaling):
-                s = s * self._factor(s.dtype)
-            rows = torch.arange(s.shape[2], device=s.device)[:, None] + self.query_offset
-            columns = torch.arange(s.shape[3], device=s.device)
-            seen = torch.ones(s.shape[2:], dtype=torch.bool, device=s.device)
-            if self.is_causal:
-                seen = columns <= rows
-            if self.alibi_slopes is not None:
-                distance = (rows - columns).abs().to(s.dtype)
-                s = s - self.alibi_slopes.to(s.dtype)[:, None, None] * distance
-            if self.masks.key_mask is not None:
-                seen = seen & self.masks.key_mask[:, None, None]
-            for mask in (self.masks.attn_mask, self.masks.bias):
-                if mask is None:
-                    continue
-                if mask.dtype == torch.bool:
-                    seen = seen & mask
-                else:
-                    s, seen = s + mask.to(s.dtype), seen & torch.logical_not(hides(mask))
-            return self.weights(s, seen.expand(s.shape))
-
-    def _factor(self, dtype: torch.dtype) -> Tensor:
-        """The scaling's factor of each row, (B, Hq or 1, L, 1), as :meth:`attend` applies it."""
-        masking = check_masking(
-            self.query, self.key, self.masks.attn_mask, self.is_causal, **self._options
-        )
-        positions = entropy = None
-        if not self.is_causal:
-            first = self.query_offset
-            positions = torch.arange(first, first + self.query.shape[2], device=self.query.device)
-        if self.scaling.needs_entropy:
-            with torch.no_grad():
-                entropy = self.statistics(scaled=False).entropy
-        n = visible_keys(masking)
-        return self.scaling.factor(n, positions, entropy=entropy, dtype=dtype).unsqueeze(-1)
+__all__ = ["HeldWeights", "Masks", "Score", "hold_score", "key_mask", "translate"]
 
 
 _RECORDS = (General, Additive, Location)
@@ -225,7 +111,7 @@ class HeldWeights(nn.Module):
         return repr(self.record.name)
 
 
-class Masks(NamedTuple):
+class Masks(TypedDict):
     """Masks in the sense of :func:`acutance.attention`: True for visible keys."""
 
     attn_mask: Tensor | None
@@ -298,7 +184,9 @@ def translate(
                 mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
             biases.append(mask)
             mask = None
-    return Masks(mask, seen, _total(biases))
+    return Masks(
+        attn_mask=mask, key_mask=seen, bias=functools.reduce(torch.add, biases) if biases else None
+    )
 
 
 def _check_kind(name: str, mask: Tensor) -> torch.dtype:
@@ -322,13 +210,3 @@ def _four_dimensional(mask: Tensor, batch: int, heads: int, queries: int, keys: 
         f"attn_mask must have shape (L, S) = ({queries}, {keys}) or (B·Hq, L, S) = "
         f"({batch * heads}, {queries}, {keys}), got {tuple(mask.shape)}"
     )
-
-
-def _total(biases: list[Tensor]) -> Tensor | None:
-    """Sum of the biases; None if there are none."""
-    if not biases:
-        return None
-    total = biases[0]
-    for bias in biases[1:]:
-        total = total + bias
-    return total
