@@ -116,7 +116,7 @@ def test_a_signal_ends_a_calibration_with_one_line(
     run: Callable[..., Any], tmp_path: Path, stop_at: Callable[..., None], kind: int
 ) -> None:
     stop_at(load_model, "load", 0, lambda: os.kill(os.getpid(), kind))
-    done = run("calibrate", "--save", tmp_path / "state")
+    done = run("calibrate", "model", "--target", "loss", "--save", tmp_path / "state")
     assert done.exit_code == 130
     told = (
         "interrupted before the law was fitted and judged; continue from "

@@ -8,6 +8,7 @@ import math
 import random
 import runpy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from rich.console import Console
 
 import acutance
 from acutance.calibration import ApplyError, Law
-from acutance.calibration.fit.progress import SCHEMA, PassState, Progress
+from acutance.calibration.by_loss.gradients import Reading
+from acutance.calibration.by_loss.readings import Readings
 from acutance.comparison import compare
 from acutance.experiments.harness.record import Claim, Estimate, Record, judge, untested_row
 from acutance.experiments.harness.render import summary as shown_records
@@ -25,7 +27,6 @@ from acutance.experiments.harness.runner import load
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
 from acutance.report.exports import print_summary
-from acutance.summary.files import read
 from acutance.summary.state import Run, State
 
 COUNT = 2000
@@ -87,24 +88,22 @@ def _compared(sample: QueryKeySample) -> None:
 
 
 def _calibration(folder: Path, model: torch.nn.Module) -> Kind:
-    path = folder / "calibration"
-    x = torch.randn(6, 8, 8)
-    acutance.calibrate(model, [x], lengths=[4, 8], passes=2, save=path)
-    header, _ = read(path, SCHEMA)
-    settings: dict[str, Any] = json.loads(header["settings"])
+    path, settings = folder / "calibration", {"model": "a", "text": "b", "lengths": [4, 8]}
+    readings = Readings(settings, path, 3)
+    for number in range(3):
+        gradient = torch.randn(8, dtype=torch.float64)
+        readings.get(partial(Reading, 1.5 + number, 7, gradient))
 
-    def numbers(progress: Progress) -> Any:
-        return [_pass(one) for one in progress.passes]
+    def resumed(where: Path) -> Readings:
+        made = Readings(settings, where, 3)
+        made.resume()
+        return made
 
-    return Kind(
-        path, lambda where: Progress.resume(where, settings), numbers, numbers, tensors=True
-    )
+    def numbers(readings: Readings) -> Any:
+        rows = readings._made
+        return [(row.loss, row.count, row.gradient.tolist()) for row in rows]
 
-
-def _pass(one: PassState) -> Any:
-    layers = {n: (s.sums.tolist(), s.longest.tolist()) for n, s in one.found.layers.items()}
-    factors = {name: part.tolist() for name, part in (one.factors or {}).items()}
-    return one.found.done, one.family, layers, factors, [*one.found.scales], one.found.unread
+    return Kind(path, resumed, numbers, numbers, tensors=True)
 
 
 def _law(folder: Path, model: torch.nn.Module) -> Kind:

@@ -6,11 +6,10 @@ state, its table and the queries and keys; lengths 8 to 32 for the law and its c
 
 from __future__ import annotations
 
-import json
+import pytest
 
-import safetensors.torch
-
-from acutance.calibration.fit.progress import Progress
+from acutance import Law
+from acutance.files import holds_state
 from acutance.probing import load, load_state
 from acutance.report.exports import csv_bytes
 from tests.contract.test_saved_by_0_1_0 import SAVED
@@ -24,8 +23,9 @@ def test_a_state() -> None:
     assert csv_bytes(summary.to_arrow()) == (SAVED / "state.csv").read_bytes()
 
 
-def test_a_calibration_under_way() -> None:
-    with safetensors.safe_open(SAVED / "calibration.safetensors", "pt") as file:
-        settings = json.loads(file.metadata()["settings"])
-    progress = Progress.resume(SAVED / "calibration.safetensors", settings)
-    assert len(progress.passes) == 2
+def test_a_calibration_under_way_is_not_overwritten() -> None:
+    """It is not continued any more, but no other file takes its place unasked."""
+    state = SAVED / "calibration.safetensors"
+    assert holds_state(state)
+    with pytest.raises(FileExistsError, match="contains a saved state"):
+        Law.load(SAVED / "law.json").save(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 import acutance
 from acutance import scaling
 from acutance.calibration import Law, measure
-from acutance.calibration.fit.collect import TARGETS
-from acutance.calibration.fit.estimates import LayerValues
-from acutance.calibration.fit.next_factors import LayerState, aim_of, matters
+from acutance.calibration.fit.layer import LayerFit
+from acutance.calibration.fit.measure import TARGETS, LayerValues
 from acutance.calibration.render import sentences
-from acutance.summary import files
 
 Built = Callable[..., nn.Module]
 LENGTHS = (16, 32, 64)
@@ -108,23 +105,6 @@ def test_every_target_is_held(target: str, value: float | None) -> None:
     under = measure(model, text(1), target=target, lengths=LENGTHS, law=law)
     for head in law.heads:
         assert head.after == pytest.approx(under.values(head.module)[:, head.head].tolist())
-
-
-def test_the_largest_logit_is_bounded_and_other_heads_left_alone() -> None:
-    model, text = encoder()
-    plain = measure(model, text(1), target="max_logit", lengths=LENGTHS).flat().amax(1)
-    tau = float(plain.sort().values[1:3].mean())  # two of four heads exceed it
-    law = acutance.calibrate(model, text(1), target="max_logit", value=tau, lengths=LENGTHS)
-    (x,) = text(1)
-    with acutance.apply(model, law), acutance.probe(model, metrics=["max_logit"]) as probe:
-        model(x[:, :64])
-    largest = probe.summary().columns()["max_logit_max"]
-    for head, before, after in zip(law.heads, plain.tolist(), largest, strict=True):
-        assert after <= tau * (1 + 1e-5)
-        if before <= tau:
-            assert set(head.factors) == {1.0}
-        else:
-            assert after == pytest.approx(tau, rel=1e-3)
 
 
 @pytest.mark.few(1)
@@ -267,13 +247,12 @@ def test_noise_is_told_by_a_test_at_five_per_cent() -> None:
     noise = torch.stack([torch.zeros(5, 2, dtype=torch.float64), parts[:, None].expand(5, 2)], 1)
     left = value - noise / 4  # without a part, a mean moves by a quarter of its distance
     values = LayerValues(
-        (16, 32), (0, 1), value, -torch.ones_like(value), left, torch.ones(5, 2).bool(), value
+        (16, 32), (0, 1), value, -torch.ones_like(value), left, torch.ones(5, 2).bool()
     )
-    state = LayerState(torch.ones_like(value), values)
-    aim = aim_of(values, TARGETS["max_logit"], None, 0, 16.0)
-    aim = dataclasses.replace(aim, target=TARGETS["entropy"])
+    fit = LayerFit(values, "effective_keys", None, 0, 16.0)
+    fit.possible[:] = True
     assert values.difference(0)[1].tolist() == pytest.approx([1.0, 1.0])
-    assert matters(state, aim).tolist() == [[False, False], [True, False]]  # t(4) is 2.78
+    assert fit._matters(values).tolist() == [[False, False], [True, False]]  # t(4) is 2.78
 
 
 def test_a_report_says_what_other_text_may_do(fitted: acutance.Calibration) -> None:
@@ -324,23 +303,6 @@ def test_errors_are_those_of_repeated_texts() -> None:
     assert 0.6 < ratio < 1.6
 
 
-def test_the_gap_law_is_that_of_the_scores() -> None:
-    """Λ of the first layer's rows against scores formed by hand."""
-    model, text = encoder()
-    (x,) = text(1)
-    law = acutance.calibrate(model, [x], lengths=[16, 64], passes=2)
-    attend = model.layers[0].self_attn
-    query, key, _ = nn.functional.linear(x, attend.in_proj_weight, attend.in_proj_bias).chunk(3, -1)
-    query, key = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in (query, key))
-    scores = query @ key.transpose(-1, -2) / math.sqrt(8)
-    each = torch.as_tensor(acutance.theory.critical_scale(scores.detach().numpy()))
-    for head in law.heads:
-        rows = each[:, head.head].flatten()
-        low, high = rows.quantile(0.2), rows.quantile(0.8)
-        assert low < head.critical[-1] < high  # a median of 12 rows
-        assert head.focus[-1] == pytest.approx(head.factors[-1] / head.critical[-1])
-
-
 # -- files ----------------------------------------------------------------------------------------
 
 
@@ -378,92 +340,6 @@ def test_a_law_of_a_bare_model_serves_one_with_a_head(built: Built, ids: Tensor)
         acutance.apply(built("qwen3"), law)
 
 
-class KilledError(Exception):
-    """Stands for a kill between two runs of the model."""
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5, 8])
-def test_a_run_that_was_killed_goes_on(tmp_path: Path, stop: int) -> None:
-    model, text = encoder()
-    batches = [*text(1, windows=8), *text(2, windows=8)]
-    given: dict[str, Any] = {"lengths": [16, 64], "passes": 3}
-    want = acutance.calibrate(model, batches, **given)
-    path, runs = tmp_path / "state", []
-
-    def kill(tokens: int, number: int, most: int) -> None:
-        runs.append(number)
-        if len(runs) == stop:
-            raise KilledError("now")
-
-    with pytest.raises(KilledError, match="now"):
-        acutance.calibrate(model, batches, save=path, advance=kill, **given)
-    again: list[int] = []
-
-    def count(tokens: int, number: int, most: int) -> None:
-        again.append(tokens)
-
-    found = acutance.calibrate(
-        model, batches, save=path, resume=True, advance=count, **given
-    )  # fmt: skip
-    assert found.heads == want.heads
-    assert found.layers == want.layers
-    assert len(again) == 4 * 3  # those done before are told as well, and none twice
-    assert sum(again) == 3 * 2 * 2 * 8 * 64
-
-
-def test_an_interrupt_keeps_what_was_not_saved_yet(tmp_path: Path) -> None:
-    model, text = encoder()
-    path = tmp_path / "state"
-
-    def interrupt(tokens: int, number: int, most: int) -> None:
-        raise KeyboardInterrupt("now")
-
-    with pytest.raises(KeyboardInterrupt, match="now"):
-        acutance.calibrate(
-            model, text(1), lengths=[16, 64], save=path, save_every=1000, advance=interrupt
-        )
-    header, _ = files.read(path, "acutance.calibration/1")
-    assert [one["done"] for one in json.loads(header["passes"])] == [1]
-
-
-def test_a_state_is_not_replaced_unasked(tmp_path: Path) -> None:
-    model, text = encoder()
-    path = tmp_path / "state"
-    given: dict[str, Any] = {"lengths": [16, 64], "passes": 2, "save": path}
-    law = acutance.calibrate(model, text(1), **given)
-    before = path.read_bytes()
-    with pytest.raises(FileExistsError, match="exists: resume=True continues it, ov"):
-        acutance.calibrate(model, text(2), **given)
-    with pytest.raises(ValueError, match="not both"):
-        acutance.calibrate(model, text(2), resume=True, overwrite=True, **given)
-    with pytest.raises(FileExistsError, match="contains a saved state, which would be overwritten"):
-        law.save(path)
-    assert path.read_bytes() == before
-    acutance.calibrate(model, text(2), overwrite=True, **given)
-    assert path.read_bytes() != before
-
-
-def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
-    model, text = encoder()
-    path = tmp_path / "state"
-    acutance.calibrate(model, text(1), lengths=[16, 64], passes=2, save=path)
-    for given, match in (
-        ({"lengths": [32, 64]}, "state cannot be resumed: --lengths was 16, 64 and is now 32, 64$"),
-        ({"lengths": [16, 64], "target": "top_weight"}, "--target was entropy and is now top_weig"),
-        ({"lengths": [16, 64], "windowed": True}, "--windowed was off and is now on$"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            acutance.calibrate(model, text(1), save=path, resume=True, **given)
-    other, _ = encoder()
-    with torch.no_grad():
-        other.layers[0].self_attn.in_proj_weight.mul_(1.1)
-    with pytest.raises(ValueError, match="it was written for another MODEL"):
-        acutance.calibrate(other, text(1), lengths=[16, 64], save=path, resume=True)
-    path.write_bytes(b"no state")
-    with pytest.raises(ValueError, match="contains no calibration that can be resumed"):
-        acutance.calibrate(model, text(1), lengths=[16, 64], save=path, resume=True)
-
-
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -480,8 +356,7 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         ({"value": -1.0}, ValueError, "value: entropy"),
         ({"value": math.nan}, ValueError, "value"),
         ({"target": "top_weight", "value": 1.5}, ValueError, r"must be between 0\.01562 \(1/64\)"),
-        ({"target": "max_logit", "value": -1.0}, ValueError, "must be above 0"),
-        ({"target": "max_logit", "value": 1.0, "law": "ssmax"}, ValueError, "is a bound"),
+        ({"target": "max_logit"}, ValueError, "is not one of entropy, normalized_entropy, "),
         ({"law": "log"}, ValueError, "did you mean 'log_n'"),
         ({"law": "sqrt_log_n", "value": 2.0}, ValueError, "value cannot be given"),
         ({"lengths": [64, 16]}, ValueError, r"lengths must be ascending.*\[64, 16\]"),
@@ -500,7 +375,9 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         ),
         ({"passes": 1}, ValueError, "passes"),
         ({"limit": 1.0}, ValueError, "limit"),
-        ({"resume": True}, ValueError, "resume needs save, the file to continue from"),
+        ({"resume": True}, ValueError, "resume is for target='loss', got target='entropy'"),
+        ({"save": "state"}, ValueError, "save is for target='loss', got target='entropy'"),
+        ({"window": scaling.Window(8)}, ValueError, "window is for target='loss', got target="),
     ],
 )
 def test_bad_arguments(given: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -22,14 +22,15 @@ def test_judging_resumes_where_it_was_interrupted(
         raise KeyboardInterrupt
 
     state, calls = tmp_path / "state", stop_at(NextToken, "score", 3, interrupt)
-    options = ("--lengths", "32,64", "--windows", 4, "--save", state, "--even-if-worse")
-    done, law = calibrate(run, tmp_path, 800, *options)
+    options = ("--target", "loss", "--lengths", "128,384", "--windows", 6, "--passes", 2)
+    options = (*options, "--save", state, "--even-if-worse")
+    done, law = calibrate(run, tmp_path, 12000, *options)
     assert done.exit_code == 130
     assert f"fitted and judged; continue from {state} with --resume" in " ".join(
         done.stderr.split()
     )
     assert not law.exists()
-    done, law = calibrate(run, tmp_path, 800, *options, "--resume")
+    done, law = calibrate(run, tmp_path, 12000, *options, "--resume")
     assert done.exit_code == 0, done.stderr
     windows = json.loads(law.read_text())["judged"]["windows"]
     assert windows > 2

@@ -68,8 +68,6 @@ def calibration(heads: int = 12, lengths: tuple[int, ...] = (64, 128, 256, 512))
             family_errors={},
             growth=(0.1, 0.2),
             candidates=("constant", "sqrt_log_n", "log_n"),
-            critical=values,
-            focus=values,
         )
         for head in range(heads)
     ]

@@ -31,8 +31,7 @@ from acutance.calibration.by_loss.runs import (
     mean_loss,
     read_windows,
 )
-from acutance.calibration.fit.passes import evaluating
-from acutance.calibration.fit.windows import AnyBatches
+from acutance.calibration.fit.windows import AnyBatches, evaluating
 from acutance.calibration.losses import AnyLoss
 from acutance.files import finite, refuse_replacing
 from acutance.probing.causes import is_untrained

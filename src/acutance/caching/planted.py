@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.caching.plan import CachePlan
-from acutance.calibration.fit.passes import evaluating
+from acutance.calibration.fit.windows import evaluating
 from acutance.shapes import check_count, check_number
 
 __all__ = ["Planted", "Recall", "plant", "recall"]

@@ -16,7 +16,7 @@ from acutance.caching.proposals import Option, Place, cheapest
 from acutance.calibration.by_loss.gradients import Reading
 from acutance.calibration.by_loss.readings import Readings
 from acutance.calibration.by_loss.runs import Advance, Unit, Windows
-from acutance.calibration.fit.passes import evaluating
+from acutance.calibration.fit.windows import evaluating
 from acutance.probing.open_probe import probe
 from acutance.summary.head_summary import HeadSummary
 

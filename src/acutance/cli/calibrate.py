@@ -78,10 +78,9 @@ class CalibrateOptions:
             metavar="METRIC[=VALUE]",
             help=(
                 "What the factors achieve. entropy, normalized_entropy, effective_keys or "
-                "top_weight: each head has the same mean of this metric at every length. "
-                "max_logit: its largest logit does not exceed a maximum. loss: the model's loss "
-                "falls. VALUE is the mean or maximum to reach; without it, each head keeps its "
-                "value at --reference."
+                "top_weight: each head has the same mean of this metric at every length. loss: "
+                "the model's loss falls. VALUE is the mean to reach; without it, each head keeps "
+                "its value at --reference."
             ),
         ),
     ] = "entropy"
@@ -177,7 +176,7 @@ class CalibrateOptions:
         ),
     ] = 4
     seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Random seed for the choice of windows and rows.")
+        int, typer.Option("--seed", min=0, help="Random seed for the choice of windows.")
     ] = 0
     save: Annotated[
         Path | None,
@@ -185,8 +184,8 @@ class CalibrateOptions:
             "--save",
             metavar="FILE",
             help=(
-                "Save the state to this file as windows finish, for --resume, and the losses of "
-                "the held-out text to FILE.judging."
+                "With --target loss: save the state to this file as windows finish, for --resume, "
+                "and the losses of the held-out text to FILE.judging."
             ),
         ),
     ] = None
@@ -243,18 +242,28 @@ def calibrate(options: CalibrateOptions) -> None:
     target, value = _target(options.target)
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
-        from acutance.calibration.fit.collect import TARGETS
-        from acutance.calibration.fit.law_families import FITTED
+        from acutance.calibration.fit.families import FITTED
+        from acutance.calibration.fit.measure import TARGETS
         from acutance.files import as_json, put_text
         from acutance.report.screen import note
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
+        if target == "max_logit":
+            raise typer.BadParameter(
+                "max_logit is no longer fitted; acutance.training.QKClip bounds the logits of a "
+                "model in training", param_hint="--target",
+            )  # fmt: skip
         check_choice("--target", target, (*TARGETS, "loss"))
         if target == "loss":
             _check_by_loss(options, value)
         elif options.window or options.law == "none":
             option = "--window" if options.window else "--law none"
             raise typer.BadParameter("it needs --target loss", param_hint=option)
+        elif options.save is not None:
+            raise typer.BadParameter(
+                "it needs --target loss; every other target is fitted in one run, without a state",
+                param_hint="--save",
+            )
         with resumable("before the law was fitted and judged", options.save):
             calibration = _fit(options, lengths, target, value)
 
@@ -308,8 +317,7 @@ def _fit(
     options: CalibrateOptions, lengths: tuple[int, ...] | None, target: str, value: float | None
 ) -> "Calibration":
     """Load the model, read the texts, and fit."""
-    from acutance.calibration.fit.calibrate import calibrate
-    from acutance.calibration.fit.request import check_request
+    from acutance.calibration.fit.calibrate import calibrate, check_request
     from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
     from acutance.report.screen import note
 
@@ -359,9 +367,8 @@ def _fit(
         (windows,) = windows.values()
     with pass_progress(tokens, console()) as advance, lengths_noted():
         calibration = calibrate(
-            loaded.model, windows, **arguments, seed=options.seed,
-            save=options.save, save_every=options.save_every, resume=options.resume,
-            overwrite=options.overwrite, advance=advance,
+            loaded.model, windows, **arguments, save=options.save, save_every=options.save_every,
+            resume=options.resume, overwrite=options.overwrite, advance=advance,
         )  # fmt: skip
     calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
     if nothing_found(calibration):

@@ -68,7 +68,7 @@ def read_laws(texts: Iterable[str]) -> list[Remedy]:
 
 def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:
     """Note lengths beyond a model's positions; raises ValueError if these are learned."""
-    from acutance.calibration.fit.request import check_positions
+    from acutance.calibration.fit.windows import check_positions
     from acutance.report.screen import note
 
     with warnings.catch_warnings(record=True) as caught:

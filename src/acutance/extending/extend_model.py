@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.fit.passes import evaluating
+from acutance.calibration.fit.windows import evaluating
 from acutance.calibration.identity import longest, positions_are_learned
 from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.corpus.texts import model_digest, text_digest

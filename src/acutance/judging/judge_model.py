@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.fit.passes import evaluating
-from acutance.calibration.fit.request import check_positions
 from acutance.calibration.fit.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
     check_lengths,
+    check_positions,
     cut,
     digest,
+    evaluating,
 )
 from acutance.calibration.losses import AnyLoss, Loss, LossError, choose_loss
 from acutance.corpus.texts import model_digest

@@ -32,7 +32,7 @@ from acutance.calibration.by_loss.runs import (
     read_windows,
     split_units,
 )
-from acutance.calibration.fit.passes import knots_of
+from acutance.calibration.fit.measure import knots_of
 from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law

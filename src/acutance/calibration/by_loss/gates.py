@@ -21,8 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from acutance.calibration.apply_law import apply
 from acutance.calibration.by_loss.gradients import PreparedModel, Reading, first_tokens
 from acutance.calibration.by_loss.output_gradients import OutputGradients
-from acutance.calibration.fit.passes import evaluating
-from acutance.calibration.fit.windows import Turn
+from acutance.calibration.fit.windows import Turn, evaluating
 from acutance.calibration.losses import Loss
 from acutance.calibration.read_window import read_through
 from acutance.capture.attention_call import AttentionCall

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import apply
-from acutance.calibration.fit.collect import TARGETS
-from acutance.calibration.fit.passes import PassSums, evaluating, run_pass
-from acutance.calibration.fit.windows import Turn
+from acutance.calibration.fit.measure import no_layer, read_layers
+from acutance.calibration.fit.windows import Turn, evaluating
 from acutance.calibration.losses import Loss, Scored
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.scaling import HeadTable, Window
@@ -114,16 +113,10 @@ def attending_layers(
         ValueError: if no layer can be scaled.
     """
     few = Turn(min(_FEW, turn.length), first_tokens(turn, _FEW), torch.zeros(1, dtype=torch.int64))
-    found = run_pass(
-        model, [few], TARGETS["entropy"], (few.length,), None, so_far=PassSums(), windowed=windowed
-    )
-    pairs = (text.partition(": ") for text in found.unread)
-    skipped = {name: why for name, _, why in pairs}
-    heads = {name: sums.sums.shape[2] for name, sums in found.layers.items()}
-    if not heads:
-        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise ValueError(f"there is no layer to calibrate{': ' if why else ''}{why}")
-    return Layers(heads, skipped)
+    layers, skipped = read_layers(model, [few], "entropy", (few.length,), windowed=windowed)
+    if not layers:
+        raise ValueError(no_layer(skipped))
+    return Layers({name: values.value.shape[1] for name, values in layers.items()}, skipped)
 
 
 @dataclass(frozen=True)

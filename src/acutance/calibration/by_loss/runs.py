@@ -11,13 +11,13 @@ from torch import Tensor
 
 from acutance.calibration.by_loss.gradients import Reading
 from acutance.calibration.by_loss.readings import Readings
-from acutance.calibration.fit.estimates import student_t_quantile
-from acutance.calibration.fit.request import check_positions
+from acutance.calibration.fit.measure import student_t_quantile
 from acutance.calibration.fit.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
     check_lengths,
+    check_positions,
     cut,
     digest,
 )

@@ -11,35 +11,39 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.by_loss.fit import calibrate_by_loss
-from acutance.calibration.fit.estimates import LayerValues
-from acutance.calibration.fit.law_families import family_scalings, plain_table
-from acutance.calibration.fit.next_factors import Aim, LayerState, aim_of, decide
-from acutance.calibration.fit.passes import PassSums, run_pass
-from acutance.calibration.fit.progress import PassState, Progress
-from acutance.calibration.fit.request import Request, check_positions, check_request, check_windows
-from acutance.calibration.fit.result import Calibration
-from acutance.calibration.fit.summarise import FittedLayer, summarise
+from acutance.calibration.fit.families import FITTED
+from acutance.calibration.fit.layer import LayerFit
+from acutance.calibration.fit.measure import (
+    TARGETS,
+    LayerValues,
+    check_reference,
+    check_target,
+    knots_of,
+    no_layer,
+    read_layers,
+)
+from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.calibration.fit.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
     check_lengths,
+    check_positions,
+    check_windows,
     cut,
-    digest,
 )
+from acutance.calibration.identity import Identity
+from acutance.calibration.law import Law
 from acutance.calibration.losses import AnyLoss
-from acutance.corpus.texts import model_digest
-from acutance.files import refuse_replacing
+from acutance.capture.find_layers import layer_numbers
 from acutance.probing.causes import is_untrained
 from acutance.scaling import Scaling, Window
-from acutance.shapes import check_count
+from acutance.shapes import check_count, check_flag, check_number, did_you_mean
 
-__all__ = ["Advance", "calibrate"]
+__all__ = ["Advance", "calibrate", "check_request"]
 
 #: Told after each run of the model: tokens just read, the pass from 1, and passes at most.
 Advance = Callable[[int, int, int], None]
-#: Factors that change by less than this between passes are found.
-_SETTLED = 0.002
 
 
 def calibrate(
@@ -56,7 +60,6 @@ def calibrate(
     passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,
-    seed: int = 0,
     save: str | os.PathLike[str] | None = None,
     save_every: int = 1,
     resume: bool = False,
@@ -90,9 +93,8 @@ def calibrate(
             length. Or a mapping from each length to such batches that have it, as where every
             window has special tokens of its own. At least 2 windows of each length; errors are
             rough below some 10.
-        target: ``"entropy"`` in nats, ``"normalized_entropy"`` H / log n, ``"effective_keys"``,
-            ``"top_weight"``, means over rows; ``"max_logit"``, an upper bound of the largest; or
-            ``"loss"``.
+        target: ``"entropy"`` in nats, ``"normalized_entropy"`` H / log n, ``"effective_keys"`` or
+            ``"top_weight"``, means over rows; or ``"loss"``.
         value: what is wanted of every head; None is each head's own at the reference length,
             without a law.
         loss: which to lower with ``target="loss"``, as for :func:`acutance.judge`.
@@ -107,8 +109,7 @@ def calibrate(
         passes: runs over all windows at most, the first without a law.
         limit: factors stay between 1/limit and limit.
         windowed: also fit layers with a sliding window.
-        seed: of the rows whose critical scale is sampled.
-        save: file that keeps the state as it grows, to continue from.
+        save: with ``target="loss"``, file that keeps the state as it grows, to continue from.
         save_every: windows between two writes, at least.
         resume: continue from what ``save`` holds.
         overwrite: replace what ``save`` holds.
@@ -117,8 +118,8 @@ def calibrate(
 
     Returns:
         The law with what was measured for each head: values before and after with standard errors,
-        predicted effect, factors, the family that they resemble, Λ and β/Λ. Rows shorter than the
-        first length have its factor; beyond the last each head continues by its family. For the
+        predicted effect, factors, and the family that they resemble. Rows shorter than the first
+        length have its factor; beyond the last each head continues by its family. For the
         loss a :class:`LossCalibration` with the derivatives, constant beyond the last length.
 
     Raises:
@@ -164,239 +165,128 @@ def calibrate(
             overwrite=overwrite, advance=advance,
         )  # fmt: skip
         return replace(by_loss, untrained=is_untrained(model))
-    if loss is not None:
-        raise ValueError(f"loss is for target='loss', got target={target!r:.40}")
-    if window is not None:
-        raise ValueError(f"window is for target='loss', got target={target!r:.40}")
-    refuse_replacing(save, resume=resume, overwrite=overwrite)
-    found = batches_by_length(batches)
-    places = check_lengths(lengths, found)
-    request = check_request(target, value, places, reference, law, passes, limit, windowed)
-    check_positions(model, places)
-    turns = cut(found, places)
-    windows = check_windows(turns, places)
-    settings = {
-        "model": model_digest(model),
-        "text": digest(turns),
-        "windows": list(windows.values()),
-        "target": request.target.name,
-        "value": request.value,
-        "lengths": list(places),
-        "reference": request.reference,
-        "law": law,
-        "limit": request.limit,
-        "windowed": windowed,
-        "seed": seed,
-        "weights": str(next((part.dtype for part in model.parameters()), None)),
-    }
-    progress = Progress(settings)
-    if resume and save is not None:
-        progress = Progress.resume(save, settings)
-    job = _Job(
-        model, turns, request, progress, seed, save, check_count("save_every", save_every, 1)
+    only_loss = {"loss": loss, "window": window, "save": save, "resume": resume or None}
+    for option, given in only_loss.items():
+        if given is not None:
+            raise ValueError(f"{option} is for target='loss', got target={target!r:.40}")
+    by_length = batches_by_length(batches)
+    places = check_lengths(lengths, by_length)
+    name, value, reference = check_request(
+        target, value, places, reference, law, passes, limit, windowed
     )
-    job.run(advance)
-    result = summarise(model, request, job.fitted(), windows, len(progress.passes), job.skipped)
-    return replace(result, untrained=is_untrained(model))
+    check_positions(model, places)
+    turns = cut(by_length, places)
+    windows = check_windows(turns, places)
+    knots = knots_of(places, reference)
+
+    def read(
+        factors: Mapping[Any, Scaling] | None, number: int
+    ) -> tuple[dict[str, LayerValues], dict[str, str]]:
+        def after(turn: Turn) -> None:
+            if advance is not None:
+                advance(turn.length * turn.groups.numel(), number, passes)
+
+        return read_layers(model, turns, name, knots, factors, windowed=windowed, after=after)
+
+    first, skipped = read(None, 1)
+    few = f"no row sees more than {knots[0] // 2} keys"
+    skipped |= {module: few for module, values in first.items() if not values.knots}
+    at = knots.index(reference)
+    fits = {
+        module: LayerFit(values, name, value, at, limit)
+        for module, values in first.items()
+        if values.knots
+    }
+    if not fits:
+        raise ValueError(no_layer(skipped))
+    used = 1
+    for number in range(2, passes + 1):
+        settled = [fit.propose() for fit in fits.values()]
+        as_family = law != "table" and (number == passes or (number > 2 and all(settled)))
+        if number > 2 and all(settled) and not as_family:
+            break
+        applied: dict[Any, Scaling] = {}
+        for module, fit in fits.items():
+            applied |= fit.law(module, law if as_family else "table", reference)
+        values, _ = read(applied, number)
+        for module, fit in fits.items():
+            fit.add(values[module])
+        used = number
+        if as_family:
+            break
+    return replace(
+        _result(model, fits, knots),
+        target=name if value is None else f"{name}={value:g}",
+        metric=name,
+        value=value,
+        reference=reference,
+        family=law,
+        passes=used,
+        windows=windows,
+        skipped=skipped,
+        untrained=is_untrained(model),
+    )
 
 
-class _Job:
-    """The passes of one calibration; the sums of earlier passes decide each one."""
+def check_request(
+    target: str,
+    value: float | None,
+    lengths: Sequence[int],
+    reference: int | None,
+    law: str,
+    passes: int,
+    limit: float,
+    windowed: bool,
+) -> tuple[str, float | None, int]:
+    """Check everything that can be refused without running the model.
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        turns: Sequence[Turn],
-        request: Request,
-        progress: Progress,
-        seed: int,
-        save: str | os.PathLike[str] | None,
-        save_every: int,
-    ) -> None:
-        self._model, self._turns, self._request = model, turns, request
-        self._progress, self._seed = progress, seed
-        self._save, self._save_every, self._unsaved = save, save_every, 0
-        self._cache: dict[int, dict[str, LayerState]] = {}
-        self._aims: dict[str, Aim] = {}
+    Returns:
+        The metric's name, the wanted value, and the reference length.
 
-    @property
-    def skipped(self) -> dict[str, str]:
-        """Why layers that ran were not fitted, by module name."""
-        found = self._progress.passes[0].found
-        pairs = (text.partition(": ") for text in found.unread)
-        skipped = {name: why for name, _, why in pairs}
-        few = f"no row sees more than {self._request.knots[0] // 2} keys"
-        for name, sums in found.layers.items():
-            if not bool(sums.longest.any()):
-                skipped[name] = few
-        return skipped
-
-    def run(self, advance: Advance | None) -> None:
-        """Run passes until the law has converged or the maximum number is reached."""
-        passes, request = self._progress.passes, self._request
-        if advance is not None:
-            for p, one in enumerate(passes):
-                for turn in self._turns[: one.found.done]:
-                    advance(_tokens(turn), p + 1, request.passes)
-        while True:
-            if not passes:
-                passes.append(PassState(None))
-            elif passes[-1].found.done == len(self._turns):
-                following = self._next()
-                if following is None:
-                    return
-                passes.append(following)
-            index = len(passes) - 1
-
-            def after(so_far: PassSums, turn: Turn, index: int = index) -> None:
-                self._unsaved += turn.groups.numel()
-                if self._save is not None and (
-                    self._unsaved >= self._save_every or so_far.done == len(self._turns)
-                ):
-                    self._progress.save(self._save)
-                    self._unsaved = 0
-                if advance is not None:
-                    advance(_tokens(turn), index + 1, request.passes)
-
-            try:
-                run_pass(
-                    self._model,
-                    self._turns,
-                    request.target,
-                    request.knots,
-                    self._law(passes[-1]),
-                    so_far=passes[-1].found,
-                    windowed=request.windowed,
-                    gaps=index == 0,
-                    seed=self._seed,
-                    after=after,
-                )
-            except KeyboardInterrupt:
-                if self._save is not None and self._unsaved and not passes[-1].found.torn:
-                    self._progress.save(self._save)
-                raise
-
-    def _next(self) -> PassState | None:
-        """The next pass, with its factors; None if the calibration is finished."""
-        passes, request = self._progress.passes, self._request
-        if len(passes) >= request.passes or passes[-1].family:
-            return None
-        history = self._history(len(passes))
-        factors, settled = {}, True
-        for name, states in history.items():
-            aim = self._aims[name]
-            chosen, _ = decide(states, aim)
-            if aim.bound and request.law == "constant":  # a mean would not keep it
-                chosen = chosen.amin(0, keepdim=True).expand_as(chosen)
-            # a bound's factors only change where it is exceeded
-            least = 0.0 if aim.bound else _SETTLED
-            settled &= bool(((chosen / states[-1].factors).log().abs() <= least).all())
-            factors[name] = chosen
-        family = request.law != "table"
-        if settled and len(passes) > 1:
-            return PassState(factors, family) if family else None
-        return PassState(factors, family and len(passes) == request.passes - 1)
-
-    def _history(self, passes: int) -> dict[str, list[LayerState]]:
-        """For each module, factors applied and values measured in the first ``passes`` passes."""
-        first = self._states(0)
-        return {name: [self._states(p)[name] for p in range(passes)] for name in first}
-
-    def _states(self, p: int) -> dict[str, LayerState]:
-        """For each module, the factors applied and values measured in the finished pass ``p``.
-
-        Raises:
-            ValueError: if no layer can be calibrated.
-        """
-        if p in self._cache:
-            return self._cache[p]
-        one, request = self._progress.passes[p], self._request
-        found = {}
-        for name in sorted(one.found.layers):
-            values = LayerValues.of(one.found.layers[name])
-            if not values.knots:
-                continue
-            factors = torch.ones_like(values.value)
-            if one.factors is not None:
-                factors = self._in_force(one, name, values.knots)
-            found[name] = LayerState(factors, values)
-            if p == 0:
-                at = request.knots.index(request.reference)
-                self._aims[name] = aim_of(values, request.target, request.value, at, request.limit)
-        if p == 0 and not found:
-            why = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
-            raise ValueError(f"there is no layer to calibrate{': ' if why else ''}{why}")
-        self._cache[p] = found
-        return found
-
-    # -- laws -------------------------------------------------------------------------------------
-
-    def _law(self, one: PassState) -> Mapping[Any, Scaling] | None:
-        """The law that is applied in a pass; None for the pass without a law."""
-        if one.factors is None:
-            return None
-        law: dict[Any, Scaling] = {}
-        for name, factors in one.factors.items():
-            made = self._scaling(one, name, factors)
-            if isinstance(made, dict):
-                law.update({(name, head): part for head, part in made.items()})
-            else:
-                law[name] = made
-        return law
-
-    def _scaling(self, one: PassState, name: str, factors: Tensor) -> Scaling | dict[int, Scaling]:
-        """The scaling of a layer in a pass, from factors (knots, heads): a table or a family."""
-        states = self._states(0)[name]
-        knots = states.values.knots
-        if not one.family:
-            return plain_table(knots, factors)
-        aim = self._aims[name]
-        reference = self._request.reference if aim.reference is None else knots[aim.reference]
-        errors = self._factor_errors(name, factors)
-        return family_scalings(self._request.law, knots, factors, errors, reference)
-
-    def _factor_errors(self, name: str, factors: Tensor) -> Tensor:
-        """Standard errors of a layer's factors, from the last finished pass under a table."""
-        done = [
-            p
-            for p, one in enumerate(self._progress.passes)
-            if not one.family and one.found.done == len(self._turns)
-        ]
-        values, aim = self._states(done[-1])[name].values, self._aims[name]
-        error = values.estimate.error if aim.reference is None else values.difference(aim.reference)
-        return factors * error / values.slope.abs().clamp(min=1e-9)
-
-    def _in_force(self, one: PassState, name: str, knots: tuple[int, ...]) -> Tensor:
-        """The factors that a pass applies to a layer at the knots, (knots, heads)."""
-        assert one.factors is not None
-        factors = one.factors[name]
-        if not one.family:
-            return factors
-        made = self._scaling(one, name, factors)
-        n = torch.tensor(knots)
-        heads = range(factors.shape[1])
-        if isinstance(made, dict):
-            columns = [made[head].factor(n, dtype=torch.float64) for head in heads]
-            return torch.stack(columns, 1)
-        found = made.factor(n, dtype=torch.float64)
-        return found.T if found.dim() == 2 else found.unsqueeze(1).expand(-1, len(heads))
-
-    def fitted(self) -> list[FittedLayer]:
-        """The results of each layer after the last pass."""
-        passes = self._progress.passes
-        history = self._history(len(passes))
-        found = []
-        for name, states in history.items():
-            last, aim = states[-1], self._aims[name]
-            _, expected = decide(states[:-1], aim)
-            made = self._scaling(passes[-1], name, passes[-1].factors[name])  # type: ignore[index]
-            scales = [passes[0].found.scales.get((name, k)) for k in states[0].values.bins]
-            found.append(
-                FittedLayer(name, aim, states[0], last, expected, made, passes[-1].family, scales)
-            )
-        return found
+    Raises:
+        TypeError: if something is of the wrong kind.
+        ValueError: if something is out of range, or does not go together.
+    """
+    name, at = check_target(target), check_reference(reference, lengths)
+    if law not in FITTED:
+        hint = did_you_mean(law, FITTED)
+        raise ValueError(f"law={law!r:.40} is not one of {', '.join(FITTED)}{hint}")
+    check_count("passes", passes, 2)
+    check_number("limit", limit, above=1.0)
+    check_flag("windowed", windowed)
+    if value is None:
+        return name, None, at
+    value, n = check_number("value", value), lengths[-1]
+    low, high = TARGETS[name].limits(n)
+    if not low < value < high:
+        least = f" (1/{n})" if name == "top_weight" else ""
+        most = f" (log {n})" if name == "entropy" else ""
+        unit = "" if TARGETS[name].unit == "1" else f" {TARGETS[name].unit}"
+        raise ValueError(
+            f"value: {name} of rows with {n} keys must be between {low:.4g}{least} and "
+            f"{high:.4g}{most}, got {value:g}{unit}"
+        )
+    if law in ("sqrt_log_n", "clip_log_n"):
+        raise ValueError(f"law={law!r} is 1 at the reference, so value cannot be given")
+    return name, value, at
 
 
-def _tokens(turn: Turn) -> int:
-    """Number of tokens of a batch."""
-    return turn.length * turn.groups.numel()
+def _result(
+    model: torch.nn.Module, fits: Mapping[str, LayerFit], knots: Sequence[int]
+) -> Calibration:
+    """The law, and the record of every head in model order."""
+    numbers = layer_numbers(model, list(fits))
+    modules = sorted(fits, key=lambda module: numbers.get(module, len(numbers)))
+    law: dict[Any, Scaling] = {}
+    heads: list[HeadCalibration] = []
+    for index, module in enumerate(modules):
+        law |= fits[module].scalings(module)
+        heads += fits[module].heads(numbers.get(module, index), module)
+    bins = {k for fit in fits.values() for k in fit.first.bins}
+    return Calibration(
+        model=Identity.of(model),
+        everywhere=None,
+        layers=Law.of(model, law).layers,
+        lengths=tuple(knots[k] for k in sorted(bins)),
+        heads=tuple(heads),
+    )

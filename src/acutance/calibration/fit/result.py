@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from acutance.calibration.fit.collect import HELD, TARGETS
+from acutance.calibration.fit.measure import TARGETS
 from acutance.calibration.law import Law
 from acutance.files import as_json, finite, write_text
 
-__all__ = ["STATUSES", "Calibration", "HeadCalibration"]
+__all__ = ["HELD", "STATUSES", "Calibration", "HeadCalibration"]
 
+#: A target is held where the value is within this share of it.
+HELD = 0.05
 #: What each status of a length means.
 STATUSES = {
     "held": "within 5 % of the target with the law",
@@ -35,8 +37,7 @@ class HeadCalibration:
         lengths: visible keys n.
         target: what was wanted.
         before: what rows of n keys have without a law.
-        before_error: its standard error over parts of the text; NaN for ``max_logit``, as are the
-            other errors.
+        before_error: its standard error over parts of the text.
         predicted: what was to be expected under the law, before it was measured.
         after: what was measured under the law.
         after_error: its standard error.
@@ -49,8 +50,6 @@ class HeadCalibration:
         family_errors: relative error of the factors under each family, root mean square.
         growth: increase of the factor per unit of log n, with its standard error; NaN where there
             is one length, or a factor is at its limit.
-        critical: median critical scale Λ of the unscaled scores; NaN where none was sampled.
-        focus: β/Λ under the law: above 1 the maximum stands alone.
     """
 
     layer: int
@@ -70,8 +69,6 @@ class HeadCalibration:
     candidates: tuple[str, ...]
     family_errors: Mapping[str, float]
     growth: tuple[float, float]
-    critical: Numbers
-    focus: Numbers
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,32 +102,38 @@ class Calibration(Law):
 
         The reference length is left out where its own value is the target.
         """
-        found = dict.fromkeys(STATUSES, 0)
-        for one in self.heads:
-            for n, status in zip(one.lengths, one.status, strict=True):
-                if self.value is not None or n != self.reference or len(one.lengths) == 1:
-                    found[status] += 1
-        return found
+        counts = dict.fromkeys(STATUSES, 0)
+        for head in self.heads:
+            for n, status in zip(head.lengths, head.status, strict=True):
+                if self.value is not None or n != self.reference or len(head.lengths) == 1:
+                    counts[status] += 1
+        return counts
+
+    def size(self, target: float) -> float:
+        """The number that a distance from a target is divided by.
+
+        It is the target, or for targets near 0 a size at which 5 % is of no interest (0.2 nats for
+        entropy).
+        """
+        return max(abs(target), TARGETS[self.metric].floor / HELD)
 
     def worst(self, *, law: bool = True) -> float:
         """Largest relative distance from the target, over heads and lengths that can reach it.
 
-        The distance is divided by the target, or by a least size (0.2 nats for entropy) if the
-        target is smaller, as for heads that attend to one key. For ``max_logit``, which is an upper
-        bound, values below the target have distance 0.
+        The distance is divided by :meth:`size` of the target.
 
         Args:
             law: measure under the law; False for the model without it.
         """
-        found, least = 0.0, TARGETS[self.metric].floor / HELD
-        for one in self.heads:
-            shown = one.after if law else one.before
-            for value, target, status in zip(shown, one.target, one.status, strict=True):
-                away = value - target
-                if status != "impossible":
-                    away = max(away, 0.0) if self.metric == "max_logit" else abs(away)
-                    found = max(found, away / max(abs(target), least, 1e-12))
-        return found
+        distances = [
+            abs(value - target) / self.size(target)
+            for head in self.heads
+            for value, target, status in zip(
+                head.after if law else head.before, head.target, head.status, strict=True
+            )
+            if status != "impossible"
+        ]
+        return max(distances, default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -13,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from acutance.calibration.identity import longest, positions_are_learned
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.shapes import check_count
@@ -25,12 +28,15 @@ __all__ = [
     "batches",
     "batches_by_length",
     "check_lengths",
+    "check_positions",
+    "check_windows",
     "cut",
     "default_lengths",
     "digest",
     "draw",
-    "spread",
     "describe_samples",
+    "evaluating",
+    "spread",
 ]
 
 #: What a model is called with: one tensor, or keywords. Windows first, tokens second.
@@ -79,18 +85,17 @@ def check_lengths(
         ValueError: if they are not ascending, one is below 2, or no batch is that long.
     """
     ready = sorted(length for length in batches if length)
-    longest = ready[-1] if ready else max(_length(batch) for batch in batches[0])
+    last = ready[-1] if ready else max(_length(batch) for batch in batches[0])
     if lengths is None:
-        found = ready or [longest >> step for step in (3, 2, 1, 0)]
-        return tuple(sorted({n for n in found if n >= 2}))
+        return tuple(ready) or tuple(sorted({n for s in range(4) if (n := last >> s) >= 2}))
     if not isinstance(lengths, list | tuple | range):
         raise TypeError(f"lengths must be a list of whole numbers, got {lengths!r}")
     places = tuple(check_count("lengths", n, 2) for n in lengths)
     if not places or any(b <= a for a, b in itertools.pairwise(places)):
         raise ValueError(f"lengths must be ascending and not empty, got {list(places)}")
-    if places[-1] > longest:
+    if places[-1] > last:
         raise ValueError(
-            f"lengths must be at most {longest}, the tokens of the longest batch, got {places[-1]}"
+            f"lengths must be at most {last}, the tokens of the longest batch, got {places[-1]}"
         )
     if ready and (lacking := [n for n in places if n not in batches]):
         raise ValueError(
@@ -181,6 +186,53 @@ def digest(turns: Sequence[Turn]) -> str:
             else:
                 found.update(f"{name} {part!r}".encode())
     return found.hexdigest()[:16]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode for all modules, restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_positions(model: torch.nn.Module, lengths: Sequence[int]) -> None:
+    """Raise ValueError if lengths exceed the model's learned positions.
+
+    Warns:
+        UserWarning: if they exceed positions that are not learned.
+    """
+    limit = longest(model)
+    if limit is None or lengths[-1] <= limit:
+        return
+    said = f"lengths reach {lengths[-1]}, but the model has {limit} positions"
+    if positions_are_learned(model):
+        raise ValueError(said)
+    warnings.warn(said, stacklevel=3)
+
+
+def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, int]:
+    """Number of windows of each length.
+
+    Raises:
+        ValueError: if a length has windows of fewer than two parts of the text, so that no error
+            can be estimated.
+    """
+    groups = {
+        length: [group for turn in turns if turn.length == length for group in turn.groups.tolist()]
+        for length in lengths
+    }
+    for length in reversed(lengths):
+        if len(set(groups[length])) < 2:
+            raise ValueError(
+                f"calibration needs at least 2 windows of {length} tokens, got "
+                f"{len(groups[length])}: give more text, or shorter lengths"
+            )
+    return {length: len(numbers) for length, numbers in groups.items()}
 
 
 def _pieces(batch: AnyBatch, length: int, pieces: int) -> tuple[AnyBatch, Tensor | None]:
@@ -326,8 +378,7 @@ def draw(
 
 def default_lengths(loaded: TextModel) -> tuple[int, ...]:
     """An eighth of the model's longest window, and its doubles."""
-    longest = loaded.window(None)
-    return tuple(sorted({max(2, longest >> step) for step in (3, 2, 1, 0)}))
+    return tuple(sorted({max(2, loaded.window(None) >> step) for step in range(4)}))
 
 
 def batches(
@@ -340,9 +391,9 @@ def batches(
         samples: windows by length.
         size: windows of the longest length in a batch.
     """
-    windows, longest = {}, max(samples)
+    windows, last = {}, max(samples)
     for length, sample in samples.items():
-        together = max(1, size * longest // length)
+        together = max(1, size * last // length)
         windows[length] = [
             _batch(loaded, sample.pieces[start : start + together])
             for start in range(0, len(sample.pieces), together)
