@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,12 @@ def test_every_command_is_one_file_and_one_record() -> None:
     shared = {"__init__", "held_out", "inputs", "options", "outputs", "shared"}
     commands = typer.main.get_command(app).commands
     shown = {name for name, command in commands.items() if not command.hidden}
-    assert shown == {path.stem for path in folder.glob("*.py")} - shared
+    own = {path.stem for path in folder.glob("*.py")} - shared
+    added = {entry.name: entry.module for entry in entry_points(group="acutance.commands")}
+    assert shown == own | added.keys()
+    assert added["reproduce"] == "acutance_lab.command"
     for name in shown:
-        module = importlib.import_module(f"acutance.cli.{name}")
+        module = importlib.import_module(added.get(name, f"acutance.cli.{name}"))
         record = getattr(module, f"{name.capitalize()}Options")
         options = {parameter.name for parameter in commands[name].params} - {"help"}
         assert options == {field.name for field in fields(record)}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 from pathlib import Path
 
 import pytest
+
+import acutance
 
 PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
@@ -15,7 +18,7 @@ STAGES = [
     "check_masks", "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend",
     "structure", "mechanisms", "nn", "capture", "diagnose", "summary", "report",
     "probing", "corpus", "serving", "calibration", "caching", "judging", "extending",
-    "training", "verification", "experiments", "reproduce", "comparison", "cli", "testing",
+    "training", "verification", "reproduce", "comparison", "cli", "plugins", "testing",
 ]  # fmt: skip
 MODULE = re.compile(rf"acutance\.({'|'.join(STAGES)})(\.[a-z_0-9]+)*")
 FACADES = {
@@ -213,3 +216,42 @@ def test_the_left_and_other_packages_are_allowed(module: str, source: str) -> No
 def test_relative_imports_of_a_package_start_at_itself() -> None:
     assert violations("acutance.scores", "from .dot import dot", is_package=True) == []
     assert len(violations("acutance.scores", "from ..cli import main", is_package=True)) == 1
+
+
+def private_imports(source: str) -> list[str]:
+    """What a module of another package imports from acutance that is no public name."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] == "acutance"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "acutance":
+            assert node.module is not None
+            parts = node.module.split(".")
+            public = len(parts) == 1 or (len(parts) == 2 and parts[1] in acutance.__all__)
+            offered = importlib.import_module(node.module).__all__ if public else ()
+            found += [
+                f"{node.module}.{alias.name}" for alias in node.names if alias.name not in offered
+            ]
+    return found
+
+
+def test_the_lab_imports_public_names_only() -> None:
+    paths = sorted((PACKAGE.parent / "acutance_lab").rglob("*.py"))
+    assert len(paths) > FLOOR
+    assert {path.name: private_imports(path.read_text("utf-8")) for path in paths} == {
+        path.name: [] for path in paths
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import acutance.files",
+        "from acutance.files import write_whole",
+        "from acutance import files",
+        "from acutance.plugins import Console",
+        "from acutance.report.plot_style import save",
+    ],
+)
+def test_an_import_of_a_private_name_is_found(line: str) -> None:
+    assert private_imports(f"def inside():\n    {line}") != []

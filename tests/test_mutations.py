@@ -21,13 +21,12 @@ from acutance.calibration import ApplyError, Law
 from acutance.calibration.by_loss.gradients import Reading
 from acutance.calibration.by_loss.readings import Readings
 from acutance.comparison import compare
-from acutance.experiments.harness.record import Claim, Estimate, Record, judge, untested_row
-from acutance.experiments.harness.render import summary as shown_records
-from acutance.experiments.harness.runner import load
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
 from acutance.report.exports import print_summary
 from acutance.summary.state import Run, State
+from acutance_lab.command import summary as shown_records
+from acutance_lab.record import Claim, Estimate, Record, judge, load, untested_row
 
 COUNT = 2000
 _MUTATOR = runpy.run_path(str(Path(__file__).with_name("mutator.py")))

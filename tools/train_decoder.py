@@ -20,8 +20,8 @@ import torch
 import transformers
 from safetensors.torch import save
 
-from acutance.experiments.models import texts, trained
 from acutance.files import write_bytes, write_text
+from acutance_lab import texts, trained
 
 PACKAGED = Path(__file__).parents[1] / "src" / "acutance" / "data" / "decoder"
 LENGTHS = (128, 256, 512, 1024)

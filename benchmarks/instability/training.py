@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acutance.experiments.models import texts
+from acutance_lab import texts
 from benchmarks.instability.decoder import Decoder
 from benchmarks.instability.runs import Run
 

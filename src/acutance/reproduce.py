@@ -1,16 +1,22 @@
 """Published claims about attention, tested: prediction, measurement and verdict for each.
 
-One experiment is one file of ``acutance.experiments``. It states its prediction and the verdict it
-expects before it runs, measures with what measures everything else in acutance, compares with
-:mod:`acutance.theory`, and leaves a record (JSON) and a figure (PNG and SVG, light and dark).
+One experiment is one file of :mod:`acutance_lab`, a package that comes with acutance. It states its
+prediction and the verdict it expects before it runs, measures with what measures everything else in
+acutance, compares with :mod:`acutance.theory`, and leaves a record (JSON) and a figure (PNG and
+SVG, light and dark).
 """
 
-from acutance.experiments import EXPERIMENTS
-from acutance.experiments.harness.experiment import Experiment, Run
-from acutance.experiments.harness.record import Claim, Judgement, Record, Row, judge
-from acutance.experiments.harness.runner import Outcome, load, pick, run, run_one
-from acutance.experiments.models import trained
-from acutance.experiments.models.trained import decoder
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from acutance_lab import texts, trained
+    from acutance_lab.experiment import Experiment, Run
+    from acutance_lab.record import Claim, Judgement, Record, Row, judge, load
+    from acutance_lab.run import EXPERIMENTS, Outcome, pick, run, run_one
+    from acutance_lab.trained import decoder
 
 __all__ = [
     "Claim",
@@ -27,5 +33,29 @@ __all__ = [
     "pick",
     "run",
     "run_one",
+    "texts",
     "trained",
 ]
+
+#: The module of acutance_lab that holds each name; "" for its modules. They load on first use.
+_HOMES = {
+    "record": ("Claim", "Judgement", "Record", "Row", "judge", "load"),
+    "experiment": ("Experiment", "Run"),
+    "run": ("EXPERIMENTS", "Outcome", "pick", "run", "run_one"),
+    "trained": ("decoder",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("texts", "trained"):
+        value: Any = importlib.import_module(f"acutance_lab.{name}")
+    elif home := next((home for home, names in _HOMES.items() if name in names), None):
+        value = getattr(importlib.import_module(f"acutance_lab.{home}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,7 +22,7 @@ from acutance.caching.render import sentences
 from acutance.caching.rules import HeadReach, propose, read_reach
 from acutance.calibration.by_loss.runs import read_windows
 from acutance.capture.attention_call import AttentionCall
-from acutance.experiments.models.trained import decoder
+from acutance_lab.trained import decoder
 from tests.contract.caching.conftest import build
 from tests.contract.caching.test_budget import LONG, SHORT, windows
 
@@ -126,7 +126,7 @@ def test_a_rule_lets_the_nearest_heads_stream_and_rounds_the_rest() -> None:
 _KILLED = """
 import os, signal, sys, torch
 from acutance.caching import HeadPlan, budget
-from acutance.experiments.models.trained import decoder
+from acutance_lab.trained import decoder
 
 torch.set_num_threads(1)
 plans = [HeadPlan("streaming", first=2, recent=14), HeadPlan("streaming", first=2, recent=46)]

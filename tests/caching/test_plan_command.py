@@ -13,9 +13,9 @@ import pytest
 from acutance import CachePlan, HeadPlan
 from acutance.caching.exchange.plan_record import read_costs
 from acutance.caching.find_plan import budget
-from acutance.experiments.models import texts
-from acutance.experiments.models.trained import decoder, directory
 from acutance.report.html_page.packing import unpack
+from acutance_lab import texts
+from acutance_lab.trained import decoder, directory
 from tests.contract.caching.test_plan_command import STREAMING, another, words
 
 

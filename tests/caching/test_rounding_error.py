@@ -16,9 +16,9 @@ from acutance.caching.alternatives import Rounded
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.listener import Listener
 from acutance.corpus.texts import bundled
-from acutance.experiments.models import texts
-from acutance.experiments.models.trained import decoder
 from acutance.theory import rounding_error
+from acutance_lab import texts
+from acutance_lab.trained import decoder
 
 SCHEMES = [(8, 16), (16, 8), (8, 8), (4, 16), (16, 4), (4, 4)]
 

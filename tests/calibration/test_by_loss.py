@@ -11,7 +11,7 @@ import torch
 import acutance
 from acutance.calibration.by_loss.render import sentences as by_loss_sentences
 from acutance.calibration.render import sentences
-from acutance.experiments.models.trained import decoder
+from acutance_lab.trained import decoder
 
 
 @pytest.mark.parametrize("target", ["entropy", "loss"])

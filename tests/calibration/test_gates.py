@@ -11,8 +11,8 @@ import pytest
 import acutance
 from acutance.calibration import LossCalibration
 from acutance.calibration.by_loss.render import sentences
-from acutance.experiments.models.trained import decoder
 from acutance.scaling import Window
+from acutance_lab.trained import decoder
 from tests.contract.calibration.test_gates import windows
 
 

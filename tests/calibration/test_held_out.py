@@ -11,7 +11,7 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration import Law, Measured, measure
-from acutance.experiments.models import texts
+from acutance_lab import texts
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

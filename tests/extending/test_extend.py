@@ -11,13 +11,13 @@ import pytest
 from torch import Tensor
 
 import acutance
-from acutance.experiments.models.trained import decoder
 from acutance.extending import proposals
 from acutance.extending.page import page
 from acutance.extending.record import Extension, Final, Tried
 from acutance.extending.render import show
 from acutance.judging import LawRemedy, Part
 from acutance.report.screen import Screen
+from acutance_lab.trained import decoder
 from tests.contract.extending.test_extend import TRAINED, extend
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import acutance
-from acutance.experiments.models.trained import decoder
 from acutance.judging import NextToken
+from acutance_lab.trained import decoder
 from tests.contract.judging.test_judged_calibration import calibrate
 
 

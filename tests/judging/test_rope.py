@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.experiments.models.trained import decoder
 from acutance.judging import RopeRemedy
 from acutance.judging.remedies import named_remedy
+from acutance_lab.trained import decoder
 from tests.contract.judging.test_rope import TRAINED, ids
 
 

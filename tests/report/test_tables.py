@@ -16,13 +16,13 @@ from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.calibration.render import show
 from acutance.cli import app
 from acutance.comparison import Comparison, compare, render
-from acutance.experiments.harness.render import listing, summary
-from acutance.experiments.harness.runner import run_one
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
 from acutance.report.diff_console import print_diff
 from acutance.report.screen import NumberTable
 from acutance.reproduce import EXPERIMENTS
+from acutance_lab.command import listing, summary
+from acutance_lab.run import run_one
 from benchmarks.cpu import render as bench_render
 from benchmarks.cpu.records import BenchReport
 

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 from acutance import theory
-from acutance.experiments import noise
-from acutance.experiments.harness.record import decided
-from acutance.experiments.harness.runner import draw
-from acutance.experiments.harness.sampling import gaussian_collision
 from acutance.report import plot_style
 from acutance.reproduce import EXPERIMENTS, Record, Run, run_one
+from acutance_lab.experiment import gaussian_collision
+from acutance_lab.experiments import noise
+from acutance_lab.record import decided
+from acutance_lab.run import draw
 
 Check = Callable[[Record], None]
 
@@ -271,7 +271,7 @@ class Tiny(Run):
 @pytest.mark.slow
 def test_at_full_size_every_claim_has_its_rows() -> None:
     experiment = EXPERIMENTS["mlm_table"]
-    rows = experiment.measure(Tiny("mlm_table", quick=False))
+    rows = list(experiment.measure(Tiny("mlm_table", quick=False)))
     assert {row.claim for row in rows} - {""} == {claim.key for claim in experiment.claims}
     gains = {
         (row.condition["seed"], row.condition["n"]): row.measured

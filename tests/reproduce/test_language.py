@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acutance.experiments import real_distance, real_lengths, real_sinks, real_topk
-from acutance.experiments.models import language
 from acutance.reproduce import Run
+from acutance_lab import language
+from acutance_lab.experiments import real_distance, real_lengths, real_sinks, real_topk
 
 pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from acutance.experiments.harness.record import Estimate, decided, untested_row
-from acutance.experiments.harness.render import verdict
 from acutance.reproduce import Claim, Record, Row, judge, load
+from acutance_lab.command import verdict
+from acutance_lab.record import Estimate, decided, untested_row
 
 
 def rows_at(claim: Claim, misses: dict[float, float]) -> list[Row]:

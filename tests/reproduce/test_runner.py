@@ -15,9 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from acutance.cli import INTERRUPTED, app
-from acutance.experiments.models.fitting import Plan, fit
-from acutance.experiments.models.small import seeded
 from acutance.reproduce import EXPERIMENTS, Experiment, Row, Run, load, pick, run
+from acutance_lab.training import Plan, fit, seeded
 
 QUICKEST = ("sparsity_decay", "ssmax")
 

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.experiments import swan
-from acutance.experiments.harness.experiment import Run
-from acutance.experiments.harness.record import decided, judge
-from acutance.experiments.models import hybrid
 from acutance.scaling import ClipLogN, Window
+from acutance_lab import trained
+from acutance_lab.experiment import Run
+from acutance_lab.experiments import swan
+from acutance_lab.record import decided, judge
 
 if TYPE_CHECKING:
     from transformers import SmolLM3ForCausalLM
 
-SIZE = hybrid.Size(length=16, width=32, steps=2, batch=2)
+SIZE = trained.Size(length=16, width=32, steps=2, batch=2)
 
 
 def hybrid_model() -> SmolLM3ForCausalLM:
     text = torch.randint(256, (400,), dtype=torch.uint8)
-    return hybrid.train(SIZE, 0, text, position_free=True)
+    return trained.train_hybrid(SIZE, 0, text, position_free=True)
 
 
 @pytest.mark.parametrize("law", [ClipLogN(train_length=16), Window(16)])
@@ -42,7 +42,7 @@ def test_only_the_global_layer_has_no_positions() -> None:
     windows = [layer.self_attn.sliding_window for layer in model.model.layers]
     assert rotating == [1, 1, 1, 0]
     assert windows == [SIZE.window] * 3 + [None]
-    everywhere = hybrid.configuration(SIZE, position_free=False)
+    everywhere = trained.hybrid_configuration(SIZE, position_free=False)
     assert everywhere.no_rope_layers == [1] * 4
     assert set(everywhere.layer_types) == {"full_attention"}
 
@@ -72,7 +72,7 @@ def test_verdicts_follow_the_sign_of_paired_differences() -> None:
         for law, change in changes.items()
     }
     found[swan.ROPE, swan.NONE] = [losses(0.5, 0)]
-    rows = swan.rows_of((1, 2, 4), found)
+    rows = list(swan.rows_of((1, 2, 4), found))
     verdicts = {
         claim.key: judge(claim, rows).kind
         for claim in swan.EXPERIMENT.claims

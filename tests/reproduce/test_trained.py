@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.experiments import first
-from acutance.experiments.models import texts, trained
-from acutance.experiments.models.fitting import Plan, fit
-from acutance.experiments.models.small import Encoder, seeded
 from acutance.reproduce import decoder
 from acutance.scaling import LogN
+from acutance_lab import texts, trained
+from acutance_lab.encoder import Encoder
+from acutance_lab.experiments import first
+from acutance_lab.training import Plan, fit, seeded
 
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
 

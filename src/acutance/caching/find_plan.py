@@ -121,8 +121,7 @@ def budget(
 
     Example:
         >>> from acutance.caching import HeadPlan, budget
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> code = texts.read(texts.files("held out")).long()
         >>> streaming = [HeadPlan("streaming", first=2, recent=30)]
         >>> found = budget(decoder(), code[: 4 * 128].view(4, 128), keep=0.6, plans=streaming)

@@ -81,7 +81,7 @@ def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
         TypeError: if it is not a module.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> list(cache_shapes(decoder()).items())[0]
         ('model.layers.0.self_attn', LayerShape(heads=..., query_heads=..., ...))
     """

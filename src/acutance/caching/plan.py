@@ -56,7 +56,7 @@ class CachePlan:
         ValueError: if a number is too small.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> plan = CachePlan.of(decoder(), {(0, 1): HeadPlan("streaming", first=4, recent=60)})
         >>> plan.share(512) < 1
         True

@@ -175,8 +175,7 @@ def recall(
         ValueError: as :func:`plant`.
 
     Example:
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> code = texts.read(texts.files("held out")).long()
         >>> result = recall(decoder(), code[:512].view(2, 256), depths=[0.2, 0.6])
         >>> result.by_window.shape, 0 <= result.mean <= 1

@@ -1,4 +1,8 @@
-"""The ``acutance`` command. Every command imports what it needs when it runs, so help is quick."""
+"""The ``acutance`` command. Every command imports what it needs when it runs, so help is quick.
+
+Packages add commands by entry points of the group ``acutance.commands``, see
+:mod:`acutance.plugins`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,6 @@ from acutance.cli import (
     predict,
     probe,
     report,
-    reproduce,
     temperature,
     verify,
 )
@@ -79,7 +82,6 @@ app.command("plan", cls=Command)(plan.plan)
 app.command("extend", cls=Command)(extend.extend)
 app.command("verify", cls=Command)(verify.verify)
 app.command("compare", cls=Command)(compare.compare)
-app.command("reproduce", cls=Command)(reproduce.reproduce)
 app.command("alarms", cls=Command)(alarms.alarms)
 app.command("info", cls=Command)(info.info)
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
@@ -357,11 +358,40 @@ class Command(TyperCommand):
 
 
 class Group(Commands):
-    """The top-level command; its ``--help`` shows no types."""
+    """The top-level command: its own subcommands, then those that other packages add.
+
+    Its ``--help`` shows no types.
+    """
+
+    @property
+    def commands(self) -> dict[str, Any]:
+        """Every subcommand by name. Entry points are looked up here, not at the start."""
+        return self._own | _added_commands()
+
+    @commands.setter
+    def commands(self, own: Mapping[str, Any]) -> None:
+        self._own = dict(own)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The subcommand of a name; None if there is none."""
+        return self._own.get(cmd_name) or super().get_command(ctx, cmd_name)
 
     def get_help_option(self, ctx: Any) -> Any:
         """The option, without ``<bool>``."""
         return _without_type(super().get_help_option(ctx))
+
+
+@cache
+def _added_commands() -> dict[str, Any]:
+    """The commands that installed packages add, by the names of their entry points."""
+    from importlib.metadata import entry_points
+
+    added = {}
+    for entry in sorted(entry_points(group="acutance.commands"), key=lambda entry: entry.name):
+        single = typer.Typer(add_completion=False)
+        single.command(entry.name, cls=Command)(entry.load())
+        added[entry.name] = typer.main.get_command(single)
+    return added
 
 
 def _without_type(option: Any) -> Any:

@@ -71,7 +71,7 @@ def head_slopes(
 
     Example:
         >>> from acutance.calibration.losses import NextToken
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> batch = {"input_ids": torch.arange(256)[None]}
         >>> windows = Window(64, beyond=128), Window(96, beyond=128)
         >>> slopes = head_slopes(decoder(), NextToken(), batch, windows[0], windows[1:])

@@ -31,7 +31,7 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Remedy
         ValueError: if ``to`` is not above ``train_length``.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> [one.name for one in proposals(decoder(), 128, 512)][:2]
         ['rope:yarn,factor=4,original_max_position_embeddings=128', \
 'rope:dynamic,factor=1,original_max_position_embeddings=128']

@@ -31,7 +31,7 @@ def entropy_by_n(
         ProbeError: if the model has no attention that a probe can read.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> found = entropy_by_n(decoder(), None, torch.arange(64)[None])
         >>> len(found), found[0]
         (6, (1.0, 0.0, 0.0))

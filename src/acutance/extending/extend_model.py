@@ -90,8 +90,7 @@ def extend(
 
     Example:
         >>> import torch, acutance
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> code, seed = texts.read(texts.files("held out")), torch.Generator().manual_seed(0)
         >>> windows = texts.sample_windows(code, 512, 8, seed)  # it was trained on windows of 128
         >>> laws = ["clip_log_n:train_length=128", "rope:linear,factor=4"]

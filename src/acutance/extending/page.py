@@ -40,8 +40,7 @@ def page(found: Extension) -> str:
 
     Example:
         >>> import torch, acutance
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> windows = texts.read(texts.files("held out"))[: 4 * 256].long().view(4, 256)
         >>> law = "clip_log_n:train_length=128"
         >>> page(acutance.extend(decoder(), 256, windows, train_length=128, laws=law))[:15]

@@ -58,7 +58,7 @@ def begins_beyond(model: torch.nn.Module, remedy: Remedy, length: int) -> bool:
     """Whether a change leaves rows with at most ``length`` keys as they are.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> from acutance.judging.remedies import as_remedies
         >>> names = ["window:size=64,beyond=128", "window:size=64", "rope:linear,factor=2"]
         >>> [begins_beyond(decoder(), one, 128) for one in as_remedies(names)]

@@ -20,8 +20,7 @@ def sentences(result: Extension) -> Iterator[str]:
 
     Example:
         >>> import acutance
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> windows = texts.read(texts.files("held out"))[: 4 * 256].long().view(4, 256)
         >>> law = "rope:linear,factor=2"
         >>> result = acutance.extend(decoder(), 256, windows, train_length=128, laws=law)

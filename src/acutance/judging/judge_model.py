@@ -148,8 +148,7 @@ def judge(
 
     Example:
         >>> import acutance
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> code = texts.read(texts.files("held out")).long()
         >>> windows = code[: 4 * 512].view(4, 512)  # trained on windows of 128
         >>> result = acutance.judge(decoder(), windows, "clip_log_n:train_length=128")

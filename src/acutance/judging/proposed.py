@@ -72,8 +72,7 @@ def proposed_remedies(
 
     Example:
         >>> import torch, acutance
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> model, code = decoder(), texts.read(texts.files("held out")).long()
         >>> with acutance.probe(model) as probe, torch.no_grad():
         ...     _ = model(code[: 8 * 512].view(8, 512))

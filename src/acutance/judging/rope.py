@@ -173,7 +173,7 @@ def rope_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, tor
         ApplyError: if there are none.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> [name for _, name, _ in rope_modules(decoder())]
         ['rotary_emb']
     """
@@ -227,7 +227,7 @@ def with_train_length(
         ApplyError: if the model has no rotary module of transformers.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> with_train_length(decoder(), named_rope("yarn,factor=4"), 128).name
         'rope:yarn,factor=4,original_max_position_embeddings=128'
     """

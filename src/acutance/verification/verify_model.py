@@ -67,7 +67,7 @@ def verify(
         ValueError: for an unknown kind of input or implementation, or if no attention was read.
 
     Example:
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> verify(decoder(), torch.arange(24)[None]).ok
         True
     """

@@ -76,7 +76,7 @@ def places(plan: _Whole, pick: _Pick) -> str:
 
     Example:
         >>> from acutance import CachePlan
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> plan = CachePlan.of(decoder(), {0: HeadPlan("dropped"), (1, 1): HeadPlan("dropped")})
         >>> places(plan, lambda layer, head: head.kind == "dropped")
         'Key heads 1.1 and all of layer 0'

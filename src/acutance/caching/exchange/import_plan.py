@@ -107,7 +107,7 @@ def import_plan(source: str | os.PathLike[str], model: torch.nn.Module) -> Cache
 
     Example:
         >>> import tempfile
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder
         >>> plan = CachePlan.of(decoder(), {1: HeadPlan("streaming", first=4, recent=60)})
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     lost = plan.export("duo_attention", folder)

@@ -242,8 +242,7 @@ def gate_slopes(
 
     Example:
         >>> from acutance.calibration import gate_slopes
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> code = texts.read(texts.files("held out")).long()
         >>> heads = gate_slopes(decoder(), code[: 4 * 512].view(4, 512), [Window(128)])
         >>> len(heads)

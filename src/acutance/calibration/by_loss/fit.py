@@ -150,8 +150,7 @@ def loss_slopes(
 
     Example:
         >>> from acutance.calibration import loss_slopes
-        >>> from acutance.experiments.models import texts
-        >>> from acutance.experiments.models.trained import decoder
+        >>> from acutance.reproduce import decoder, texts
         >>> code = texts.read(texts.files("held out")).long()
         >>> heads = loss_slopes(decoder(), code[: 4 * 512].view(4, 512), lengths=[128, 512])
         >>> len(heads), heads[0].lengths

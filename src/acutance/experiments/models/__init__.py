@@ -1,1 +1,0 @@
-"""The small models of experiments that train: layers, texts, training, and the decoder inside."""

@@ -1,0 +1,332 @@
+"""Trained models beyond their training length: fixed laws, calibrated ones, and windows."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance import apply, calibrate, probe
+from acutance.calibration import measure as measure_law
+from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax, Window, Yarn
+from acutance_lab import texts
+from acutance_lab.experiment import Experiment, Run, mean
+from acutance_lab.experiments import mlm_table
+from acutance_lab.figure import Axis, Curve, Page, Panel, Points
+from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row, values
+from acutance_lab.trained import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses, train
+
+SOURCE = "acutance.calibrate"
+CALIBRATED = "calibrated"  # each head's entropy stays what it was
+FRACTION = "calibrated H / log n"  # each head's share of log n stays what it was
+LOSS = "calibrated loss"  # fitted to the loss itself; decoders only
+WINDOWED = "window of {}"  # keys that a row reads, without a temperature; decoders only
+BOUND = "times"  # the training length
+#: Laws that are not fitted to the model.
+FIXED = ("none", "log_n", "clip_log_n", "ssmax", "yarn", "sqrt_log_n")
+MEDIAN, LARGEST = (f"{which} of |H / H at 1× − 1|" for which in ("median", "largest"))
+LAST = 64  # bytes at the end of a window over which a decoder's loss is taken
+
+HOLDS = Claim(
+    "holds", "the calibrated law keeps the median head's entropy within 5 % of that at 1×, on "
+    "held-out text", SOURCE, relation="<=",
+)  # fmt: skip
+# Stated of every head before the first run.
+EVERY = Claim(
+    "every", "it does so for every head of the decoders", SOURCE, "does not hold", relation="<=",
+)  # fmt: skip
+LOSES = Claim(
+    "loses", "a decoder calibrated to constant entropy loses to no fixed law by more than the "
+    "spread over seeds", SOURCE, relation="<=",
+)  # fmt: skip
+# Expected to hold as well before the first run, which told otherwise.
+ENCODERS = Claim(
+    "encoders", "a masked encoder calibrated to constant entropy loses to no fixed law by more "
+    "than the spread over seeds", SOURCE, "does not hold", relation="<=",
+)  # fmt: skip
+SHARE = Claim(
+    "share", "calibrated to each head's share of log n loses to no fixed law by more than the "
+    "spread over seeds", SOURCE, relation="<=",
+)  # fmt: skip
+HELPS = Claim("helps", "at the longest texts calibrated has less loss than none", SOURCE,
+              relation="<=")  # fmt: skip
+WINDOW = Claim(
+    "window", "for the decoders a window of the training length has less loss than every "
+    "temperature, at the longest texts", "acutance.scaling.Window", relation="<=",
+)  # fmt: skip
+SAME = Claim(
+    "same", "laws that are 1 up to the training length change nothing there", within=1e-5,
+    theorem=True,
+)  # fmt: skip
+
+
+class Subject(NamedTuple):
+    """A trained model, how it is calibrated and how it is judged.
+
+    Attributes:
+        name: of the kind of model.
+        model: the model.
+        length: in training.
+        calibration: windows that calibration may read, from the text of training.
+        held_out: windows that entropies are measured on.
+        losses: of the model as it is, at a length, one for each held-out window.
+    """
+
+    name: str
+    model: torch.nn.Module
+    length: int
+    calibration: Tensor
+    held_out: Tensor
+    losses: Callable[[int], Tensor]
+
+
+def decoder_subject(run: Run, step: int) -> Subject:
+    """The model to test: the bundled decoder for seed 0, else one trained in the same way.
+
+    Its loss is that of the last 64 bytes of each window.
+    """
+    longest = TRAIN_LENGTH * times(run)[-1]
+    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
+    if step in SEEDS:
+        model = decoder(step)
+    else:
+        model = train(step, training, keep=run.checkpoint(f"decoder-{step}"), note=run.note)
+    generator = torch.Generator().manual_seed(1000 + run.seed)
+    known = texts.sample_windows(training, longest, run.size(12, 64), generator)
+    windows = texts.sample_windows(held_out, longest + 1, run.size(32, 64), generator)
+
+    def losses(length: int) -> Tensor:
+        parts = windows[:, -(length + 1) :].split(run.size(16, 8))
+        return torch.cat([next_byte_losses(model, part)[:, -LAST:].mean(1) for part in parts])
+
+    measured = windows[: run.size(12, 64), :longest]
+    return Subject("decoder", model, TRAIN_LENGTH, known, measured, losses)
+
+
+def encoder_subject(run: Run, step: int) -> Subject:
+    """The masked language model of :mod:`~acutance_lab.experiments.mlm_table` without a law.
+
+    Its loss is that of the masked bytes.
+    """
+    model = mlm_table.train(run, "O", run.seed * 100 + step)
+    longest = mlm_table.TRAIN_LENGTH * times(run)[-1]
+    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
+    generator = torch.Generator().manual_seed(2000 + run.seed)
+    known = texts.sample_windows(training, longest, run.size(4, 64), generator)
+    known, _ = mlm_table.masked(known, generator)
+    windows = texts.sample_windows(held_out, longest, run.size(16, 64), generator)
+    ids, hidden = mlm_table.masked(windows, generator)
+
+    def losses(length: int) -> Tensor:
+        data = zip(windows, ids, hidden, strict=True)
+        return torch.tensor([mlm_table.read(model, *window, length)[1] for window in data])
+
+    measured = ids[: run.size(4, 64)]
+    return Subject("masked encoder", model, mlm_table.TRAIN_LENGTH, known, measured, losses)
+
+
+def times(run: Run) -> tuple[int, ...]:
+    """The lengths tested, as multiples of the training length."""
+    return (1, 2, 4) if run.quick else (1, 2, 4, 8)
+
+
+def fixed_laws(subject: Subject) -> dict[str, Scaling]:
+    """The laws of :data:`FIXED`, by name; ``"none"`` changes nothing.
+
+    They use only the training length, and sqrt_log_n also the standard deviation of the logits.
+    """
+    length = subject.length
+    with probe(subject.model, metrics=["logit_std"]) as opened, torch.no_grad():
+        subject.model(subject.calibration[:, :length])
+    gamma = float(opened.summary().mean("logit_std").mean())
+    fixed = (
+        NoScaling(), LogN(train_length=length), ClipLogN(train_length=length),
+        SSMax(s=1 / math.log(length)), Yarn(train_length=length),
+        SqrtLogN(train_length=length, gamma=gamma),
+    )  # fmt: skip
+    return dict(zip(FIXED, fixed, strict=True))
+
+
+def fitted_laws(run: Run, subject: Subject) -> dict[str, Any]:
+    """Laws calibrated to the subject; a decoder also gets one fitted to the loss, and windows.
+
+    The windows are of the training length, of 3/4 and of 1/2 of it.
+    """
+    lengths = [subject.length * factor for factor in times(run)]
+    laws: dict[str, Any] = {}
+    for name, target in ((CALIBRATED, "entropy"), (FRACTION, "normalized_entropy")):
+        laws[name] = calibrate(
+            subject.model, [subject.calibration], target=target, lengths=lengths,
+            reference=subject.length, passes=run.size(4, 6),
+        )  # fmt: skip
+    if subject.name == "decoder":
+        windows = list(subject.calibration.split(1))
+        laws[LOSS] = calibrate(subject.model, windows, target="loss", lengths=lengths, passes=3)
+        for quarters in (4, 3, 2):
+            size = subject.length * quarters // 4
+            laws[WINDOWED.format(size)] = Window(size)
+    return laws
+
+
+@torch.no_grad()
+def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str, Tensor]]:
+    """Calibrate a model, then measure its entropies and losses under every law and length.
+
+    The entropies under a window are not measured: none of its rows sees more keys than in training.
+
+    Returns:
+        The rows, and by name of the law the losses in nats, (lengths, windows).
+    """
+    lengths = [subject.length * factor for factor in times(run)]
+    if run.note is not None:
+        run.note(f"calibrated_length: calibrating {subject.name}, seed {seed}")
+    laws: dict[str, Any] = {**fixed_laws(subject), **fitted_laws(run, subject)}
+    rows: list[Row] = []
+    losses: dict[str, Tensor] = {}
+    start: Tensor | None = None
+    for name, law in laws.items():
+        with apply(subject.model, law):
+            losses[name] = torch.stack([subject.losses(length) for length in lengths]).double()
+        wheres: list[Where] = [
+            {"model": subject.name, "law": name, "seed": seed, BOUND: factor}
+            for factor in times(run)
+        ]
+        for where, loss in zip(wheres, losses[name], strict=True):
+            rows.append(untested_row("loss, nat", mean(loss), where))
+        if isinstance(law, Window):
+            continue
+        found = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
+        H = found.flat()[:, [found.lengths.index(length) for length in lengths]]
+        if start is None:
+            start = H[:, 0]  # every head's own, at the training length, without a law
+        for where, entropy in zip(wheres, H.T, strict=True):
+            off = (entropy / start - 1).abs()
+            middle = untested_row(MEDIAN, float(off.median()), where)
+            if name == CALIBRATED and where[BOUND] != 1:
+                middle = HOLDS.row(MEDIAN, 0.05, middle.measured, where)
+            largest = untested_row(LARGEST, float(off.max()), where)
+            rows += [untested_row("mean H, nat", float(entropy.mean()), where), middle, largest]
+    for name in ("clip_log_n", "yarn", CALIBRATED, FRACTION):
+        at: Where = {"model": subject.name, "law": name, "seed": seed, BOUND: 1}
+        before, after = (float(losses[law][0].mean()) for law in ("none", name))
+        rows.append(SAME.row("loss at 1×, nat", before, after, at))
+    windowed = losses.get(WINDOWED.format(subject.length))
+    if windowed is not None:
+        last = {name: losses[name][-1] for name in laws if not isinstance(laws[name], Window)}
+        best = min(last, key=lambda name: float(last[name].mean()))
+        at = {"model": subject.name, "law": best, "seed": seed, BOUND: times(run)[-1]}
+        less = mean(windowed[-1] - last[best])
+        rows.append(WINDOW.row("loss, window − best temperature, nat", 0.0, less, at))
+    return rows, losses
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Loss and entropy of each kind of model and seed, under each law and at each length."""
+    worst = 0.0  # of all heads, lengths and seeds of the decoders
+    for kind in (decoder_subject,) if run.quick else (decoder_subject, encoder_subject):
+        by_seed: list[dict[str, Tensor]] = []
+        for step in range(run.size(1, 3)):
+            subject = kind(run, step)
+            seed = step if kind is decoder_subject else run.seed * 100 + step
+            rows, losses = examine(run, subject, seed)
+            yield from rows
+            by_seed.append(losses)
+            where = {"model": "decoder", "law": CALIBRATED}.items()
+            own = [r for r in rows if r.quantity == LARGEST and where <= r.condition.items()]
+            worst = max([worst, *(row.measured for row in own)])
+        for name in FIXED:
+            yield from compared(run, subject.name, name, by_seed)
+            yield from compared(run, subject.name, name, by_seed, FRACTION)
+    over: Where = {"law": CALIBRATED, "decoders": "all heads, lengths and seeds"}
+    yield EVERY.row(LARGEST, 0.05, worst, over)
+
+
+def compared(
+    run: Run,
+    kind: str,
+    name: str,
+    by_seed: Sequence[dict[str, Tensor]],
+    fitted: str = CALIBRATED,
+) -> Iterator[Row]:
+    """A row for each length: the loss under a calibrated law less that under the law ``name``.
+
+    Args:
+        run: the run.
+        kind: name of the kind of model.
+        name: of the fixed law.
+        by_seed: for each seed the losses by name of law, (lengths, windows).
+        fitted: name of the calibrated law.
+    """
+    claim = SHARE if fitted == FRACTION else LOSES if kind == "decoder" else ENCODERS
+    for at, factor in enumerate(times(run)):
+        less = [losses[fitted][at] - losses[name][at] for losses in by_seed]
+        means = torch.stack([part.mean() for part in less])
+        noise = math.sqrt(sum(mean(part).error ** 2 for part in less)) / len(means)
+        spread = float(means.std()) if len(means) > 1 else 0.0
+        where: Where = {"model": kind, "law": name, BOUND: factor}
+        estimate = Estimate(float(means.mean()), noise)
+        yield claim.row(f"loss, {fitted} − this law, nat", spread, estimate, where)
+        if fitted == CALIBRATED and name == "none" and factor == times(run)[-1]:
+            yield HELPS.row("loss, calibrated − none, nat", 0.0, estimate, where)
+
+
+def _average(record: Record, quantity: str, law: str) -> Points:
+    """The decoder's mean over seeds against length, also of what a claim tests."""
+    rows = [
+        row for row in record.rows
+        if row.quantity == quantity and row.condition.get("model") == "decoder"
+        and row.condition["law"] == law
+    ]  # fmt: skip
+    by_length = {at: [r.measured for r in rows if r.condition[BOUND] == at]
+                 for at in values(rows, BOUND)}  # fmt: skip
+    return Points([*by_length], [sum(part) / len(part) for part in by_length.values()])
+
+
+def _laws(record: Record) -> list[str]:
+    laws = values(record.untested("loss, nat", model="decoder"), "law")
+    return [law for law in laws if law != "ssmax"]  # with s = 1 / log of the length it is log_n
+
+
+def _losses(record: Record) -> Iterator[Curve]:
+    none = _average(record, "loss, nat", "none").y
+    for law in _laws(record):
+        points = _average(record, "loss, nat", law)
+        points = points._replace(y=[y - less for y, less in zip(points.y, none, strict=True)])
+        yield Curve(law, points, points)
+
+
+def _entropies(record: Record) -> Iterator[Curve]:
+    for style, law in enumerate(_laws(record)):
+        points = _average(record, "mean H, nat", law)
+        if points.x:
+            yield Curve("", points, points, style=style)
+
+
+_LENGTH = Axis(
+    "length, training = 1", log=True, ticks={factor: f"{factor}×" for factor in (1, 2, 4, 8)}
+)
+EXPERIMENT = Experiment(
+    "calibrated_length", "temperatures and windows beyond the training length",
+    "a factor for each head and length, fitted on text of training, keeps the entropy "
+    "of the median head within 5 % of that at the training length, on held-out text up to 8 times "
+    "as long, but not that of every head; a decoder's loss under it, and every model's under one "
+    "that keeps H / log n, is above that of no fixed law by more than the spread over seeds; but a "
+    "window of the training length beats every temperature: a decoder's loss under it is below "
+    "that under any law",
+    (HOLDS, EVERY, LOSES, ENCODERS, SHARE, HELPS, WINDOW, SAME), measure,
+    Page(
+        "Beyond its training length a window serves a decoder better than every temperature",
+        "Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at "
+        "every length, less that without a law. A window's entropy is not measured.",
+        Panel(
+            _LENGTH, Axis("loss − loss without a law, nat"), _losses, "loss",
+            legend="lower center", columns=2,
+            also=lambda axes, record, theme: axes.set_ylim(bottom=1.8 * axes.get_ylim()[0]),
+        ),
+        Panel(
+            _LENGTH, Axis("mean entropy of heads, nat"), _entropies, "entropy", legend=None
+        ),
+    ),
+    needs="transformers", full_only=("loses", "encoders", "share", "helps"),
+)  # fmt: skip

@@ -1,0 +1,212 @@
+"""Masked bytes: trained on 64 at a time, read in windows of up to 1024, with and without log n."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from acutance import apply, probe
+from acutance.scaling import LogN, NoScaling, Scaling
+from acutance_lab import texts
+from acutance_lab.encoder import Encoder
+from acutance_lab.experiment import Experiment, Run, mean
+from acutance_lab.figure import Axis, Curve, Page, Panel, measured
+from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
+from acutance_lab.training import Plan, fit, seeded
+
+SOURCE = "Su Jianlin, kexue.fm/archives/8823"
+TRAIN_LENGTH = 64
+LENGTHS = (64, 128, 256, 512, 1024)
+MASK, SHARE = 256, 0.15
+LAWS: dict[str, Scaling] = {"O": NoScaling(), "E": LogN(base=512.0)}
+#: 2 layers of width 64, whose slowest rotation goes round once in the training length.
+_SHAPE: dict[str, Any] = {
+    "symbols": 257, "outputs": 256, "width": 64, "heads": 4, "hidden": 192, "layers": 2,
+    "base": (TRAIN_LENGTH / (2 * math.pi)) ** (16 / 14), "norm_first": True,
+}  # fmt: skip
+#: Per cent, of a model of ordinary size: what the source's table has. E − O is largest at 256.
+PUBLISHED = {"O": (43.27, 36.53, 23.02, 15.12, 11.54), "E": (43.11, 41.17, 34.04, 20.15, 13.58)}
+
+EQUAL = Claim(
+    "equal", "at the training length accuracies differ by no more than 0.02", SOURCE, relation="<="
+)
+ABOVE = Claim(
+    "above", "beyond it log n is on average at least as accurate as none", SOURCE, relation=">="
+)
+MOST = Claim(
+    "most", "and at eight times that length and more it is ahead in most pairs of trainings",
+    SOURCE, relation=">=",
+)  # fmt: skip
+PAIRS = "share of pairs with a gain"
+#: Nearer to the training length one pair of trainings says little about another.
+FAR = 512
+SAME = Claim(
+    "same", "a law built into a model and the same law applied to it give the same loss",
+    within=1e-4, theorem=True,
+)  # fmt: skip
+ENTROPY = Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">=")
+
+
+def masked(windows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Replace a share of the bytes by the mask symbol; also return True where that was done."""
+    hidden = torch.rand(windows.shape, generator=generator) < SHARE
+    return windows.masked_fill(hidden, MASK), hidden
+
+
+def train(run: Run, kind: str, seed: int) -> Encoder:
+    """Train a masked language model on windows of 64 bytes; ``kind`` names its scaling law."""
+    with seeded(seed):
+        model = Encoder(**_SHAPE, law=LAWS[kind])
+    text = texts.read(texts.files("training"))
+
+    def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
+        windows = texts.sample_windows(text, TRAIN_LENGTH, run.size(16, 32), generator)
+        ids, hidden = masked(windows, generator)
+        return F.cross_entropy(model(ids)[hidden], windows[hidden])
+
+    plan = Plan(
+        f"mlm-{kind}", run.size(150, 1000), 4e-3, seed=seed, warm=20, fall=0.6, decay=0.1, clip=1.0
+    )
+    fit(model, loss, plan, keep=run.checkpoint(f"{plan.name}-{seed}"), note=run.note)
+    return model
+
+
+def evaluation(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    """Held-out windows of 1024 bytes: original, masked, and the mask; the same for any n."""
+    text = texts.read(texts.files("held out"))
+    windows = texts.sample_windows(text, LENGTHS[-1], run.size(6, 48), run.generator)
+    return windows, *masked(windows, run.generator)
+
+
+@torch.no_grad()
+def read(
+    model: torch.nn.Module, windows: Tensor, ids: Tensor, hidden: Tensor, length: int
+) -> tuple[Tensor, float]:
+    """Let the model predict masked bytes, with windows cut into pieces of ``length`` bytes.
+
+    Args:
+        model: the model.
+        windows: original bytes (windows, n).
+        ids: the same with masked bytes.
+        hidden: True where a byte is masked.
+        length: of the pieces; it divides n.
+
+    Returns:
+        Whether each masked byte is predicted correctly, (masked bytes,), and their mean loss in
+        nats.
+    """
+    right, loss = [], 0.0
+    pieces = (x.reshape(-1, length).split(4096 // length) for x in (windows, ids, hidden))
+    for original, part, where in zip(*pieces, strict=True):
+        answers, truth = model(part)[where], original[where]
+        right.append(answers.argmax(-1) == truth)
+        loss += float(F.cross_entropy(answers, truth, reduction="sum"))
+    return torch.cat(right), loss / int(hidden.sum())
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Accuracy and entropy with and without log n, on the same masked bytes at each length."""
+    seeds, data = run.seeds(1, 6), evaluation(run)
+    # for each seed: whether each answer is right, and the mean entropy
+    right: dict[tuple[str, int], list[Tensor]] = {}
+    entropy: dict[tuple[str, int], list[float]] = {}
+    for seed in seeds:
+        for kind in LAWS:
+            model = train(run, kind, seed)
+            for n in LENGTHS:
+                right.setdefault((kind, n), []).append(read(model, *data, n)[0].double())
+                with probe(model, metrics=["entropy"]) as opened, torch.no_grad():
+                    model(data[1][:4].reshape(-1, n))
+                summary = opened.summary()
+                H = summary.mean("entropy")
+                entropy.setdefault((kind, n), []).append(float(H.mean()))
+                where: Where = {"seed": seed, "n": n}
+                if kind == "E":
+                    built_in, applied = built_in_and_applied(model, data, n)
+                    yield SAME.row("loss, nat", built_in, applied, where)
+                for at, (layer, head) in enumerate(summary.places):
+                    place: Where = {"law": kind, **where, "head": f"{layer}.{head}"}
+                    yield untested_row("H of a head, nat", float(H[at]), place)
+    for (kind, n), answers in right.items():
+        accuracy = _over_seeds([float(part.mean()) for part in answers])
+        yield untested_row("accuracy", accuracy, {"law": kind, "n": n})
+        yield untested_row("mean H, nat", _over_seeds(entropy[kind, n]), {"law": kind, "n": n})
+    for n in LENGTHS:
+        pairs = zip(right["E", n], right["O", n], strict=True)
+        gains = [mean(mine - theirs) for mine, theirs in pairs]
+        for at, (seed, gain) in enumerate(zip(seeds, gains, strict=True)):
+            where = {"n": n, "seed": seed}
+            yield untested_row("gain in accuracy", gain, where)
+            if n > TRAIN_LENGTH:
+                O, E = (entropy[kind, n][at] - entropy[kind, TRAIN_LENGTH][at] for kind in "OE")
+                yield ENTROPY.row("rise of H, O − E, nat", 0.0, O - E, where)
+            elif not run.quick:
+                apart = Estimate(abs(gain.value), gain.error)
+                yield EQUAL.row("difference of accuracies", 0.02, apart, where)
+        # with little training E may still be behind O, whatever its entropy
+        if n > TRAIN_LENGTH and not run.quick:
+            gained = [gain.value for gain in gains]
+            yield ABOVE.row("mean gain in accuracy", 0.0, _over_seeds(gained), {"n": n})
+            share = sum(gain > 0 for gain in gained) / len(gained)
+            if n >= FAR:
+                yield MOST.row(PAIRS, 0.5, share, {"n": n})
+            else:
+                yield untested_row(PAIRS, share, {"n": n})
+
+
+def built_in_and_applied(
+    model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int
+) -> tuple[float, float]:
+    """The loss of a model with a law built in, and with it applied by :func:`acutance.apply`.
+
+    Args:
+        model: a model with the law built in.
+        data: windows, masked windows and mask, as from :func:`evaluation`; two windows are read.
+        n: length of the pieces.
+    """
+    windows, ids, hidden = (part[:2] for part in data)
+    _, built_in = read(model, windows, ids, hidden, n)
+    bare = Encoder(**_SHAPE)
+    bare.load_state_dict(model.state_dict())
+    with apply(bare.eval(), LAWS["E"]):
+        _, applied = read(bare, windows, ids, hidden, n)
+    return built_in, applied
+
+
+def _over_seeds(values: list[float]) -> Estimate:
+    """Mean of one value per seed and its standard error, which is 0 for a single seed."""
+    return mean(torch.tensor(values)) if len(values) > 1 else Estimate(values[0], 0.0)
+
+
+def _by_law(quantity: str) -> Callable[[Record], Iterator[Curve]]:
+    def curves(record: Record) -> Iterator[Curve]:
+        for kind in LAWS:
+            points = measured(record.untested(quantity, law=kind), "n", bars=True)
+            yield Curve(f"Attention-{kind}", points, points)
+
+    return curves
+
+
+_N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
+EXPERIMENT = Experiment(
+    "mlm_table", "masked language model, beyond its length",
+    "trained at n = 64 both are equally accurate there; read at 128 to 1024 the one "
+    "with log n is above the one without, and its entropy grows less",
+    (ABOVE, MOST, EQUAL, ENTROPY, SAME), measure,
+    Page(
+        "Masked bytes: trained on 64 at a time, read in longer windows",
+        "O: no scaling. E: log n to the base 512, in training and after. Means over seeds, with "
+        "standard errors. The same masked bytes at every n.",
+        Panel(
+            _N, Axis("accuracy on masked bytes", limits=(0.0, None)), _by_law("accuracy"),
+            "accuracy", legend="lower left",
+        ),
+        Panel(
+            _N, Axis("mean entropy of heads, nat"), _by_law("mean H, nat"), "entropy", legend=None
+        ),
+    ),
+    full_only=(ABOVE.key, MOST.key, EQUAL.key),
+)  # fmt: skip

@@ -1,0 +1,218 @@
+"""Noise on the logits and what it does to the output: averaged away fast, slowly, or not."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acutance import attention, theory
+from acutance_lab.experiment import Experiment, Run, mean, ratio, statistics
+from acutance_lab.figure import GREY, Axis, Curve, Page, Panel, measured, predicted
+from acutance_lab.record import Claim, Estimate, Record, Row, Where, values
+
+Kind = Literal["gaussian", "laplace", "gumbel", "uniform"]
+
+SOURCE = "Su Jianlin, kexue.fm/archives/9593"
+WIDTH = 128  # of the values; the more, the less the error itself varies
+#: Rows: keys and the deviation of their Gaussian logits; then two special ones.
+ROWS = {"γ = 0": 0.0, "γ = 1": 1.0, "γ = 2": 2.0, "γ = 3": 3.0}
+N = 256
+WIDER = 2.5  # how many times, at least, the noise of one key is widened in importance sampling
+GAUSSIAN = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
+OTHERS: tuple[tuple[Kind, float], ...] = (
+    ("uniform", 0.5), ("uniform", 2.0), ("laplace", 0.1), ("laplace", 0.3), ("laplace", 2.0),
+    ("gumbel", 0.1), ("gumbel", 0.3), ("gumbel", 1.0),
+)  # fmt: skip
+#: Noise whose averaging is followed over n, with the rate r of its right tail, P(ε > x) ~ e^(−rx).
+TAILS: tuple[tuple[Kind, float, float], ...] = (
+    ("gaussian", 0.5, math.inf), ("laplace", 0.2, 5.0), ("laplace", 2 / 3, 1.5),
+    ("gumbel", 1.0, 1.0), ("laplace", 2.0, 0.5),
+)  # fmt: skip
+
+UNCHANGED = Claim(
+    "unchanged", "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
+    SOURCE, "holds only where", relation="<=", bound="ν/N_eff",
+)  # fmt: skip
+_NAMES: dict[Kind, str] = {
+    "gaussian": "Gaussian", "uniform": "uniform", "laplace": "Laplace", "gumbel": "Gumbel",
+}  # fmt: skip
+FIRST: dict[Kind, Claim] = {
+    kind: Claim(
+        f"first order, {kind}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
+        expected="holds only where", within=0.02, bound="ν/N_eff",
+    )
+    for kind, name in _NAMES.items()
+}  # fmt: skip
+EXACT = Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row")
+AVERAGES = Claim(
+    "averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
+    expected="holds only where", within=0.01, bound="tail rate r", sense="from",
+)  # fmt: skip
+COLLAPSE = Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01)
+
+
+def sample(run: Run, kind: Kind, scale: float, rows: int, n: int) -> Tensor:
+    """Noise (rows, n) of a kind and scale, by inverting its distribution function."""
+    if kind == "gaussian":
+        return scale * run.normal(rows, n)
+    u = run.uniform(rows, n)
+    if kind == "uniform":
+        return scale * (2 * u - 1)
+    if kind == "gumbel":
+        return -scale * (-u.log()).log()
+    side = u - 0.5
+    return -scale * side.sign() * torch.log1p(-2 * side.abs().clamp(max=0.5 - 2**-54))
+
+
+def log_density_ratio(kind: Kind, scale: float, wide: float, noise: Tensor) -> Tensor:
+    """Log g(ε)/f(ε) at ε = ``noise``, f and g the noise densities at ``scale`` and ``wide``."""
+    k, z = wide / scale, noise / scale
+    if kind == "gaussian":
+        return z.square() / 2 * (1 - k**-2) - math.log(k)
+    if kind == "gumbel":
+        return z - z / k + (-z).exp() - (-z / k).exp() - math.log(k)
+    return z.abs() * (1 - 1 / k) - math.log(k)
+
+
+def output_error(
+    run: Run, logits: Tensor, value: Tensor, kind: Kind, scale: float, samples: int
+) -> Estimate:
+    """Mean square error of attention's output under noise on the logits.
+
+    The call has the same row of logits for every query, each with other noise, added as a bias.
+
+    A few rows with very large noise on one key carry much of this mean, so the standard error of a
+    plain sample of some thousand rows says little. In every other row one key therefore draws its
+    noise at a larger scale, and each row is weighted by the ratio of the densities, at most 2
+    (importance sampling): the mean is the same, and its error can be judged. Noise that is bounded
+    needs none of this.
+    """
+    n = len(logits)
+    errors = []
+    key = torch.zeros(1, 1, n, 1, dtype=torch.float64)
+    p = torch.softmax(logits, 0)
+    clean = p @ value
+    chance = (p + 1 / n) / 2  # of a key to be the one with the wider noise
+    wide = max(WIDER * scale, math.log(n) / 3)  # reaches the noise of a key that outweighs the rest
+    for size in run.blocks(samples, n):
+        noise = sample(run, kind, scale, size, n)
+        weight = torch.ones(size, dtype=torch.float64)
+        if kind != "uniform":
+            rows = torch.arange(1, size, 2)
+            keys = torch.multinomial(chance.expand(len(rows), n), 1, generator=run.generator)[:, 0]
+            noise[rows, keys] = sample(run, kind, wide, len(rows), 1)[:, 0]
+            share = len(rows) / size
+            mixed = log_density_ratio(kind, scale, wide, noise).exp() @ chance
+            weight = 1 / (1 - share + share * mixed)
+        query = torch.zeros(1, 1, size, 1, dtype=torch.float64)
+        output = attention(query, key, value[None, None], bias=(logits + noise)[None, None])
+        assert isinstance(output, Tensor)
+        errors.append(weight * (output[0, 0] - clean).square().sum(-1))
+    return mean(errors)
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Output error of rows of each width under each noise, and of uniform rows for growing n.
+
+    It is compared with the exact integral, the first-order formula and the limits for many keys.
+    """
+    value, z = run.normal(N, WIDTH), run.normal(N)
+    cases = {name: gamma * z for name, gamma in ROWS.items()}
+    cases["two keys"] = torch.zeros(2, dtype=torch.float64)
+    cases["0.999 on one key"] = torch.tensor([0.999] + [0.001 / 15] * 15, dtype=torch.float64).log()
+    for name, logits in cases.items():
+        for kind, b in (*(("gaussian", b) for b in GAUSSIAN), *OTHERS):
+            yield from _of_row(run, name, logits, value[: len(logits)], kind, b)
+    for kind, b, rate in TAILS:
+        yield from _of_lengths(run, kind, b, rate)
+
+
+def _of_row(
+    run: Run, name: str, logits: Tensor, value: Tensor, kind: Kind, b: float
+) -> Iterator[Row]:
+    """The output error of one row of logits under one noise."""
+    p = torch.softmax(logits, 0)
+    weights, v = (p / p.sum()).numpy(), value.numpy()
+    keys = float(statistics(logits).effective_keys)
+    spread = float((value - value.mean(0)).square().sum(1).mean())
+    repeat = 16 if keys < 1.5 else 1  # the errors of a nearly one-hot row are rare
+    error = output_error(run, logits, value, kind, b, run.size(5000, 10000) * repeat)
+    where: Where = {"row": name, "N_eff": keys, "noise": kind, "b": b}
+    yield EXACT.row("E‖õ − o‖²", theory.exact_noise_mse(weights, v, kind, b), error, where)
+    infinite = kind in ("laplace", "gumbel") and b >= 0.5
+    nu = math.inf if infinite else float(theory.noise_variance_ratio(kind, b))
+    where |= {UNCHANGED.bound: nu / keys}
+    relative = error._replace(value=error.value / spread, error=error.error / spread)
+    yield UNCHANGED.row("E‖õ − o‖² / mean ‖v − v̄‖²", 0.01, relative, where)
+    if not infinite:
+        first = theory.first_order_mse(weights, v, kind, b)
+        yield FIRST[kind].row("E‖õ − o‖²", first, error, where)
+
+
+def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Row]:
+    """The output error of n evenly weighted keys for growing n."""
+    before = None
+    for n in (256, 4096) if run.quick else (256, 4096, 65536):
+        v = run.normal(n, WIDTH)
+        v = v - v.mean(0)
+        v = v / v.square().sum(1).mean().sqrt()  # ν/n to the first order, the same law at any n
+        even = torch.zeros(n, dtype=torch.float64)
+        runs = run.size(12000 if n == 256 else 6000, 20000 if n <= 4096 else 2000)
+        error = output_error(run, even, v, kind, b, runs)
+        where: Where = {"noise": kind, "b": b, "n": n, "tail rate r": min(rate, 1e9)}
+        exact = theory.exact_noise_mse(np.full(n, 1 / n), v.numpy(), kind, b)
+        yield EXACT.row("E‖õ − o‖²", exact, error, where)
+        if before is not None:
+            yield AVERAGES.row("error here / at n/16", 1 / 16, ratio(error, before), where)
+        if rate < 1:
+            rolls = run.size(10000 if n == 256 else 2000, 20000 if n <= 4096 else 2000)
+            draws = (sample(run, kind, b, size, n) for size in run.blocks(rolls, n))
+            collision = mean([statistics(noisy).collision for noisy in draws])
+            yield COLLAPSE.row("mean Σp̃²", 1 - rate, collision, where)
+        before = error
+
+
+def _by_width(record: Record) -> Iterator[Curve]:
+    for name in values(record.of("first order, gaussian"), "row"):
+        rows = record.of("exact", row=name, noise="gaussian")
+        first = predicted(record.of("first order, gaussian", row=name), "b")
+        yield Curve("", first, style=GREY)
+        keys = f"{rows[0].condition['N_eff']:.3g}"
+        yield Curve(keys, predicted(rows, "b"), measured(rows, "b", bars=True))
+
+
+def _by_tail(record: Record) -> Iterator[Curve]:
+    for kind, b, rate in TAILS:
+        rows = [row for row in record.of("exact", noise=kind, b=b) if "n" in row.condition]
+        tail = "r = ∞" if math.isinf(rate) else f"r = {rate:g}"
+        name = f"{kind.capitalize()}, b = {b:.2g}, {tail}"
+        yield Curve(name, predicted(rows, "n"), measured(rows, "n", bars=True))
+
+
+_ERROR = "mean square error of the output, value²"
+EXPERIMENT = Experiment(
+    "noise", "robustness to noise on the logits",
+    "E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the "
+    "error of n even keys falls as 1/n for a right tail e^(−rx) with r > 2, as n^(1−r) for "
+    "1 < r < 2, as 1/log n at r = 1, and not at all below",
+    (UNCHANGED, *FIRST.values(), EXACT, AVERAGES, COLLAPSE), measure,
+    Page(
+        "Attention averages logit noise away, the slower the heavier its right tail",
+        "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
+        "noisy runs of attention, bars of one standard error.",
+        Panel(
+            Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
+            Axis(_ERROR, log=True, limits=(1e-8, 3e2)), _by_width,
+            "rows of 1 to 256 effective keys",
+            legend="lower right", legend_title="effective keys", columns=2,
+        ),
+        Panel(
+            Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
+            Axis(_ERROR, log=True, limits=(1e-7, 2.0)), _by_tail, "tail rate r of the noise",
+            legend="lower left",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,322 @@
+"""Position-free global layers beyond the trained length: log n, fitted factors, and a window."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance import apply, calibrate
+from acutance.calibration import measure as measure_law
+from acutance.scaling import ClipLogN, HeadTable, Llama4, LogN, NoScaling, Window
+from acutance_lab import texts
+from acutance_lab.experiment import Experiment, Run, difference
+from acutance_lab.figure import Axis, Curve, Level, Page, Panel, measured
+from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
+from acutance_lab.trained import Size, next_byte_losses, train_hybrid
+
+SWAN = "Puvvada et al. (2025), SWAN-GPT, arXiv:2504.08719"
+META = "Meta (2025), Llama 4, in transformers"
+NONE, LOG_N, CLIPPED, LLAMA = "none", "log_n", "clip_log_n", "llama4"
+ONE = "fitted coefficient"  # 1 + c log(n / T), one c for all heads
+ENTROPY, SHARE, LOSS = "calibrated", "calibrated H / log n", "calibrated loss"
+WINDOW, HALF = "window of T", "window of T / 2"
+HYBRID, ROPE = "position-free", "RoPE"  # the two kinds of model
+BOUND = "times"  # the training length T; rows read at most so many keys, and more than half
+#: Coefficients c of 1 + c log(n / T) that are tried.
+COEFFICIENTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+
+# Before the first run log n and Llama 4's temperature were expected to have less loss than none.
+LOG = Claim(
+    "log_n", "log n on the position-free layers, clipped at the training length T, has no less "
+    "loss beyond T than none", relation=">=",
+)  # fmt: skip
+FREE = Claim(
+    "free", "with it reading more than T keys costs nothing: no more loss than with a window of T",
+    f"{SWAN}; the comparison is ours", "does not hold", relation="<=",
+)  # fmt: skip
+ROBUST = Claim(
+    "robust", "without a law the loss grows less than that of the same size with RoPE in all "
+    "layers", SWAN, relation="<=", bound=BOUND, sense="from",
+)  # fmt: skip
+COARSE = Claim(
+    "llama4", "Llama 4's temperature, its length set to T, has no less loss beyond T than none",
+    META, relation=">=",
+)  # fmt: skip
+CONSTANT = Claim(
+    "entropy", "calibrated to constant entropy, the position-free heads have no more loss than "
+    "with log n", "acutance.calibrate", "does not hold", relation="<=",
+)  # fmt: skip
+FITTED = Claim(
+    "loss", "calibrated to the loss, the position-free heads have less loss than with log n",
+    "acutance.calibrate", relation="<=", bound=BOUND, sense="from",
+)  # fmt: skip
+READS = Claim(
+    "window", "a window of T on the position-free layers has less loss than every temperature, at "
+    "the longest texts", "acutance.scaling.Window", relation="<=",
+)  # fmt: skip
+SPREADS = Claim(
+    "spreads", "without a law the entropy of the position-free heads grows with the text", SWAN,
+    relation=">=",
+)  # fmt: skip
+SAME = Claim("same", "what begins beyond T changes no loss at T", within=1e-5, theorem=True)
+
+
+class Texts(NamedTuple):
+    """The bytes that one run reads.
+
+    Attributes:
+        training: text that models are trained on.
+        known: windows of it that laws are fitted to, (windows, 16 T).
+        held_out: windows of other files, (windows, 16 T + 1).
+    """
+
+    training: Tensor
+    known: Tensor
+    held_out: Tensor
+
+
+def size(run: Run) -> Size:
+    """The size of both models."""
+    if run.quick:
+        return Size(length=64, width=64, steps=60, batch=8)
+    return Size(length=128, width=96, steps=1600, batch=16)
+
+
+def times(run: Run) -> tuple[int, ...]:
+    """The lengths tested, as multiples of the training length."""
+    return (1, 2, 4) if run.quick else (1, 2, 4, 8, 16)
+
+
+def read_texts(run: Run) -> Texts:
+    """Windows of the run's seed, the same for all models."""
+    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
+    generator = torch.Generator().manual_seed(4000 + run.seed)
+    longest = size(run).length * times(run)[-1]
+    known = texts.sample_windows(training, longest, run.size(6, 30), generator)
+    windows = texts.sample_windows(held_out, longest + 1, run.size(32, 64), generator)
+    return Texts(training, known, windows)
+
+
+@torch.no_grad()
+def losses(run: Run, model: torch.nn.Module, windows: Tensor) -> Tensor:
+    """Mean loss of rows that read T/2 to T keys, T to 2 T, ...; (lengths, windows)."""
+    parts = windows.split(run.size(8, 1))
+    by_byte = torch.cat([next_byte_losses(model, part) for part in parts]).double()
+    ends = [size(run).length * factor for factor in times(run)]
+    return torch.stack([by_byte[:, end // 2 : end].mean(1) for end in ends])
+
+
+def coefficient(run: Run, model: torch.nn.Module, known: Tensor) -> float:
+    """The c of 1 + c log(n / T) with the lowest loss beyond T on windows of training text."""
+    beyond = {}
+    for c in (0.0, *COEFFICIENTS):
+        with apply(model, growing(run, c)), torch.no_grad():
+            parts = [
+                next_byte_losses(model, part)[:, size(run).length :] for part in known.split(1)
+            ]
+        beyond[c] = float(torch.cat(parts).mean())
+    return min(beyond, key=lambda c: beyond[c])
+
+
+def growing(run: Run, c: float) -> HeadTable:
+    """The factor 1 + c log(n / T) beyond T, and 1 up to it, for all four heads."""
+    first, longest = size(run).length, size(run).length * times(run)[-1]
+    return HeadTable([[1.0, 1 + c * math.log(longest / first)]] * 4, lengths=[first, longest])
+
+
+def laws(run: Run, model: torch.nn.Module, known: Tensor) -> dict[str, Any]:
+    """What is tried, by name; layers with a window of their own are left alone by all of it."""
+    length, some = size(run).length, known[: run.size(6, 12)]
+    lengths = [length * factor for factor in times(run)]
+    tried: dict[str, Any] = {
+        NONE: NoScaling(),
+        LOG_N: LogN(train_length=length),
+        CLIPPED: ClipLogN(train_length=length),
+        LLAMA: Llama4(length=length),
+        WINDOW: Window(length),
+        HALF: Window(length // 2),
+        ONE: growing(run, coefficient(run, model, some)),
+    }
+    for name, target in ((ENTROPY, "entropy"), (SHARE, "normalized_entropy")):
+        tried[name] = calibrate(
+            model, [some], target=target, lengths=lengths, reference=length, passes=run.size(3, 4)
+        )
+    tried[LOSS] = calibrate(
+        model, list(known.split(1)), target="loss", lengths=lengths, passes=run.size(2, 6)
+    )
+    return tried
+
+
+def entropies(run: Run, model: torch.nn.Module, windows: Tensor, law: Any) -> list[Estimate]:
+    """Mean entropy of the position-free heads at T and at the longest length."""
+    ends = [size(run).length, size(run).length * times(run)[-1]]
+    found = measure_law(model, [windows], lengths=ends, law=law)
+    columns = [found.lengths.index(length) for length in ends]
+    errors = torch.cat([found.errors(module).T for module in found.modules])[:, columns]
+    return [
+        Estimate(float(value.mean()), float(error.square().sum().sqrt()) / len(error))
+        for value, error in zip(found.flat()[:, columns].T, errors.T, strict=True)
+    ]
+
+
+def over_seeds(differences: Sequence[Tensor]) -> Estimate:
+    """The mean over seeds and windows, with a standard error of both.
+
+    Args:
+        differences: one tensor (windows,) for each seed, of the same windows.
+    """
+    stacked = torch.stack(list(differences))
+    by_window, by_seed = stacked.mean(0), stacked.mean(1)
+    error = float(by_window.std()) ** 2 / len(by_window)
+    if len(by_seed) > 1:
+        error += float(by_seed.std()) ** 2 / len(by_seed)
+    return Estimate(float(stacked.mean()), math.sqrt(error))
+
+
+#: By kind of model and law, for each seed the losses (lengths, windows).
+Losses = Mapping[tuple[str, str], Sequence[Tensor]]
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Train the models, fit the laws to each, and read held-out text under all of them.
+
+    The model with RoPE throughout is trained with the first seed only.
+    """
+    read, length = read_texts(run), size(run).length
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    for seed in run.seeds(1, 3):
+        for kind in (HYBRID, ROPE):
+            free = kind == HYBRID
+            if not free and seed > 100 * run.seed:
+                continue
+            name = f"swan-{'free' if free else 'rope'}-{seed}"
+            model = train_hybrid(
+                size(run), seed, read.training, position_free=free, keep=run.checkpoint(name),
+                note=run.note,
+            )  # fmt: skip
+            if run.note is not None:
+                run.note(f"swan: laws of {kind}, seed {seed}")
+            if free:
+                tried = laws(run, model, read.known)
+            else:
+                clipped = ClipLogN(train_length=length)
+                tried = {NONE: NoScaling(), CLIPPED: clipped, WINDOW: Window(length)}
+            for law, scaling in tried.items():
+                with apply(model, scaling):
+                    found.setdefault((kind, law), []).append(losses(run, model, read.held_out))
+            if free:
+                yield from of_one_seed(run, model, seed, tried, read, found)
+    yield from rows_of(times(run), found)
+
+
+def of_one_seed(
+    run: Run,
+    model: torch.nn.Module,
+    seed: int,
+    tried: Mapping[str, Any],
+    read: Texts,
+    found: Losses,
+) -> Iterator[Row]:
+    """Rows of one model with position-free layers: entropies, and losses that may not change."""
+    windows = read.held_out[: run.size(6, 12), :-1]
+    longest = times(run)[-1]
+    for law in (NONE, CLIPPED):
+        first, last = entropies(run, model, windows, tried[law])
+        where: Where = {"model": HYBRID, "law": law, "seed": seed}
+        yield untested_row("mean H, nat", first, where | {BOUND: 1})
+        yield untested_row("mean H, nat", last, where | {BOUND: longest})
+        if law == NONE:
+            growth = difference(last, first)
+            yield SPREADS.row("H less that at 1×, nat", 0.0, growth, where | {BOUND: longest})
+    for law in (CLIPPED, WINDOW, ONE):
+        where = {"model": HYBRID, "law": law, "seed": seed, BOUND: 1}
+        before, after = (float(found[HYBRID, name][-1][0].mean()) for name in (NONE, law))
+        yield SAME.row("loss at 1×, nat", before, after, where)
+
+
+def rows_of(factors: Sequence[int], found: Losses) -> Iterator[Row]:
+    """Losses and their paired differences, by kind of model, law and length.
+
+    Args:
+        factors: the lengths, as multiples of the training length.
+        found: the losses.
+    """
+
+    def less(kind: str, law: str, other: str, at: int) -> Estimate:
+        """Loss under a law at a length less that under another."""
+        pairs = zip(found[kind, law], found[kind, other], strict=True)
+        return over_seeds([own[at] - others[at] for own, others in pairs])
+
+    for (kind, law), by_seed in found.items():
+        for at, factor in enumerate(factors):
+            where: Where = {"model": kind, "law": law, BOUND: factor}
+            loss = over_seeds([own[at] for own in by_seed])
+            yield untested_row("loss, nat", loss, where)
+            yield untested_row("loss less none, nat", less(kind, law, NONE, at), where)
+    for at, factor in enumerate(factors):
+        if factor == 1:
+            continue
+        pairs = zip(found[HYBRID, NONE], found[ROPE, NONE], strict=False)  # of the first seed
+        grown = over_seeds([(a[at] - a[0]) - (b[at] - b[0]) for a, b in pairs])
+        where = {"model": HYBRID, "law": NONE, BOUND: factor}
+        yield ROBUST.row("growth of the loss, less RoPE's, nat", 0.0, grown, where)
+        for claim, law, other in (
+            (LOG, CLIPPED, NONE), (FREE, CLIPPED, WINDOW), (COARSE, LLAMA, NONE),
+            (CONSTANT, ENTROPY, CLIPPED), (FITTED, LOSS, CLIPPED),
+        ):  # fmt: skip
+            name = "log n" if other == CLIPPED else other
+            where = {"model": HYBRID, "law": law, BOUND: factor}
+            yield claim.row(f"loss, less {name}, nat", 0.0, less(HYBRID, law, other, at), where)
+    last = {
+        law: float(torch.stack(list(by_seed))[:, -1].mean())
+        for (kind, law), by_seed in found.items()
+        if kind == HYBRID and law not in (WINDOW, HALF)
+    }
+    best = min(last, key=lambda law: last[law])
+    where = {"model": HYBRID, "law": best, BOUND: factors[-1]}
+    change = less(HYBRID, WINDOW, best, -1)
+    yield READS.row("loss, window − best temperature, nat", 0.0, change, where)
+
+
+def _models(record: Record) -> Iterator[Curve]:
+    for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers")):
+        for law in (NONE, WINDOW):
+            points = measured(record.untested("loss, nat", model=kind, law=law), BOUND)
+            yield Curve(f"{name}, {law.replace('none', 'no law')}", points, points)
+
+
+def _laws(record: Record) -> Iterator[Curve]:
+    for law in (CLIPPED, LLAMA, ONE, ENTROPY, SHARE, LOSS, WINDOW):
+        rows = record.untested("loss less none, nat", model=HYBRID, law=law)
+        points = measured(rows, BOUND, bars=True)
+        yield Curve(law, points, points)
+
+
+_READ = Axis(
+    "keys read, trained length = 1", log=True,
+    ticks={factor: f"{factor}×" for factor in (1, 2, 4, 8, 16)},
+)  # fmt: skip
+EXPERIMENT = Experiment(
+    "swan", "position-free global layers beyond the trained length",
+    "a model with RoPE in windows and no positions in its global layers loses less "
+    "beyond its trained length T than one with RoPE throughout; log n on the global layers and "
+    "Llama 4's temperature do not lower its loss, factors that hold the entropy constant raise it, "
+    "and factors fitted to the loss are better than log n; a window of T on the global layers is "
+    "better than every temperature",
+    (FREE, LOG, ROBUST, COARSE, CONSTANT, FITTED, READS, SPREADS, SAME), measure,
+    Page(
+        "Position-free global layers beyond their trained length",
+        "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows "
+        "that read at most 1 to 16 times the trained length T, and more than half of it. Bars: "
+        "standard errors over windows and seeds.",
+        Panel(_READ, Axis("loss, nat a byte"), _models, "models", legend="center right"),
+        Panel(
+            _READ, Axis("loss less that without a law, nat"), _laws, "laws, position-free model",
+            [Level(y=0.0)], legend="lower left",
+        ),
+    ),
+    needs="transformers",
+    full_only=("log_n", "free", "robust", "llama4", "entropy", "loss", "window"),
+)  # fmt: skip

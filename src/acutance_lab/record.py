@@ -1,0 +1,508 @@
+"""Claims, rows of predicted beside measured, the verdicts judged on them, and the record of a run.
+
+A claim says beforehand how its rows are compared and what verdict is expected; the verdict itself
+is a function of the rows alone (:func:`judge`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
+
+from acutance.plugins import as_json, checked, read_json, sealed_json, write_text
+
+SCHEMA = 1
+#: A measurement may be this many standard errors away from what is predicted.
+Z = 4.0
+#: A prediction that is off by this share must be noticed (:func:`decided`).
+OFF = 0.05
+
+Relation = Literal["=", "<=", ">="]
+Kind = Literal["holds", "holds only where", "does not hold"]
+Value = float | int | str
+Where = dict[str, Value]
+
+
+class Estimate(NamedTuple):
+    """A measured mean or median with its standard error.
+
+    Attributes:
+        value: the mean or median.
+        error: its standard error.
+        samples: how many independent numbers it was computed from; 0 if it was computed from other
+            estimates.
+        skewness: of the distribution of the mean: skewness of the numbers over the root of their
+            count. Up to about 0.3 the mean is close to normal, so that four standard errors can be
+            trusted.
+    """
+
+    value: float
+    error: float
+    samples: int = 0
+    skewness: float = 0.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement an experiment tests.
+
+    Attributes:
+        key: names it among the experiment's claims.
+        text: the statement, one line.
+        source: who makes it; "" for what follows from the mathematics of this library.
+        expected: the verdict expected, stated before anything runs.
+        relation: how a measurement must compare with its prediction.
+        within: tolerance, as a share of the prediction, of a claim that is an approximation.
+        rounding: absolute difference allowed for float64 rounding.
+        bound: the condition that limits the claim, a key of its rows' conditions; "" for none.
+        sense: whether it holds up to a value of ``bound``, from a value on, or in categories.
+        theorem: whether it follows by algebra, so that no measurement can refute it and agreement
+            only shows that the code computes what it says.
+    """
+
+    key: str
+    text: str
+    source: str = ""
+    expected: Kind = "holds"
+    relation: Relation = "="
+    within: float = 0.0
+    rounding: float = 1e-12
+    bound: str = ""
+    sense: Literal["up to", "from", "in"] = "up to"
+    theorem: bool = False
+
+    def row(
+        self,
+        quantity: str,
+        predicted: float,
+        measured: float | Estimate,
+        where: Mapping[str, Value],
+    ) -> Row:
+        """Compare a measurement with its prediction.
+
+        Args:
+            quantity: what is measured, with its unit if it has one.
+            predicted: from theory.
+            measured: from a run; a plain number if nothing in it is random.
+            where: the condition: n, γ, kind of logits, ...
+
+        Returns:
+            The row. It agrees if the measurement is no further on the wrong side of the prediction
+            than 4 standard errors, ``rounding`` and the share ``within`` together.
+
+        Example:
+            >>> claim = Claim("mean", "the mean is 1")
+            >>> claim.row("mean", 1.0, Estimate(1.03, 0.01), {"n": 100}).agrees
+            True
+            >>> claim.row("mean", 1.05, Estimate(1.0, 0.01), {"n": 100}).agrees
+            False
+        """
+        if not isinstance(measured, Estimate):
+            measured = Estimate(float(measured), 0.0)
+        predicted, (value, error, samples, skewness) = float(predicted), measured
+        allowed = Z * error + self.rounding + self.within * abs(predicted)
+        # False if anything is NaN
+        agrees = _beyond(self.relation, predicted, value) <= allowed
+        return Row(
+            self.key, quantity, dict(where), self.relation, predicted, value, error, allowed,
+            agrees, samples, skewness,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction beside its measurement.
+
+    Attributes:
+        claim: key of the claim it tests.
+        quantity: what was measured.
+        condition: the settings it was measured at, by name, such as n and γ.
+        relation: how the measurement must compare with the prediction.
+        predicted: from theory.
+        measured: from the run.
+        error: standard error of the measurement.
+        allowed: largest difference from the prediction that agrees with the claim.
+        agrees: whether the difference is within ``allowed``.
+        samples: how many independent numbers were measured (:class:`Estimate`).
+        skewness: of their mean.
+    """
+
+    claim: str
+    quantity: str
+    condition: Mapping[str, Value]
+    relation: Relation
+    predicted: float
+    measured: float
+    error: float
+    allowed: float
+    agrees: bool
+    samples: int = 0
+    skewness: float = 0.0
+
+    def without_verdict(self) -> Row:
+        """A copy with the measurement only: no claim, no verdict."""
+        estimate = Estimate(self.measured, self.error, self.samples, self.skewness)
+        return untested_row(self.quantity, estimate, self.condition)
+
+    @property
+    def miss(self) -> float:
+        """Difference from the prediction divided by ``allowed``; negative on the permitted side."""
+        gap = _beyond(self.relation, self.predicted, self.measured)
+        if math.isnan(gap):
+            return math.inf
+        if not self.allowed:
+            return math.copysign(math.inf, gap) if gap else 0.0
+        return gap / self.allowed
+
+
+def _beyond(relation: Relation, predicted: float, measured: float) -> float:
+    """How far a measurement lies on the wrong side of its prediction."""
+    gap = measured - predicted
+    return {"=": abs(gap), "<=": gap, ">=": -gap}[relation]
+
+
+def untested_row(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
+    """A row that tests no claim: a measurement recorded for the figure."""
+    row = Claim("", "").row(quantity, math.nan, measured, where)
+    return replace(row, allowed=math.inf, agrees=True)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict of the rows on one claim.
+
+    Attributes:
+        claim: the claim.
+        kind: "holds", "holds only where" or "does not hold".
+        condition: where it holds, in words, for the second kind; else "".
+        agree: how many rows agree.
+        rows: how many there are.
+        worst: the row with the largest :attr:`Row.miss`.
+    """
+
+    claim: Claim
+    kind: Kind
+    condition: str
+    agree: int
+    rows: int
+    worst: Row
+
+    @property
+    def verdict(self) -> str:
+        """The verdict as a sentence."""
+        return f"{self.kind} {self.condition}".strip()
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the verdict is of the kind stated beforehand."""
+        return self.kind == self.claim.expected
+
+
+def judge(claim: Claim, rows: Sequence[Row]) -> Judgement:
+    """The verdict on a claim, from its rows alone.
+
+    It *holds* if every row agrees. If the claim names a condition that may bound it, take the
+    longest run of that condition's values, from its safe end, in which every row agrees: with at
+    least two rows in it the claim *holds only where* the condition is in that range. For a
+    condition that is a kind rather than a number, the range is the kinds of which every row
+    agrees. Otherwise it *does not hold*.
+
+    Args:
+        claim: the claim.
+        rows: the rows that test it, and possibly others.
+
+    Raises:
+        ValueError: if no row tests it.
+
+    Example:
+        >>> claim = Claim("root", "√(1 + x) is 1 + x/2", within=0.01, bound="x")
+        >>> rows = [
+        ...     claim.row("√", 1 + x / 2, (1 + x) ** 0.5, {"x": x}) for x in (0.1, 0.2, 0.5, 1.0)
+        ... ]
+        >>> judge(claim, rows).verdict
+        'holds only where x ≤ 0.2'
+    """
+    rows = [row for row in rows if row.claim == claim.key]
+    if not rows:
+        raise ValueError(
+            f"rows must have at least one result for the claim {claim.key!r}, got none"
+        )
+    agree = sum(row.agrees for row in rows)
+    condition = _domain(claim, rows) if claim.bound and agree < len(rows) else ""
+    kind: Kind = "holds only where" if condition else "does not hold"
+    if agree == len(rows):
+        kind = "holds"
+    return Judgement(claim, kind, condition, agree, len(rows), max(rows, key=lambda row: row.miss))
+
+
+def _domain(claim: Claim, rows: Sequence[Row]) -> str:
+    """The range of the claim's ``bound`` in which all rows agree, such as "n ≥ 64"; "" if none."""
+    agree: dict[Value, bool] = {}
+    for row in rows:
+        value = row.condition[claim.bound]
+        agree[value] = agree.get(value, True) and row.agrees
+    if claim.sense == "in":
+        kinds = [
+            kind if isinstance(kind, str) else f"{kind:g}" for kind, good in agree.items() if good
+        ]
+        return f"{claim.bound}: {' or '.join(kinds)}" if kinds else ""
+    rising = claim.sense == "up to"
+    values = sorted(agree, key=float, reverse=not rising)
+    safe = values[: [agree[value] for value in values].index(False)]
+    if sum(row.condition[claim.bound] in safe for row in rows) < 2:
+        return ""
+    last = float(safe[-1])
+    shown = f"{last:,.0f}" if last.is_integer() else f"{last:.3g}"
+    return f"{claim.bound} {'≤' if rising else '≥'} {shown}"
+
+
+def decided(claim: Claim, rows: Sequence[Row]) -> bool:
+    """Whether the measurements are good enough for the verdict to mean something.
+
+    * A claim of equality that holds, anywhere or everywhere: with every prediction 5 % too high,
+      or 5 % too low, the verdict must be another.
+    * A claim of equality that does not hold: with every prediction 5 % higher, or 5 % lower, it
+      must still not hold, so it is not refuted by a hair.
+    * An inequality: the opposite inequality must get another verdict.
+
+    Args:
+        claim: the claim.
+        rows: the rows that test it, and possibly others.
+
+    Raises:
+        ValueError: if no row tests it.
+
+    Example:
+        An error as large as the difference that the claim is about decides nothing:
+
+        >>> claim = Claim("gain", "the gain is positive", relation=">=")
+        >>> [decided(claim, [claim.row("", 0.0, Estimate(0.1, error), {})]) for error in (0.01, 1)]
+        [True, False]
+    """
+    judgement = judge(claim, rows)
+
+    def same(changed: Claim, factor: float) -> bool:
+        """Whether the verdict stays under another claim, or with other predictions."""
+        moved = [
+            changed.row("", factor * r.predicted, Estimate(r.measured, r.error), r.condition)
+            for r in rows
+            if r.claim == claim.key
+        ]
+        return judge(changed, moved).verdict == judgement.verdict
+
+    if claim.relation != "=":
+        return not same(replace(claim, relation=">=" if claim.relation == "<=" else "<="), 1.0)
+    stays = [same(claim, factor) for factor in (1 + OFF, 1 - OFF)]
+    return all(stays) if judgement.kind == "does not hold" else not any(stays)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The results of one run of an experiment.
+
+    Attributes:
+        name: the experiment's.
+        title: what it is about.
+        prediction: what was stated before it ran.
+        judgements: a verdict for each claim; the first is the experiment's.
+        rows: every prediction beside its measurement.
+        seed: of all its random numbers.
+        quick: whether it ran at the small size.
+        seconds: how long the measurement took.
+        about: versions of what it ran with and the digest of its code.
+    """
+
+    name: str
+    title: str
+    prediction: str
+    judgements: tuple[Judgement, ...]
+    rows: tuple[Row, ...]
+    seed: int
+    quick: bool
+    seconds: float
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether every verdict is of the kind stated beforehand."""
+        return all(judgement.as_expected for judgement in self.judgements)
+
+    def of(self, claim: str, **condition: Value) -> list[Row]:
+        """The rows of a claim, in order, that meet conditions."""
+        return _meeting((row for row in self.rows if row.claim == claim), condition)
+
+    def untested(self, quantity: str, **condition: Value) -> list[Row]:
+        """The rows of a quantity that test no claim, in order, that meet conditions."""
+        return _meeting((row for row in self.of("") if row.quantity == quantity), condition)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values; numbers that are not finite become strings."""
+        judgements = [
+            {
+                **asdict(judgement.claim),
+                "verdict": judgement.verdict,
+                "kind": judgement.kind,
+                "where": judgement.condition,
+                "as_expected": judgement.as_expected,
+                "decided": decided(judgement.claim, self.rows),
+                "agree": judgement.agree,
+                "rows": judgement.rows,
+                "worst": self.rows.index(judgement.worst),
+            }
+            for judgement in self.judgements
+        ]
+        plain: dict[str, Any] = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "title": self.title,
+            "prediction": self.prediction,
+            "verdict": self.judgements[0].verdict,
+            "as_expected": self.as_expected,
+            "seed": self.seed,
+            "quick": self.quick,
+            "seconds": self.seconds,
+            "about": dict(self.about),
+            "claims": judgements,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        return _encode(plain)  # type: ignore[no-any-return]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, atomically; :func:`load` reads it back."""
+        record = sealed_json(self.to_dict())
+        write_text(path, as_json(record, indent=1, ascii_only=False) + "\n")
+
+
+def _meeting(rows: Iterable[Row], condition: Mapping[str, Value]) -> list[Row]:
+    """The rows with all of these conditions."""
+    pairs = condition.items()
+    return [row for row in rows if all(row.condition.get(key) == value for key, value in pairs)]
+
+
+def values(rows: Iterable[Row], key: str) -> list[Any]:
+    """The distinct values of a condition, in order of appearance.
+
+    Example:
+        >>> claim = Claim("mean", "the mean is 1")
+        >>> values([claim.row("", 1, 1, {"n": n}) for n in (16, 16, 64)], "n")
+        [16, 64]
+    """
+    return list(dict.fromkeys(row.condition[key] for row in rows))
+
+
+def _encode(value: Any) -> Any:
+    """A value for JSON, with infinities and NaN as text."""
+    if isinstance(value, dict):
+        return {key: _encode(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def load(path: str | os.PathLike[str]) -> Record:
+    """Read a record that :meth:`Record.save` wrote.
+
+    Whether each row agrees, and the verdicts, are computed again from the stored numbers.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not a record, is damaged, or has another schema.
+    """
+    try:
+        read = read_json(path)
+        if (schema := read.pop("schema", None)) != SCHEMA:
+            raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
+        for name in ("verdict", "as_expected"):  # judged again
+            read.pop(name, None)
+        claims = read.get("claims")
+        if isinstance(claims, list) and all(isinstance(claim, dict) for claim in claims):
+            kept = {field.name for field in fields(Claim)}
+            read["claims"] = [{key: c[key] for key in c.keys() & kept} for c in claims]
+        return checked(_Stored, read).judged()
+    except ValueError as error:
+        raise ValueError(
+            f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _StoredRow:
+    """A row as stored in a file, where numbers that are not finite are text."""
+
+    claim: str
+    quantity: str
+    condition: Mapping[str, Value]
+    relation: Relation
+    predicted: float | str
+    measured: float | str
+    error: float | str
+    allowed: float | str
+    agrees: bool
+    samples: int = 0
+    skewness: float = 0.0
+
+    def judged(self, claims: Mapping[str, Claim]) -> Row:
+        """The row, with ``agrees`` computed again from its claim."""
+        predicted, value, error = map(self._number, ("predicted", "measured", "error"))
+        if error < 0:
+            raise ValueError(f"a standard error must be at least 0, got {error}")
+        if self.samples < 0:
+            raise ValueError(f"samples must be at least 0, got {self.samples}")
+        measured = Estimate(value, error, self.samples, self.skewness)
+        if not self.claim:
+            return untested_row(self.quantity, measured, self.condition)
+        if self.claim not in claims:
+            raise ValueError(
+                f"a row of {self.quantity!r:.60} tests the claim {self.claim!r:.60}, but the "
+                f"record has only {', '.join(claims):.60}"
+            )
+        claim = claims[self.claim]
+        bound = self.condition.get(claim.bound) if claim.bound else 0
+        words = isinstance(bound, str) and bound not in ("inf", "-inf")
+        if bound is None or (words and claim.sense != "in"):
+            raise ValueError(
+                f"a row of the claim {self.claim!r:.60} must have a number as condition "
+                f"{claim.bound!r:.60}, got {bound!r:.60}"
+            )
+        return claim.row(self.quantity, predicted, measured, self.condition)
+
+    def _number(self, name: str) -> float:
+        """The number of a field, which :func:`_encode` may have stored as text."""
+        value = getattr(self, name)
+        if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
+            raise ValueError(
+                f"{name!r} of a row must be a number, 'inf', '-inf' or 'nan', got {value!r:.60}"
+            )
+        return float(value)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A record as stored in a file."""
+
+    name: str
+    title: str
+    prediction: str
+    claims: tuple[Claim, ...]
+    rows: tuple[_StoredRow, ...]
+    seed: int
+    quick: bool
+    seconds: float
+    about: Mapping[str, str]
+
+    def judged(self) -> Record:
+        """The record, with every row and claim judged again."""
+        claims = {claim.key: claim for claim in self.claims}
+        if not claims:
+            raise ValueError("it has no claims")
+        rows = tuple(row.judged(claims) for row in self.rows)
+        return Record(
+            self.name, self.title, self.prediction,
+            tuple(judge(claim, rows) for claim in self.claims),
+            rows, self.seed, self.quick, self.seconds, self.about,
+        )  # fmt: skip

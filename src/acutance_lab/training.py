@@ -1,0 +1,199 @@
+"""Training of the small models that experiments are made with: seeded, and resumable.
+
+The batch of a step depends on the seed and the step alone, so a run that was stopped continues from
+its last checkpoint to the very weights it would have had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.plugins import write_whole
+
+#: Progress, a line at a time.
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained: AdamW, a warm-up, and a fall to zero at the end.
+
+    Attributes:
+        name: of the model; its random numbers depend on it.
+        steps: how many.
+        rate: highest learning rate.
+        seed: of the batches.
+        warm: steps over which the rate rises.
+        fall: share of the steps, at the end, over which the rate falls linearly to 0.
+        decay: weight decay.
+        clip: largest norm of the gradient; infinite is no limit.
+    """
+
+    name: str
+    steps: int
+    rate: float
+    seed: int = 0
+    warm: int = 0
+    fall: float = 0.0
+    decay: float = 0.0
+    clip: float = math.inf
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0.
+
+        Example:
+            >>> plan = Plan("p", steps=100, rate=1.0, warm=10, fall=0.5)
+            >>> [plan.rate_at(step) for step in (0, 9, 50, 75, 99)]
+            [0.1, 1.0, 1.0, 0.5, 0.02]
+        """
+        rising = min(1.0, (step + 1) / self.warm) if self.warm else 1.0
+        falling = min(1.0, (self.steps - step) / (self.fall * self.steps)) if self.fall else 1.0
+        return self.rate * rising * falling
+
+    def generator(self, step: int) -> torch.Generator:
+        """The generator of a step's random numbers; it depends on name, seed and step."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.name} {self.seed} {step}".encode()))
+
+
+@torch.enable_grad()
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, torch.Generator], Tensor],
+    plan: Plan,
+    *,
+    keep: Path | None = None,
+    every: float = 30.0,
+    note: Note | None = None,
+) -> torch.nn.Module:
+    """Train a model, continuing from a checkpoint of the same plan if there is one.
+
+    Args:
+        model: with initial weights; trained in place.
+        loss: function of the model and a generator: the loss on a batch drawn with it.
+        plan: steps, rates and seeds.
+        keep: path of the checkpoint, written atomically; None stores none. The checkpoint of a
+            finished training stays, and calling this again only reads it.
+        every: seconds between checkpoints.
+        note: takes a line of progress now and then.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        FloatingPointError: if the loss is no longer finite.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=plan.decay
+    )
+    identity = asdict(plan) | {
+        "shapes": _shapes_hash(model), "code": _code(loss), "torch": str(torch.__version__),
+    }  # fmt: skip
+    start = _resume(model, optimizer, keep, identity)
+    saved, seconds = time.perf_counter(), 0.0
+    model.train()
+    for step in range(start, plan.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = plan.rate_at(step)
+        began = time.perf_counter()
+        value = loss(model, plan.generator(step))
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        if math.isfinite(plan.clip):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        seconds += time.perf_counter() - began
+        done = step + 1
+        if done % 50 == 0 or done == plan.steps:
+            latest = float(value.detach())
+            if not math.isfinite(latest):
+                raise FloatingPointError(f"{plan.name}: the loss is {latest} after {done} steps")
+            if note is not None:
+                left = seconds / (done - start) * (plan.steps - done)
+                note(f"{plan.name}: step {done}/{plan.steps}, loss {latest:.3f}, {left:.0f} s left")
+        if keep is not None and (time.perf_counter() - saved > every or done == plan.steps):
+            _save(model, optimizer, keep, identity, done)
+            saved = time.perf_counter()
+    return model.eval()
+
+
+def _shapes_hash(model: torch.nn.Module) -> str:
+    """A hash of the names and shapes of a model's state, which differs between architectures."""
+    shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+
+
+def _code(loss: Callable[..., Any]) -> str:
+    """A hash of the source file that defines a loss; "" if there is no file."""
+    try:
+        source = Path(inspect.getsourcefile(loss) or "").read_bytes()
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _save(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: Path,
+    identity: dict[str, Any],
+    step: int,
+) -> None:
+    """Write a training checkpoint atomically."""
+    state = {"identity": identity, "step": step}
+    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    keep.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(keep, lambda path: torch.save(state, path))
+
+
+def _resume(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: Path | None,
+    identity: dict[str, Any],
+) -> int:
+    """Load a checkpoint into the model and optimizer; return the number of steps done.
+
+    0, with nothing loaded, if there is no checkpoint, it is damaged, or has another ``identity``.
+    """
+    if keep is None or not os.path.isfile(keep):
+        return 0
+    try:
+        state = torch.load(keep, weights_only=True)
+        same = state["identity"] == identity
+    except Exception:  # whatever a damaged file makes of the reader: it is then trained again
+        return 0
+    if not same:
+        return 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context with PyTorch's CPU random numbers seeded; their state outside does not change.
+
+    Example:
+        >>> with seeded(3):
+        ...     one = torch.nn.Linear(2, 2).weight
+        >>> with seeded(3):
+        ...     two = torch.nn.Linear(2, 2).weight
+        >>> torch.equal(one, two)
+        True
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
