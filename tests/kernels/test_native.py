@@ -41,6 +41,13 @@ def the_library() -> bindings.Library:
     return found
 
 
+def processor() -> tuple[str, int]:
+    """The vendor and family of this processor, as Linux says."""
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    said = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
+    return said.get("vendor_id", ""), int(said.get("cpu family", 0))
+
+
 @pytest.fixture(params=CPUS or ("none",))
 def cpu(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test with each instruction set of this machine and build."""
@@ -333,11 +340,30 @@ def test_a_fixed_table_says_where_pairs_of_bfloat16_are_multiplied() -> None:
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="Linux says what processor it is")
 def test_the_table_is_asked_for_this_processor(use_cpu: Callable[[str], None]) -> None:
-    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    said = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
     use_cpu("")
-    used = the_library().usual_cpu(said.get("vendor_id", ""), int(said.get("cpu family", 0)))
+    used = the_library().usual_cpu(*processor())
     assert kernels.info().cpu == used
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="Linux says what processor it is")
+@pytest.mark.parametrize(("heads", "width"), [(2, 64), (4, 64), (2, 65)])
+def test_zen_4_decodes_a_lone_float32_query_with_avx2(
+    heads: int, width: int, use_cpu: Callable[[str], None]
+) -> None:
+    q, k, v = (torch.randn(1, count, length, width, generator=torch.manual_seed(0))
+               for count, length in ((heads, 1), (2, 3000), (2, 3000)))  # fmt: skip
+    outputs = {}
+    for name in ("", *CPUS):
+        use_cpu(name)
+        outputs[name] = attend.attention(q, k, v, enable_gqa=heads > 2)
+    use_cpu("")
+    lone_on_zen_4 = processor() == ("AuthenticAMD", 25) and heads == 2 and width <= 64
+    used = (
+        "avx2" if lone_on_zen_4 and kernels.info().cpu.startswith("avx512") else kernels.info().cpu
+    )
+    for name in CPUS:
+        same_kernel = name == used or {name, used} == {"avx512", "avx512_bf16"}
+        assert torch.equal(outputs[""], outputs[name]) == same_kernel
 
 
 @pytest.mark.parametrize("name", [None, *CPUS])
