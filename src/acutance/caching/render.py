@@ -1,47 +1,50 @@
-"""The terminal report of a search for a cache plan."""
+"""A search for a cache plan, and a plan, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from acutance.caching.exchange.plan_record import Costs
 from acutance.caching.frontier import Budget
 from acutance.caching.plan import CachePlan
-from acutance.report.screen import NumberTable, Wrapped
+from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED
 
-__all__ = ["sentences", "show", "show_plan"]
+__all__ = ["plan_table", "sentences", "table"]
 
 
-def show(found: Budget) -> RenderableType:
-    """A search for a rich console: loss against bytes, then sentences."""
-    title = Text(
+def table(found: Budget) -> Table:
+    """A search: loss against bytes, then sentences."""
+    frontier = found.frontier
+    rows = []
+    for point in sorted(found.points, key=lambda point: (-point.bytes, point.delta)):
+        mark = "chosen" if point == found.chosen else "frontier" if point in frontier else ""
+        rows.append(
+            (
+                point.share,
+                point.bytes,
+                f"{point.delta:+.4f} ± {point.error:.4f}",
+                point.rule,
+                point.plan.name.removeprefix("cache plan (").removesuffix(")"),
+                Cell(mark, "cyan"),
+            )
+        )
+    return Table(
         f"Loss ({found.loss}) under each plan minus loss with the full cache, in nats a token, at "
         f"{found.n} tokens",
-        style="bold",
+        (
+            Column("share", format=".3f"),
+            Column("bytes", format=","),
+            Column("Δ loss"),
+            Column("proposed by"),
+            Column("heads", "words"),
+            Column("", "name"),
+        ),
+        rows,
+        [*sentences(found)],
+        keys=2,
     )
-    table = NumberTable(keys=2, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("share", "bytes", "Δ loss", "proposed by"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("heads")
-    table.add_column("", no_wrap=True)
-    frontier = found.frontier
-    for one in sorted(found.points, key=lambda point: (-point.bytes, point.delta)):
-        mark = "chosen" if one == found.chosen else "frontier" if one in frontier else ""
-        table.add_row(
-            f"{one.share:.3f}",
-            f"{one.bytes:,}",
-            f"{one.delta:+.4f} ± {one.error:.4f}",
-            one.rule,
-            one.plan.name.removeprefix("cache plan (").removesuffix(")"),
-            Text(mark, style="cyan"),
-        )
-    lines = [Wrapped(line, bullet=" • ") for line in sentences(found)]
-    return Group(title, "", table, "", *lines)
 
 
 def sentences(found: Budget) -> Iterator[str]:
@@ -75,10 +78,8 @@ def sentences(found: Budget) -> Iterator[str]:
     )
 
 
-def show_plan(
-    plan: CachePlan, lengths: Sequence[int], costs: Costs | None = None
-) -> RenderableType:
-    """A plan for a rich console: one line for each layer, then sentences.
+def plan_table(plan: CachePlan, lengths: Sequence[int], costs: Costs | None = None) -> Table:
+    """A plan: one line for each layer, then sentences.
 
     Args:
         plan: to show.
@@ -86,24 +87,27 @@ def show_plan(
         costs: expected costs of the search for it, if they are known.
     """
     model, n = plan.model, lengths[-1]
-    table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("layer", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    if costs is not None:
-        table.add_column("cost, nat", justify="right", no_wrap=True)
-    table.add_column("key heads")
+    rows = []
     for layer, (module, heads) in enumerate(plan.layers.items()):
-        share = sum(plan.head_share(module, one, n) for one in heads) / len(heads)
-        cells = [str(layer), f"{share:.3f}"]
+        share = sum(plan.head_share(module, kept, n) for kept in heads) / len(heads)
+        row = [layer, share, _symbols([kept.symbol for kept in heads])]
         if costs is not None:
-            known = [costs.of(module, head, one) for head, one in enumerate(heads)]
-            total = None if None in known else sum(one.total for one in known if one is not None)
-            cells.append("" if total is None else f"{total:+.4f}")
-        table.add_row(*cells, _symbols([one.symbol for one in heads]))
-    lines = [Wrapped(line, bullet=" • ") for line in _plan_sentences(plan, lengths, costs)]
-    count = sum(len(one) for one in plan.layers.values())
-    title = f"{model.architecture}: what {count} key heads in {len(plan.layers)} layers keep"
-    return Group(Text(title, style="bold"), "", table, "", *lines)
+            known = [costs.of(module, head, kept) for head, kept in enumerate(heads)]
+            total = None if None in known else sum(cost.total for cost in known if cost is not None)
+            row.insert(2, total)
+        rows.append(row)
+    count = sum(len(heads) for heads in plan.layers.values())
+    return Table(
+        f"{model.architecture}: what {count} key heads in {len(plan.layers)} layers keep",
+        (
+            Column("layer"),
+            Column("share", format=".3f"),
+            *([] if costs is None else [Column("cost, nat", format="+.4f")]),
+            Column("key heads", "words"),
+        ),
+        rows,
+        [*_plan_sentences(plan, lengths, costs)],
+    )
 
 
 def _symbols(symbols: Sequence[str]) -> str:

@@ -74,7 +74,7 @@ def alarms(options: AlarmsOptions) -> None:
 
 def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
     """Print the alarms of a replayed log."""
-    from acutance.report.screen import NumberTable
+    from acutance.report.table import Column, Table
 
     first, last = replayed.steps[0], replayed.steps[-1]
     screen.print(
@@ -87,16 +87,23 @@ def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
     if not replayed.alarms:
         screen.print("No alarm.")
         return
-    table = NumberTable("layer", "alarm", keys=2, box=None, pad_edge=False)
-    for name in ("first alarm", "growth", "deviation", "measurements"):
-        table.add_column(name, justify="right")
-    for alarm in replayed.alarms:
-        table.add_row(
+    columns = (
+        Column("layer", "name"),
+        Column("alarm", "name"),
+        Column("first alarm"),
+        Column("growth", format=".3g"),
+        Column("deviation", format=".4g"),
+        Column("measurements"),
+    )
+    rows = [
+        (
             alarm.layer or "not in the log",
             alarm.kind.replace("_", " "),
-            str(alarm.step),
-            "" if math.isnan(alarm.growth) else f"{alarm.growth:.3g}",
-            f"{alarm.logit_std:.4g}",
-            str(alarm.measurements),
+            alarm.step,
+            None if math.isnan(alarm.growth) else alarm.growth,
+            alarm.logit_std,
+            alarm.measurements,
         )
-    screen.print(table)
+        for alarm in replayed.alarms
+    ]
+    screen.print(Table("", columns, rows, keys=2))

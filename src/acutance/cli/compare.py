@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from acutance.comparison.record import Comparison
     from acutance.comparison.runner import Step
     from acutance.probing.query_key_sample import QueryKeySample
-    from acutance.report.screen import NumberTable
+    from acutance.report.table import Table
 
 #: What ``predict`` calls a mechanism, where that is another name.
 _ALSO = {"softmax": "scaled_dot"}
@@ -133,6 +133,7 @@ def compare(options: CompareOptions) -> None:
 
 def _show(comparison: "Comparison", options: CompareOptions) -> None:
     """Print a comparison and write its files; of an interrupted one the record, and no figure."""
+    from acutance.comparison.render import table
     from acutance.files import put_text
     from acutance.report.screen import note
 
@@ -149,37 +150,24 @@ def _show(comparison: "Comparison", options: CompareOptions) -> None:
     write_and_show(
         {"json": lambda path: put_text(comparison.to_json(), path), "figure": draw},
         {"json": options.json, "figure": options.figure if comparison.complete else None},
-        lambda screen: _print(comparison, screen),
+        lambda screen: screen.print(table(comparison)),
     )
 
 
-def _print(comparison: "Comparison", screen: Any) -> None:
-    """Print the table, its legend and a sentence on each mechanism."""
-    from rich.text import Text
-
-    from acutance.comparison import render
-    from acutance.escapes import printable
-    from acutance.report.screen import print_sentences
-
-    screen.print(render.table(comparison))
-    screen.print()
-    for line in render.legend(comparison, screen.width >= render.WIDE):
-        screen.print(Text(printable(line, screen.options.ascii_only), style="dim"))
-    print_sentences(screen, f"What it shows: {render.QUESTION}", render.sentences(comparison))
-
-
-def _listing() -> "NumberTable":
+def _listing() -> "Table":
     """Every mechanism with its title; a star marks those compared by default."""
     from acutance.comparison.runner import DEFAULT_MECHANISMS
     from acutance.mechanisms import MECHANISMS
-    from acutance.report.screen import NumberTable
+    from acutance.report.table import Column, Table
 
-    body = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    body.add_column("mechanism (* by default)", no_wrap=True)
-    body.add_column("what it is")
-    for name, entry in MECHANISMS.items():
-        body.add_row(f"{name} *" if name in DEFAULT_MECHANISMS else name, entry.title)
-    return body
+    return Table(
+        "",
+        (Column("mechanism (* by default)", "name"), Column("what it is", "words")),
+        [
+            (f"{name} *" if name in DEFAULT_MECHANISMS else name, entry.title)
+            for name, entry in MECHANISMS.items()
+        ],
+    )
 
 
 def _arguments(options: CompareOptions, source: "QueryKeySample | None") -> dict[str, Any]:

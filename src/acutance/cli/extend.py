@@ -185,7 +185,7 @@ def extend(options: ExtendOptions) -> None:
     if options.out is not None:
         _check_folder(options.out, options.model)
     with plain_errors():
-        from acutance.extending.render import show
+        from acutance.extending.render import final_table, tried_table
         from acutance.files import as_json, put_text
 
         with resumable("before the search ended", options.save):
@@ -195,7 +195,7 @@ def extend(options: ExtendOptions) -> None:
         write_and_show(
             {"--json": lambda path: put_text(as_json(found.to_dict()) + "\n", path)},
             {"--json": options.json},
-            lambda screen: screen.print(show(found)),
+            lambda screen: screen.print(final_table(found), "", tried_table(found)),
         )
 
 

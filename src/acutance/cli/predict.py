@@ -174,7 +174,6 @@ def predict(options: PredictOptions) -> None:
         from acutance import theory
         from acutance.files import as_json, put_text
         from acutance.report.prediction_table import prediction_record, prediction_table
-        from acutance.report.screen import print_sentences
     with misuse():
         arguments: dict[str, Any] = {
             name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None
@@ -198,10 +197,6 @@ def predict(options: PredictOptions) -> None:
                 },
             }
 
-        def show(screen: Any) -> None:
-            screen.print(prediction_table(prediction, measured))
-            print_sentences(screen, "What it means", record["remarks"])
-
         def draw(path: Path) -> None:
             from acutance.report.plot_style import DARK, LIGHT
             from acutance.report.prediction_figures import draw_prediction
@@ -212,7 +207,7 @@ def predict(options: PredictOptions) -> None:
         write_and_show(
             {"--json": lambda path: put_text(text, path), "--figure": draw},
             {"--json": options.json, "--figure": options.figure or options.plot},
-            show,
+            lambda screen: screen.print(prediction_table(prediction, measured)),
         )
 
 

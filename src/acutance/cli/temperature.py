@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -57,15 +57,10 @@ def temperature(options: TemperatureOptions) -> None:
     check_figure("--plot", options.plot)
     with plain_errors():
         from acutance.files import as_json, put_text
-        from acutance.report.screen import print_sentences
         from acutance.report.temperature import advice_table, advise
     with misuse():
         advice = advise(options.n, options.fraction, options.d, options.negatives)
     with plain_errors():
-
-        def show(screen: Any) -> None:
-            screen.print(advice_table(advice, screen.options.ascii_only))
-            print_sentences(screen, "Why", advice.sentences)
 
         def draw(path: Path) -> None:
             from acutance.report.plot_style import DARK, LIGHT
@@ -77,5 +72,5 @@ def temperature(options: TemperatureOptions) -> None:
         write_and_show(
             {"--json": lambda path: put_text(text, path), "--figure": draw},
             {"--json": options.json, "--figure": options.figure or options.plot},
-            show,
+            lambda screen: screen.print(advice_table(advice)),
         )

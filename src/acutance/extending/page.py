@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acutance.extending.record import Extension
-from acutance.extending.render import sentences, tried_rows
+from acutance.extending.render import sentences, tried_table
 from acutance.files import write_text
 from acutance.report.plot_style import DARK, LIGHT, Theme, curves
 
@@ -74,7 +74,7 @@ def page(found: Extension) -> str:
         "<h2>What was tried</h2>",
         f"<p>Differences of loss to the model as it is, on the windows of the search; up to "
         f"{found.train_length:,} tokens at most {found.max_cost:+g} was allowed (* is more).</p>",
-        _table(found),
+        tried_table(found).to_html(),
     ]
     style = _STYLE + "".join(
         f"@media (prefers-color-scheme: {theme.name}) {{:root{{{_colours(theme, len(names))}}}}}"
@@ -96,7 +96,7 @@ _STYLE = (
     "td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid)}"
     "td:not(:first-child),th:not(:first-child){white-space:nowrap}"
     "td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}"
-    "tr.over td{color:var(--muted)}.key{display:inline-block;margin-right:1.5rem}"
+    "tr.dim td{color:var(--muted)}.key{display:inline-block;margin-right:1.5rem}"
 )
 
 
@@ -116,16 +116,6 @@ def _legend(names: Sequence[str]) -> str:
         for k, name in enumerate(names)
     ]
     return f"<p>{''.join(keys)}</p>"
-
-
-def _table(found: Extension) -> str:
-    """HTML table of the changes that the search tried."""
-    head, *rows = tried_rows(found)
-    lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>"]
-    for one, row in zip(found.tried, rows, strict=True):
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>" if one.allowed else f'<tr class="over">{cells}</tr>')
-    return f"<table>{''.join(lines)}</table>"
 
 
 def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool) -> str:

@@ -1,18 +1,15 @@
-"""A search in words: sentences, and the table of what was tried."""
+"""A search in words: sentences, the table of the final windows, and that of what was tried."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from acutance.extending.record import Extension, Final
+from acutance.extending.record import Extension
 from acutance.extending.search import AS_IS
 from acutance.judging.paired import Part
-from acutance.report.screen import NumberTable, Wrapped
+from acutance.report.table import Column, Table, styled
 
-__all__ = ["sentences", "show", "tried_rows"]
+__all__ = ["final_table", "sentences", "tried_table"]
 
 
 def sentences(result: Extension) -> Iterator[str]:
@@ -55,77 +52,60 @@ def sentences(result: Extension) -> Iterator[str]:
         yield "The budget ended the search before all rounds."
 
 
-def tried_rows(result: Extension) -> list[list[str]]:
-    """The table of the changes that the search tried: its heading, then one row for each, as text.
-
-    Columns are the change, the windows it was measured on, and the difference of the loss from the
-    unchanged model up to and beyond the trained length, in nats a token. A star marks a change that
-    costs too much up to the trained length to be chosen.
-    """
-    rows = [
-        ["change", "windows", f"up to {result.train_length:,}", f"beyond {result.train_length:,}"]
-    ]
-    for one in result.tried:
-        error = "" if one.error is None else f" ± {one.error:.3f}"
-        mark = "" if one.allowed else "*"
-        within, beyond = f"{mark}{one.within:+.4f}", f"{one.beyond:+.4f}{error}"
-        rows.append([one.name, str(one.windows), within, beyond])
-    return rows
-
-
-def show(result: Extension) -> RenderableType:
-    """The results of :func:`acutance.extend` for a rich console: two tables, then the sentences.
-
-    The first table has the losses on the final windows, of the model as it is and of the best
-    changes; the second, the differences of the loss for every change that the search tried.
-    """
-    final = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    final.add_column("final windows")
-    for name in ("loss up to", "loss beyond", "Δ up to", "Δ beyond"):
-        final.add_column(f"{name} {result.train_length:,}", justify="right", no_wrap=True)
-    for shown in result.finals:
-        final.add_row(Wrapped(shown.name), *_cells(shown))
-    table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    head, *rows = tried_rows(result)
-    for index, name in enumerate(head):
-        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
-    for one, row in zip(result.tried, rows, strict=True):
-        table.add_row(Wrapped(row[0]), *row[1:], style="" if one.allowed else "dim")
-    lines = [Wrapped(line, bullet=" • ") for line in sentences(result)]
-    title = Text(
+def final_table(result: Extension) -> Table:
+    """Losses on the final windows, of the model as it is and of the best changes."""
+    names = ("loss up to", "loss beyond", "Δ up to", "Δ beyond")
+    rows = []
+    for final in result.finals:
+        parts = (final.within, final.beyond)
+        changes = [f"{part.delta:+.4f} ± {part.error:.4f}" for part in parts]
+        rows.append(
+            (
+                final.name,
+                *(part.loss + part.delta for part in parts),
+                *(changes if final.name != AS_IS else (None, None)),
+            )
+        )
+    return Table(
         f"Reading {result.to:,} tokens: loss in nats a token, and its difference Δ from the model "
         "as it is",
-        style="bold",
+        (
+            Column("final windows", "words"),
+            *(Column(f"{name} {result.train_length:,}", format=".4f") for name in names),
+        ),
+        rows,
     )
-    note = Text("Tried in the search: Δ in nats a token", style="bold")
-    costly: list[RenderableType] = []
-    if not all(one.allowed for one in result.tried):
-        costly = ["", _costly(result)]
-    return Group(title, "", final, "", note, "", table, *costly, "", *lines)
 
 
-def _costly(result: Extension) -> Wrapped:
-    """What the star in the table of changes means."""
-    return Wrapped(
+def tried_table(result: Extension) -> Table:
+    """The changes that the search tried, with the difference of the loss from the model as it is.
+
+    Columns are the change, the windows it was measured on, and the difference up to and beyond the
+    trained length, in nats a token. A star marks a change that costs too much up to the trained
+    length to be chosen.
+    """
+    rows = []
+    for tried in result.tried:
+        error = "" if tried.error is None else f" ± {tried.error:.3f}"
+        within = f"{'' if tried.allowed else '*'}{tried.within:+.4f}"
+        row = (tried.name, tried.windows, within, f"{tried.beyond:+.4f}{error}")
+        rows.append(row if tried.allowed else styled(row, "dim"))
+    star = (
         f"* not chosen: it raises the loss up to {result.train_length:,} tokens by more than "
         f"{result.max_cost:g} nat"
     )
-
-
-def _cells(final: Final) -> list[str]:
-    """Cells of the first table: loss up to and beyond the trained length, then both differences.
-
-    The model as it is has no differences.
-    """
-    differences = [
-        f"{part.delta:+.4f} ± {part.error:.4f}" if final.name != AS_IS else ""
-        for part in (final.within, final.beyond)
-    ]
-    return [
-        f"{final.within.loss + final.within.delta:.4f}",
-        f"{final.beyond.loss + final.beyond.delta:.4f}",
-        *differences,
-    ]
+    return Table(
+        "Tried in the search: Δ in nats a token",
+        (
+            Column("change", "words"),
+            Column("windows"),
+            Column(f"up to {result.train_length:,}"),
+            Column(f"beyond {result.train_length:,}"),
+        ),
+        rows,
+        [*sentences(result)],
+        notes=[] if all(tried.allowed for tried in result.tried) else [star],
+    )
 
 
 def _change(part: Part) -> str:

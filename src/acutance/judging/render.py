@@ -1,38 +1,53 @@
-"""A comparison of losses in the terminal: one table, and what it means in sentences."""
+"""A comparison of losses as a table, and what it means in sentences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from acutance.judging.paired import HELPS, HURTS, MIXED, LawComparison, LossComparison, Part
-from acutance.report.screen import NumberTable, Wrapped
+from acutance.report.screen import Wrapped
+from acutance.report.table import Cell, Column, Table
 
-__all__ = ["conclusion", "sentences", "show", "show_proposed", "verdict_sentence"]
+__all__ = ["conclusion", "sentences", "table", "verdict_sentence"]
 
 _STYLE = {HELPS: "green", HURTS: "red", MIXED: "yellow"}
 
 
-def show(comparison: LossComparison) -> RenderableType:
-    """The comparison for a rich console: a table of the laws by range of n, then sentences."""
-    by_n = "; n: tokens that a prediction could read" * (len(comparison.laws[0].by_position) > 1)
-    title = Text(
+def table(comparison: LossComparison, reasons: Sequence[str] = ()) -> Table:
+    """The difference of the loss for each law, overall and by range of n, then sentences.
+
+    Args:
+        comparison: of the losses.
+        reasons: why each of the laws was proposed; the sentences then end with what to do.
+    """
+    ranges = comparison.laws[0].by_position
+    if len(ranges) == 1:
+        ranges = ()
+    by_n = "; n: tokens that a prediction could read" if ranges else ""
+    said: list[str | Wrapped] = [*sentences(comparison)]
+    if reasons:
+        said += [f"{law.name} {why}." for law, why in zip(comparison.laws, reasons, strict=True)]
+        said += [Wrapped(""), Wrapped(conclusion(comparison), "bold")]
+    return Table(
         f"Loss with each law minus loss without ({comparison.loss}), nats a token{by_n}",
-        style="bold",
+        (
+            Column("law", "words"),
+            Column("Δ loss", format=_with_error),
+            Column("verdict", "name"),
+            *(Column(f"n = {_range(part)}", format=_with_error) for part in ranges),
+        ),
+        [
+            (
+                law.name,
+                Cell(law.overall, "bold"),
+                Cell(law.verdict, _STYLE.get(law.verdict, "")),
+                *(Cell(part, _style(part)) for part in law.by_position[: len(ranges)]),
+            )
+            for law in comparison.laws
+        ],
+        said,
     )
-    lines = [Wrapped(line, bullet=" • ") for line in sentences(comparison)]
-    return Group(title, "", _table(comparison), "", *lines)
-
-
-def show_proposed(comparison: LossComparison, reasons: Sequence[str]) -> RenderableType:
-    """What :func:`show` shows of changes that a probe proposed, their reasons and what to do."""
-    lines = [f"{law.name} {why}." for law, why in zip(comparison.laws, reasons, strict=True)]
-    bullets = [Wrapped(line, bullet=" • ") for line in lines]
-    end = Wrapped(conclusion(comparison), "bold")
-    return Group(show(comparison), *bullets, "", end)
 
 
 def conclusion(comparison: LossComparison) -> str:
@@ -47,26 +62,6 @@ def conclusion(comparison: LossComparison) -> str:
     if not helps:
         return "None of these changes lowers the loss: leave the model as it is."
     return f"Lowers the loss, so worth using on such texts: {'; '.join(helps)}."
-
-
-def _table(comparison: LossComparison) -> NumberTable:
-    """The difference of the loss for each law, overall and by range of n."""
-    table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("law")
-    table.add_column("Δ loss", justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    parts = comparison.laws[0].by_position
-    for part in parts if len(parts) > 1 else ():
-        table.add_column(f"n = {_range(part)}", justify="right", no_wrap=True)
-    for law in comparison.laws:
-        shown = law.by_position if len(parts) > 1 else ()
-        table.add_row(
-            Wrapped(law.name),
-            Text(_with_error(law.overall), style="bold"),
-            Text(law.verdict, style=_STYLE.get(law.verdict, "")),
-            *[Text(_with_error(part), style=_style(part)) for part in shown],
-        )
-    return table
 
 
 def _style(part: Part) -> str:

@@ -1,4 +1,4 @@
-"""The terminal view of a prediction: a table of metrics, and remarks.
+"""A prediction as a table of metrics, and remarks.
 
 The limit formula shown with a value is ``Prediction.population``. It is said to hold if it is
 within 1 % of the exact value; the remarks explain why it does not.
@@ -8,34 +8,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
-from rich.style import Style
-from rich.text import Text
-
-from acutance.escapes import printable
-from acutance.report.screen import NumberTable
+from acutance.files import finite
+from acutance.report.table import Cell, Column, Table, figures
 from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.theory import Prediction, effective_keys_decay, expected_max_gauss, frozen_entropy
 from acutance.theory.prediction.softmax import gaussian_break_points
 
 SCHEMA = "acutance.prediction/1"
 HOLDS, NEAR = 0.01, 0.1  # relative difference up to which a formula holds, or nearly does
-_NARROW = 60  # below it the verdict comes before the limit, so that it stays beside the value
 _WIDE = 110  # columns from which the meanings fit beside the numbers
 _MINUS = re.compile(r"(?<!\w)-(?=\d)|(?<=\de)-(?=\d)")
 _GAUSSIAN = ("softmax", "dot", "scaled_dot")
 
 
-def prediction_table(prediction: Prediction, measured: Any = None) -> ConsoleRenderable:
-    """A rich renderable with a line for each metric that theory predicts.
+def prediction_table(
+    prediction: Prediction, measured: Mapping[str, tuple[float, float]] | None = None
+) -> Table:
+    """A line for each metric that theory predicts, and remarks.
 
     Args:
         prediction: result of :func:`acutance.theory.predict`.
-        measured: means and standard errors by metric name, shown in a further column; None for
-            none.
+        measured: means and standard errors by metric name, shown in further columns.
 
     Example:
         >>> from acutance import theory
@@ -44,66 +40,41 @@ def prediction_table(prediction: Prediction, measured: Any = None) -> ConsoleRen
         >>> Console(width=80, no_color=True).print(prediction_table(row))
         decay, 64 keys: lam 0.5
         <BLANKLINE>
-        metric            exact    n → ∞  formula  unit
-        entropy         1.38629        –           nat
-        effective_keys  3.00000  3.00000  holds    keys
+        metric            exact  formula    n → ∞  unit
+        entropy         1.38629                 –  nat
+        effective_keys  3.00000  holds    3.00000  keys
+        ...
     """
-    return _PredictionTable(prediction, measured or {})
-
-
-class _PredictionTable:
-    """The renderable of :func:`prediction_table`; its columns depend on the width."""
-
-    def __init__(self, prediction: Prediction, measured: Any) -> None:
-        self.prediction, self.measured = prediction, measured
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ascii_only = options.ascii_only
-
-        def shown(text: str) -> str:
-            return printable(text, ascii_only)
-
-        row = self.prediction
-        yield Text(shown(_heading(row)), style="bold")
-        yield Text()
-        gap = 1 if self.measured and options.max_width < 90 else 2
-        table = NumberTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
-        fixed = all(kind == "fixed" for kind in row.kinds.values())
-        table.add_column("metric", no_wrap=True)
-        table.add_column("exact" if fixed else "expected", justify="right", no_wrap=True)
-        if self.measured:
-            table.add_column("measured", justify="right", no_wrap=True)
-            table.add_column("off by", justify="right", no_wrap=True)
-        narrow = options.max_width < _NARROW
-        if narrow:
-            table.add_column("formula", no_wrap=True)
-        table.add_column("n → ∞" if not ascii_only else "n -> inf", justify="right", no_wrap=True)
-        if not narrow:
-            table.add_column("formula", no_wrap=True)
-        table.add_column("unit", no_wrap=True)
-        if options.max_width >= _WIDE:
-            table.add_column("meaning", style="dim")
-        for name in DESCRIPTIONS:
-            if name not in row.kinds:
-                continue
-            exact, limit = row[name], row.population[name]
-            verdict = _verdict(exact, limit, row.kinds[name])
-            cells = [name, shown(_number(exact) + ("≈" if row.kinds[name] == "plug-in" else ""))]
-            if self.measured:
-                mean, error = self.measured.get(name, (math.nan, math.nan))
-                cells += [shown(_number(mean)), shown(_distance(mean, error, exact))]
-            style = Style(bold=True) if verdict.startswith("off") else Style()
-            judged = [shown(_number(limit)), Text(shown(verdict), style)]
-            unit = DESCRIPTIONS[name].unit
-            line: list[Any] = [
-                *cells,
-                *(reversed(judged) if narrow else judged),
-                shown("" if unit == "1" else unit),
-            ]
-            if options.max_width >= _WIDE:
-                line.append(shown(DESCRIPTIONS[name].meaning))
-            table.add_row(*line)
-        yield table
+    kinds = prediction.kinds
+    columns = [
+        Column("metric", "name"),
+        Column("exact" if all(kind == "fixed" for kind in kinds.values()) else "expected"),
+        Column("formula", "name"),
+        Column("n → ∞", format=_number),
+        Column("unit", "name"),
+        Column("meaning", "words", from_width=_WIDE),
+    ]
+    if measured:
+        columns[2:2] = [Column("measured", format=_number), Column("off by")]
+    rows = []
+    for name, entry in DESCRIPTIONS.items():
+        if name not in kinds:
+            continue
+        exact, limit = prediction[name], prediction.population[name]
+        verdict = _verdict(exact, limit)
+        row = [
+            name,
+            _number(exact) + ("≈" if kinds[name] == "plug-in" else ""),
+            Cell(verdict, "bold" if verdict.startswith("off") else ""),
+            limit,
+            "" if entry.unit == "1" else entry.unit,
+            Cell(entry.meaning, "dim"),
+        ]
+        if measured:
+            mean, error = measured.get(name, (math.nan, math.nan))
+            row[2:2] = [mean, _distance(mean, error, exact)]
+        rows.append(row)
+    return Table(_heading(prediction), columns, rows, remarks(prediction), heading="What it means")
 
 
 def remarks(prediction: Prediction) -> list[str]:
@@ -125,13 +96,16 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "mechanism": prediction.mechanism,
-        "parameters": {name: _plain(value) for name, value in prediction.parameters.items()},
+        "parameters": {
+            name: finite(value.tolist() if hasattr(value, "tolist") else value)
+            for name, value in prediction.parameters.items()
+        },
         "metrics": {
             name: {
-                "value": _plain(prediction[name]),
+                "value": finite(prediction[name]),
                 "kind": prediction.kinds.get(name),
                 "why": prediction.why.get(name),
-                "population": _plain(prediction.population[name]),
+                "population": finite(prediction.population[name]),
                 "unit": entry.unit,
             }
             for name, entry in DESCRIPTIONS.items()
@@ -320,7 +294,7 @@ def _heading(row: Prediction) -> str:
     return f"{row.mechanism}, {row.parameters['n']:,.0f} keys: {', '.join(parts)}"
 
 
-def _verdict(exact: float, limit: float, kind: str) -> str:
+def _verdict(exact: float, limit: float) -> str:
     """One of holds, near or off, with the relative difference; empty if there is no formula."""
     if math.isnan(limit) or not math.isfinite(exact):
         return ""
@@ -342,30 +316,11 @@ def _distance(mean: float, error: float, exact: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with six significant digits, without an exponent where that is short."""
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    size = abs(value)
-    if size and (size < 1e-4 or size >= 1e7):
-        return f"{value:.3e}".replace("-", "−").replace("e+", "e")
-    if value == int(value) and (size >= 100 or not size):
-        return f"{value + 0.0:.0f}"
-    digits = next(count for count in range(9) if size * 10**count >= 99999.5 or count == 8)
-    return f"{value:.{min(digits, 5)}f}".replace("-", "−") if size >= 0.1 else f"{value:.4g}"
+    """A number with six significant digits, or four below 0.1."""
+    return figures(value, 4) if abs(value) < 0.1 else figures(value, 6, places=5)
 
 
 def _small(value: float) -> str:
     """A small number with three decimals, or in exponent form."""
     size = abs(value)
     return f"{size:.3f}" if size >= 0.001 else f"{size:.0e}" if size else "0"
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON; numbers that are not finite become None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (int, str)) or value is None:
-        return value
-    return value.tolist() if hasattr(value, "tolist") else list(value)

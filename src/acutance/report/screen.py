@@ -17,7 +17,16 @@ from rich.text import Text
 
 from acutance.escapes import printable, visible, visible_lines
 
-__all__ = ["NumberTable", "Screen", "Wrapped", "note", "print_sentences", "wrap"]
+__all__ = [
+    "NumberTable",
+    "Screen",
+    "Wrapped",
+    "bulleted",
+    "least_width",
+    "note",
+    "print_sentences",
+    "wrap",
+]
 
 
 class Screen(Console):
@@ -107,23 +116,28 @@ class Wrapped:
     """
 
     def __init__(self, text: str, style: str = "", bullet: str = "") -> None:
-        self._text, self._style, self._bullet = visible(text), style, bullet
-
-    def least(self) -> int:
-        """Width in which names of laws break behind commas, colons and plus signs only."""
-        parts = [part for word in _parts(self._text, 0) for part in _parts(word, 1)]
-        return cell_len(self._bullet) + max(cell_len(part.strip()) for part in parts)
+        self.text, self._style, self._bullet = text, style, bullet
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        indent = cell_len(self._bullet)
-        for index, line in enumerate(wrap(self._text, max(1, options.max_width - indent))):
-            yield Text((" " * indent if index else self._bullet) + line, style=self._style)
+        text, bullet = (printable(part, options.ascii_only) for part in (self.text, self._bullet))
+        indent = cell_len(bullet)
+        for index, line in enumerate(wrap(text, max(1, options.max_width - indent))):
+            yield Text((" " * indent if index else bullet) + line, style=self._style)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        words = [part for one in _parts(self._text, 0) for part in _parts(one, 1)]
-        least = max(cell_len(part.strip()) for one in words for part in _parts(one, 2))
-        indent, most = cell_len(self._bullet), cell_len(self._text)
-        return Measurement(min(least, most) + indent, most + indent)
+        text, indent = visible(self.text), cell_len(self._bullet)
+        return Measurement(least_width(text) + indent, cell_len(text) + indent)
+
+
+def bulleted(sentence: str | Wrapped) -> Wrapped:
+    """A sentence of a list; one that is wrapped already keeps its own bullet."""
+    return Wrapped(sentence, bullet=" • ") if isinstance(sentence, str) else sentence
+
+
+def least_width(text: str) -> int:
+    """Width in which names of laws break behind commas, colons and plus signs only."""
+    parts = [part for word in _parts(text, 0) for part in _parts(word, 1)]
+    return max(cell_len(part.strip()) for part in parts)
 
 
 def _parts(text: str, level: int) -> list[str]:
@@ -192,7 +206,7 @@ class NumberTable(Table):
 
     def _least(self, column: Column, width: int) -> int:
         """Smallest width of a column, in characters."""
-        wrapped = [cell.least() for cell in column._cells if isinstance(cell, Wrapped)]
+        wrapped = [least_width(cell.text) for cell in column._cells if isinstance(cell, Wrapped)]
         return width if column.no_wrap else min(width, max([_WORDS, *wrapped]))
 
     def _needed(self, block: Sequence[int], widths: Sequence[int], gap: int) -> int:
@@ -262,7 +276,5 @@ class NumberTable(Table):
 def print_sentences(console: Console, title: str, sentences: Iterable[str]) -> None:
     """Print a heading, and a bullet for each sentence."""
     console.print(f"\n{title}", style="bold")
-    ascii_only = console.options.ascii_only
     for sentence in sentences:
-        bullet = printable(" • ", ascii_only)
-        console.print(Wrapped(printable(sentence, ascii_only), bullet=bullet))
+        console.print(bulleted(sentence))

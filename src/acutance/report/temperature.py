@@ -10,11 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich.console import Group
-from rich.text import Text
-
-from acutance.escapes import printable
-from acutance.report.screen import NumberTable
+from acutance.report.table import Column, Table, styled
 from acutance.theory import (
     cosine_best_count,
     cosine_entropy_lower_bound,
@@ -226,17 +222,22 @@ def _dimension_sentences(n: int, d: float, even: Setting, random: Setting) -> li
     return sentences
 
 
-def advice_table(advice: Advice, ascii_only: bool = False) -> Group:
+def advice_table(advice: Advice) -> Table:
     """A recommended temperature, and a line for each arrangement of keys."""
-    title = f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}"
-    rows = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    rows.add_column("arrangement of keys")
-    for name in ("τ", "scale"):
-        rows.add_column(printable(name, ascii_only), justify="right", no_wrap=True)
-    rows.add_column("needs")
+    rows = []
     for setting in advice.settings:
-        mark = "" if setting.feasible else " (not met)"
-        cells = (setting.name, f"{setting.tau:.4g}", f"{1 / setting.tau:.4g}")
-        line = [printable(cell, ascii_only) for cell in (*cells, setting.needs + mark)]
-        rows.add_row(*line, style="bold" if setting is advice.chosen else "")
-    return Group(Text(printable(title, ascii_only), style="bold"), Text(), rows)
+        needs = setting.needs + ("" if setting.feasible else " (not met)")
+        row = (setting.name, setting.tau, 1 / setting.tau, needs)
+        rows.append(styled(row, "bold") if setting is advice.chosen else row)
+    return Table(
+        f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}",
+        (
+            Column("arrangement of keys", "words"),
+            Column("τ", format=".4g"),
+            Column("scale", format=".4g"),
+            Column("needs", "words"),
+        ),
+        rows,
+        advice.sentences,
+        heading="Why",
+    )
