@@ -47,10 +47,10 @@ def test_every_line_fits_and_the_largest_changes_are_named(found: Diff, width: i
     assert any(line.startswith("! They read different texts, a.txt and b.txt") for line in lines)
     start = lines.index("Heads whose normalized entropy changed most; heads that moved come first")
     head = found.of("normalized_entropy")[15]
-    numbers = [f"{head.before:.3f}", "0.200", f"{head.change:.3f}"]
-    assert re.split(r"\s+", lines[start + 2].strip())[:5] == ["1", "h3", *numbers]
-    assert re.split(r"\s+", lines[start + 3].strip())[:2] == ["2", "h5"]
-    assert " to " not in lines[start + 2]  # without errors there is no interval
+    numbers = [f"{head.before:.3f}", "0.200", f"{head.change:.3f}".replace("-", "−")]
+    assert re.split(r"\s+", lines[start + 3].strip())[:5] == ["1", "h3", *numbers]
+    assert re.split(r"\s+", lines[start + 4].strip())[:2] == ["2", "h5"]
+    assert " to " not in lines[start + 3]  # without errors there is no interval
     for metric in found.metrics:
         assert any(line.startswith(f"{metric} ") for line in lines)
     assert sum("encoder" in line or "model.layers" in line for line in lines) == 6 * (width >= 100)

@@ -20,27 +20,17 @@ def table(found: Budget) -> Table:
     rows = []
     for point in sorted(found.points, key=lambda point: (-point.bytes, point.delta)):
         mark = "chosen" if point == found.chosen else "frontier" if point in frontier else ""
-        rows.append(
-            (
-                point.share,
-                point.bytes,
-                f"{point.delta:+.4f} ± {point.error:.4f}",
-                point.rule,
-                point.plan.name.removeprefix("cache plan (").removesuffix(")"),
-                Cell(mark, "cyan"),
-            )
-        )
+        change = f"{point.delta:+.4f} ± {point.error:.4f}"
+        heads = point.plan.name.removeprefix("cache plan (").removesuffix(")")
+        rows.append((point.share, point.bytes, change, point.rule, heads, Cell(mark, "cyan")))
     return Table(
         f"Loss ({found.loss}) under each plan minus loss with the full cache, in nats a token, at "
         f"{found.n} tokens",
-        (
-            Column("share", format=".3f"),
-            Column("bytes", format=","),
-            Column("Δ loss"),
-            Column("proposed by"),
-            Column("heads", "words"),
-            Column("", "name"),
-        ),
+        [
+            *(Column("share", format=".3f"), Column("bytes", format=",")),
+            *(Column("Δ loss"), Column("proposed by")),
+            *(Column("heads", "words"), Column("", "name")),
+        ],
         rows,
         [*sentences(found)],
         keys=2,

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from acutance.diagnose.findings import KEY_NORMS, describe_key_norms
 from acutance.diagnose.overview import advice_in_brief, overview
 from acutance.diagnose.recommendations import recommendations
-from acutance.escapes import in_spreadsheet, printable
+from acutance.escapes import in_spreadsheet
 from acutance.files import as_json, put_text, write_bytes
-from acutance.report.screen import NumberTable, Wrapped
+from acutance.report.screen import Wrapped, print_sentences
+from acutance.report.table import Column, Table
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import what_was_read
@@ -142,51 +140,35 @@ def print_summary(
     """Print what was read, the table, findings and recommendations."""
     named = (str(summary.about.get("model", "")), what_was_read(summary.about))
     if line := " · ".join(filter(None, named)):
-        output.print(Wrapped(printable(line, output.options.ascii_only), "bold"))
+        output.print(Wrapped(line, "bold"))
     output.print(console_table(summary, metric))
-    ascii_only = output.options.ascii_only
     sections = {
         "What stands out": overview(summary),
         KEY_NORMS: [] if key_norms is None else [describe_key_norms(key_norms)],
         "What to do": advice_in_brief(summary),
     }
     if summary.spans is not None and bool(summary.spans.rows.any()):
-        output.print(
-            "\nWeight on parts of the input, mean over heads (in brackets: uniform attention)",
-            style="bold",
-        )
-        output.print(span_table(summary.spans, ascii_only))
+        output.print("", span_table(summary.spans))
         sections = {"Who looks there most": most_on_spans(summary), **sections}
     for title, sentences in sections.items():
         if sentences:
-            output.print(f"\n{title}", style="bold")
-            output.print(bullets(sentences, ascii_only))
+            print_sentences(output, title, sentences)
 
 
-def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
-    """Sentences as a list whose lines hang behind the bullets."""
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    for sentence in sentences:
-        grid.add_row(" *" if ascii_only else " •", Text(printable(sentence, ascii_only)))
-    return grid
-
-
-def span_table(spans: Spans, ascii_only: bool) -> Table:
+def span_table(spans: Spans) -> Table:
     """Mean weight by span of query and key, with uniform attention's in brackets."""
-    table = NumberTable(keys=1, box=None, padding=(0, 2, 0, 0), show_edge=False)
-    table.add_column(" rows of", no_wrap=True)
-    for name in (*spans.names, OTHER):
-        table.add_column(Text(f"on {printable(name, ascii_only)}"), justify="right")
+    rows = []
     for row, kind in enumerate((*spans.names, OTHER, ALL_ROWS)):
-        there = spans.rows[:, row] > 0
-        if not bool(there.any()):
-            continue
-        means, even = (part[there, row].mean(0).tolist() for part in (spans.mean, spans.even))
-        cells = [f"{one:.2f} ({other:.2f})" for one, other in zip(means, even, strict=True)]
-        table.add_row(Text(f" {printable(kind, ascii_only)}"), *cells)
-    return table
+        heads = spans.rows[:, row] > 0
+        if bool(heads.any()):
+            means, even = (part[heads, row].mean(0).tolist() for part in (spans.mean, spans.even))
+            weights = zip(means, even, strict=True)
+            rows.append((f" {kind}", *(f"{mean:.2f} ({uniform:.2f})" for mean, uniform in weights)))
+    return Table(
+        "Weight on parts of the input, mean over heads (in brackets: uniform attention)",
+        [Column(" rows of", "name"), *(Column(f"on {name}") for name in (*spans.names, OTHER))],
+        rows,
+    )
 
 
 def most_on_spans(summary: HeadSummary, count: int = 3) -> list[str]:

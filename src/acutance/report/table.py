@@ -253,7 +253,10 @@ class Table:
         """The lines of some columns, the heading first."""
         for index, row in enumerate(texts):
             styles = [_style(cell) for cell in self.rows[index - 1]] if index else []
-            wrapped = [wrap(row[at], size) for at, size in zip(block, widths, strict=True)]
+            wrapped = [
+                [row[at]] if cell_len(row[at]) <= size else wrap(row[at], size)
+                for at, size in zip(block, widths, strict=True)
+            ]
             for number in range(max(map(len, wrapped))):
                 line = Text(no_wrap=True, overflow="crop")
                 for at, size, lines in zip(block, widths, wrapped, strict=True):

@@ -25,13 +25,14 @@ def table(found: Verification) -> Table:
     for check in found.checks:
         if check.name in _COLUMNS:
             rows.setdefault((check.implementation, check.inputs), {})[check.name] = check
+    said = [Wrapped(line, bullet="   ") for line in _against(found.checks)]
+    for number, finding in enumerate(found.findings, 1):
+        said.append(Wrapped(str(finding), "red", bullet=f" {number}. "))
+    said += [Wrapped(note, "dim", bullet=" • ") for note in found.notes]
+    kinds = (Column(name, "name") for name in ("implementation", "input"))
     return Table(
         found.headline,
-        (
-            Column("implementation", "name"),
-            Column("input", "name"),
-            *map(Column, ("layers", "heads", *names)),
-        ),
+        [*kinds, *map(Column, ("layers", "heads", *names))],
         [
             (
                 *kind,
@@ -41,14 +42,7 @@ def table(found: Verification) -> Table:
             )
             for kind, checks in rows.items()
         ],
-        [
-            *(Wrapped(line, bullet="   ") for line in _against(found.checks)),
-            *(
-                Wrapped(str(finding), "red", bullet=f" {number}. ")
-                for number, finding in enumerate(found.findings, 1)
-            ),
-            *(Wrapped(note, "dim", bullet=" • ") for note in found.notes),
-        ],
+        said,
         keys=2,
         style=f"bold {'red' if not found.ok else 'green' if found.complete else 'yellow'}",
     )
