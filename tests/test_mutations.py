@@ -140,7 +140,7 @@ def _reproduced(folder: Path) -> Kind:
         path,
         load,
         lambda one: one.to_dict(),
-        lambda one: _console().print(shown_records([one], 100)),
+        lambda one: _console().print(shown_records([one])),
     )
 
 

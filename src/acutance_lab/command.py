@@ -23,7 +23,6 @@ AS_EXPECTED, OTHERWISE = 0, 1
 
 _COLOURS = {"holds": "green", "holds only where": "yellow", "does not hold": "red"}
 _RELATIONS = {"=": "", "<=": "≤ ", ">=": "≥ "}
-_WIDE = 110  # columns
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -156,8 +155,7 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
     if options.json is not None:
         _write(records, chosen, complete, options.json)
     if records and str(options.json) != "-":
-        output = console(stderr=False)
-        output.print(summary(records, output.width))
+        console(stderr=False).print(summary(records))
         outputs = "records and figures" if options.figures else "records"
         notes.print(note((f"{outputs} in", "dim"), f" {options.out}"))
     if failure is not None:
@@ -215,55 +213,32 @@ def listing(experiments: "Iterable[Experiment]") -> "Table":
     return table
 
 
-def summary(records: "Sequence[Record]", width: int = _WIDE) -> "Table":
-    """Every claim with its verdict and the numbers of the row that is furthest off.
-
-    Args:
-        records: in the order to show.
-        width: of the terminal; below 110 columns the numbers go under the claim.
-    """
+def summary(records: "Sequence[Record]") -> "Table":
+    """Every claim under its experiment, with its verdict and the row that is furthest off."""
     from rich.table import Table
     from rich.text import Text
 
-    wide = width >= _WIDE
-    table = Table(header_style="bold", show_header=wide)
+    table = Table(show_header=False, caption_justify="left")
     table.caption = (
         "predicted and measured: the row that is furthest off for what it is allowed; "
         "rows: how many agree; theorem: follows by algebra, so agreement tests the code only"
     )
-    table.caption_justify = "left"
-    if wide:
-        table.add_column("experiment", no_wrap=True)
-        table.add_column("claim", ratio=3)
-        for heading in ("predicted", "measured", "rows"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("verdict", ratio=3)
-        table.add_column("seconds", justify="right", no_wrap=True)
-    else:
-        table.add_column("claim", overflow="fold")
+    table.add_column("claim", overflow="fold")
     for record in records:
-        name, seconds = record.name, f"{record.seconds:.1f}"
-        if not wide:
-            table.add_row(Text.assemble((name, "bold"), (f"  {seconds} s", "dim")))
+        table.add_row(Text.assemble((record.name, "bold"), (f"  {record.seconds:.1f} s", "dim")))
         for judgement in record.judgements:
-            last = judgement is record.judgements[-1]
-            claim, found = judgement.claim.text, verdict(judgement, record.rows)
-            numbers = _numbers(judgement)
-            if wide:
-                table.add_row(name, Text(claim), *numbers, found, seconds, end_section=last)
-                name = seconds = ""
-            else:
-                text = Text(f"• {claim}: ").append_text(found)
-                told = "\n  predicted {}, measured {}; {} rows".format(*numbers)
-                table.add_row(text.append(told, style="dim"), end_section=last)
+            text = Text(f"• {judgement.claim.text}: ")
+            text.append_text(verdict(judgement, record.rows))
+            text.append(f"\n  {_numbers(judgement)}", style="dim")
+            table.add_row(text, end_section=judgement is record.judgements[-1])
     return table
 
 
-def _numbers(judgement: "Judgement") -> tuple[str, str, str]:
+def _numbers(judgement: "Judgement") -> str:
     """Prediction and measurement of the worst row, and how many rows agree."""
     worst = judgement.worst
-    measured = f"{worst.measured:.4g}"
-    if worst.error and math.isfinite(worst.error):
-        measured += f" ± {worst.error:.1g}"
-    predicted = f"{_RELATIONS[worst.relation]}{worst.predicted:.4g}"
-    return predicted, measured, f"{judgement.agree}/{judgement.rows}"
+    error = f" ± {worst.error:.1g}" if worst.error and math.isfinite(worst.error) else ""
+    return (
+        f"predicted {_RELATIONS[worst.relation]}{worst.predicted:.4g}, "
+        f"measured {worst.measured:.4g}{error}; {judgement.agree}/{judgement.rows} rows"
+    )

@@ -6,16 +6,16 @@ Lines are predictions and marks are measurements, in the style of every figure o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.interpolate import PchipInterpolator
 
 from acutance.plugins import plot_style
-from acutance_lab.record import Record, Row
+from acutance_lab.record import Record, Row, Value, values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,21 +41,18 @@ def measured(rows: Iterable[Row], at: str, *, bars: bool = False) -> Points:
     return Points([row.condition[at] for row in rows], [row.measured for row in rows], errors)
 
 
+def means(rows: Iterable[Row], at: str) -> Points:
+    """Mean measurements against a condition, over the rows with the same value of it."""
+    by_place: dict[Any, list[float]] = {}
+    for row in rows:
+        by_place.setdefault(row.condition[at], []).append(row.measured)
+    return Points([*by_place], [sum(part) / len(part) for part in by_place.values()])
+
+
 def predicted(rows: Iterable[Row], at: str) -> Points:
-    """The predictions of rows against one of their conditions."""
-    rows = list(rows)
-    return Points([row.condition[at] for row in rows], [row.predicted for row in rows])
-
-
-@cache
-def exact(form: Callable[..., Any], *arguments: float, at: tuple[float, ...]) -> Array:
-    """``form(*arguments, x)`` for each x of ``at``, cached: a figure is drawn in two themes.
-
-    Example:
-        >>> exact(pow, 2.0, at=(1.0, 2.0, 3.0))
-        array([2., 4., 8.])
-    """
-    return np.array([float(form(*arguments, point)) for point in at])
+    """Predictions against a condition, in rising order of it."""
+    by_place = {float(row.condition[at]): row.predicted for row in rows}
+    return Points(*zip(*sorted(by_place.items()), strict=True))
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Curve:
 
     Attributes:
         name: in the legend; "" for none.
-        line: what is predicted.
+        line: what is predicted, drawn as a smooth line through these points.
         marks: what is measured.
         hollow: draw marks without a filling.
         style: place in the panel's palette; None takes the next, or :data:`GREY`, :data:`BROAD`.
@@ -75,6 +72,66 @@ class Curve:
     marks: Points | None = None
     hollow: bool = False
     style: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves of a record: predictions as lines, measurements as marks.
+
+    Measurements that test no claim are joined by the line. Without bars, rows at the same place,
+    as those of several seeds, are one mark at their mean.
+
+    Attributes:
+        claim: key of the claim whose rows are drawn; "" for those that test none.
+        at: the condition on the horizontal axis.
+        name: in the legend, with the value of ``by`` in the place of {}; or names of the values
+            that are drawn, in their order.
+        by: the condition whose values have a curve each, "" for one curve.
+        quantity: of the rows, "" for any.
+        where: conditions that the rows meet.
+        largest: a condition of which only the largest value is drawn, "" for none.
+        line: whether lines are drawn.
+        marks: whether marks are drawn.
+        bars: whether marks have bars of one standard error.
+        hollow: draw marks without a filling.
+        style: of the first curve, the others follow: as in :class:`Curve`.
+    """
+
+    claim: str
+    at: str
+    name: str | Mapping[Any, str] = ""
+    by: str = ""
+    quantity: str = ""
+    where: Mapping[str, Value] = field(default_factory=dict)
+    largest: str = ""
+    line: bool = True
+    marks: bool = True
+    bars: bool = False
+    hollow: bool = False
+    style: int | str | None = None
+
+    def __call__(self, record: Record) -> Iterator[Curve]:
+        """The curves of a record."""
+        rows = [
+            row for row in record.of(self.claim, **self.where)
+            if (not self.quantity or row.quantity == self.quantity)
+            and self.at in row.condition and (not self.by or self.by in row.condition)
+        ]  # fmt: skip
+        if self.largest:
+            top = max(values(rows, self.largest))
+            rows = [row for row in rows if row.condition[self.largest] == top]
+        shown = values(rows, self.by) if self.by else [None]
+        if not isinstance(self.name, str):
+            shown = [value for value in self.name if value in shown]
+        for place, value in enumerate(shown):
+            own = [row for row in rows if not self.by or row.condition[self.by] == value]
+            marks = measured(own, self.at, bars=True) if self.bars else means(own, self.at)
+            line = predicted(own, self.at) if self.claim else marks
+            name = self.name.format(value) if isinstance(self.name, str) else self.name[value]
+            yield Curve(
+                name, line if self.line else None, marks if self.marks else None, self.hollow,
+                self.style + place if isinstance(self.style, int) else self.style,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,11 +157,16 @@ class Axis:
         ticks = self.ticks
         if ticks:
             texts = ticks if isinstance(ticks, Mapping) else {at: f"{at:,g}" for at in ticks}
-            axis = getattr(axes, f"{side}axis")
+            axis, seen = getattr(axes, f"{side}axis"), getattr(axes, f"get_{side}lim")()
             axis.set_ticks(list(texts), list(texts.values()))
             axis.minorticks_off()
+            getattr(axes, f"set_{side}lim")(seen)  # a tick beyond the curves is not shown
         if self.limits != (None, None):
             getattr(axes, f"set_{side}lim")(*self.limits)
+
+    def scaled(self, numbers: Any) -> Array:
+        """Numbers as places along the axis."""
+        return np.log(numbers) if self.log else np.asarray(numbers, float)
 
 
 class Level(NamedTuple):
@@ -122,7 +184,7 @@ class Panel:
     Attributes:
         x: horizontal axis.
         y: vertical axis.
-        curves: from a record to what is drawn.
+        curves: what is drawn: :class:`Lines`, or functions of the record that give curves.
         title: of the panel.
         levels: reference lines, or a function of the record that gives them.
         legend: place of the legend; None draws none.
@@ -133,7 +195,7 @@ class Panel:
 
     x: Axis
     y: Axis
-    curves: Callable[[Record], Iterable[Curve]]
+    curves: Sequence[Callable[[Record], Iterable[Curve]]]
     title: str = ""
     levels: Sequence[Level] | Callable[[Record], Sequence[Level]] = ()
     legend: str | tuple[float, float] | None = "best"
@@ -143,16 +205,19 @@ class Panel:
 
     def draw(self, axes: Axes, record: Record, theme: plot_style.Theme) -> None:
         """Draw the panel on its axes."""
-        curves = list(self.curves(record))
+        curves = [curve for draw in self.curves for curve in draw(record)]
         following = itertools.count()
         places = [next(following) if c.style is None else c.style for c in curves]
         count = 1 + max((place for place in places if isinstance(place, int)), default=0)
         palette = plot_style.curves(count, theme)
         for curve, place in zip(curves, places, strict=True):
+            line = curve.line
+            if line is not None and line is not curve.marks:
+                line = self._smooth(line)
             if isinstance(place, str):
-                _plain_line(axes, curve, theme)
+                _plain_line(axes, curve.name, line, place, theme)
             else:
-                _draw(axes, curve, palette[place])
+                _draw(axes, curve, line, palette[place])
         for level in self.levels(record) if callable(self.levels) else self.levels:
             plot_style.reference(axes, theme, x=level.x, y=level.y, name=level.name)
         if self.also is not None:
@@ -165,19 +230,30 @@ class Panel:
                 axes, theme, where=self.legend, title=self.legend_title, columns=self.columns
             )
 
+    def _smooth(self, line: Points) -> Points:
+        """A line through points that bends smoothly on these axes, and swings nowhere."""
+        if len(line.x) < 3:
+            return line
+        bent = PchipInterpolator(self.x.scaled(line.x), self.y.scaled(line.y))
+        fine = np.linspace(bent.x[0], bent.x[-1], 200)
+        x, y = (np.exp(v) if axis.log else v for axis, v in ((self.x, fine), (self.y, bent(fine))))
+        return Points(x.tolist(), y.tolist())
 
-def _plain_line(axes: Axes, curve: Curve, theme: plot_style.Theme) -> None:
-    """Draw the line of a curve that is not of the palette."""
-    assert curve.line is not None
+
+def _plain_line(
+    axes: Axes, name: str, line: Points | None, style: str, theme: plot_style.Theme
+) -> None:
+    """Draw a line that is not of the palette."""
+    assert line is not None
     look: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
-    if curve.style == BROAD:
+    if style == BROAD:
         look = {"color": theme.ink, "linewidth": 2.6, "alpha": 0.55}
-    axes.plot(curve.line.x, curve.line.y, label=curve.name or "_nolegend_", **look)
+    axes.plot(line.x, line.y, label=name or "_nolegend_", **look)
 
 
-def _draw(axes: Axes, curve: Curve, style: plot_style.Curve) -> None:
+def _draw(axes: Axes, curve: Curve, line: Points | None, style: plot_style.Curve) -> None:
     """Draw a curve under one entry of the legend."""
-    line, marks, name = curve.line, curve.marks, curve.name or "_nolegend_"
+    marks, name = curve.marks, curve.name or "_nolegend_"
     if line is not None and marks is not None and not curve.hollow:
         plot_style.draw_line_and_marks(
             axes, line.x, line.y, marks.x, marks.y, style, name, error=marks.error

@@ -13,7 +13,7 @@ from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax
 from acutance_lab import texts
 from acutance_lab.experiment import Experiment, Run, mean
 from acutance_lab.experiments import mlm_table
-from acutance_lab.figure import Axis, Curve, Page, Panel, Points
+from acutance_lab.figure import Axis, Curve, Page, Panel, Points, means
 from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row, values
 from acutance_lab.trained import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses, train
 
@@ -272,15 +272,8 @@ def compared(
 
 
 def _average(record: Record, quantity: str, law: str) -> Points:
-    """The decoder's mean over seeds against length, also of what a claim tests."""
-    rows = [
-        row for row in record.rows
-        if row.quantity == quantity and row.condition.get("model") == "decoder"
-        and row.condition["law"] == law
-    ]  # fmt: skip
-    by_length = {at: [r.measured for r in rows if r.condition[BOUND] == at]
-                 for at in values(rows, BOUND)}  # fmt: skip
-    return Points([*by_length], [sum(part) / len(part) for part in by_length.values()])
+    """The decoder's mean over seeds against length."""
+    return means(record.untested(quantity, model="decoder", law=law), BOUND)
 
 
 def _laws(record: Record) -> list[str]:
@@ -320,12 +313,12 @@ EXPERIMENT = Experiment(
         "Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at "
         "every length, less that without a law. A window's entropy is not measured.",
         Panel(
-            _LENGTH, Axis("loss − loss without a law, nat"), _losses, "loss",
+            _LENGTH, Axis("loss − loss without a law, nat"), [_losses], "loss",
             legend="lower center", columns=2,
             also=lambda axes, record, theme: axes.set_ylim(bottom=1.8 * axes.get_ylim()[0]),
         ),
         Panel(
-            _LENGTH, Axis("mean entropy of heads, nat"), _entropies, "entropy", legend=None
+            _LENGTH, Axis("mean entropy of heads, nat"), [_entropies], "entropy", legend=None
         ),
     ),
     needs="transformers", full_only=("loses", "encoders", "share", "helps"),

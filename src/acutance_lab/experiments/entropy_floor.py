@@ -3,17 +3,17 @@
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, statistics
-from acutance_lab.figure import Axis, Curve, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row, Where
+from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Zhai et al. (2023), arXiv:2303.06296"
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
+RANDOM = "least H of random rows, nat"
 NS = (16, 256, 4096)
 
 ATTAINED = Claim(
@@ -70,22 +70,11 @@ def measure(run: Run) -> Iterator[Row]:
             z = run.normal(starts, n)
             z = z - z.mean(1, keepdim=True)
             H = float(statistics(z / z.norm(dim=1, keepdim=True) * norm).entropy.min())
-            yield FLOOR.row("least H of random rows, nat", least, H, where)
+            yield FLOOR.row(RANDOM, least, H, where)
             if n == 16:
                 H = float(descend(z, norm, steps).min())
                 yield FLOOR.row("least H of descended rows, nat", least, H, where)
                 yield REACHED.row("least H of descended rows, nat", least, H, where)
-
-
-_LINE = np.linspace(0.05, 10.4, 200)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    for style, n in enumerate(NS):
-        line = Points(_LINE, np.asarray(theory.entropy_lower_bound(n, _LINE)))
-        yield Curve(f"n = {n:,}", line, measured(record.of("attained", n=n), "s"), style=style)
-        random = [row for row in record.of("floor", n=n) if "random" in row.quantity]
-        yield Curve("", marks=measured(random, "s"), hollow=True, style=style)
 
 
 EXPERIMENT = Experiment(
@@ -99,7 +88,11 @@ EXPERIMENT = Experiment(
         "of random rows of that norm; none lies below its line.",
         Panel(
             Axis("norm s of the row's centred logits, nat"),
-            Axis("entropy H, nat", limits=(-0.1, 10.2)), _curves,
+            Axis("entropy H, nat", limits=(-0.1, 10.2)),
+            [
+                Lines("attained", "s", "n = {:,}", by="n", style=0),
+                Lines("floor", "s", by="n", quantity=RANDOM, line=False, hollow=True, style=0),
+            ],
             legend="upper center", columns=3,
         ),
     ),

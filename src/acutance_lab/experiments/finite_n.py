@@ -1,14 +1,14 @@
 """Entropy and collision of Gaussian logits at finite n: exact integrals and population formulas."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, gaussian, gaussian_collision, mean, over_scales
-from acutance_lab.figure import GREY, Axis, Curve, Page, Panel, Points, exact, measured
-from acutance_lab.record import Claim, Record, Row, Where, values
+from acutance_lab.figure import GREY, Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/8823 and 9889, in the limit of many keys"
 GAMMAS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0)
@@ -44,24 +44,6 @@ def measure(run: Run) -> Iterator[Row]:
             yield POPULATION_Y.row("mean Σp²", math.exp(gamma**2) / n, Y, where)
 
 
-_LINE = np.linspace(0.05, 10.0, 31)
-
-
-def _curves(claim: Claim, form: Callable[..., object]) -> Callable[[Record], Iterator[Curve]]:
-    """The claim's curves for each n, with the formula for infinitely many keys in grey."""
-
-    def curves(record: Record) -> Iterator[Curve]:
-        for n in values(record.of("entropy"), "n"):
-            limit = math.log(n) - _LINE**2 / 2
-            if claim is COLLISION:
-                limit = np.exp(np.minimum(_LINE**2, 50)) / n
-            yield Curve("", Points(_LINE, limit), style=GREY)
-            line = Points(_LINE, exact(form, n, at=tuple(_LINE)))
-            yield Curve(f"n = {n:,}", line, measured(record.of(claim.key, n=n), "γ"))
-
-    return curves
-
-
 EXPERIMENT = Experiment(
     "finite_n", "Gaussian logits at finite n",
     "E H and E Σp² are the exact integrals (4 standard errors everywhere); exp(γ²)/n "
@@ -73,11 +55,19 @@ EXPERIMENT = Experiment(
         "Marks: mean over sampled rows; standard errors are smaller than the marks.",
         Panel(
             Axis("logit deviation γ, nat"), Axis("entropy H, nat", limits=(0.0, 11.6)),
-            _curves(ENTROPY, theory.expected_entropy_gauss), "entropy", legend="upper right",
+            [
+                Lines("population entropy", "γ", by="n", marks=False, style=GREY),
+                Lines("entropy", "γ", "n = {:,}", by="n"),
+            ],
+            "entropy", legend="upper right",
         ),
         Panel(
             Axis("logit deviation γ, nat"), Axis("collision Σp²", log=True, limits=(7e-6, 1.3)),
-            _curves(COLLISION, theory.expected_collision_gauss), "collision", legend=None,
+            [
+                Lines("population collision", "γ", by="n", marks=False, style=GREY),
+                Lines("collision", "γ", by="n"),
+            ],
+            "collision", legend=None,
         ),
     ),
 )  # fmt: skip

@@ -11,8 +11,8 @@ from torch import Tensor
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab.encoder import Block, Encoder
 from acutance_lab.experiment import Experiment, Run, mean, statistics
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, measured
-from acutance_lab.record import Claim, Record, Row, Where, untested_row, values
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where, untested_row
 from acutance_lab.training import Plan, fit, seeded
 
 SOURCE = "Chiang & Cholak (2022), arXiv:2202.12172"
@@ -185,12 +185,12 @@ def _first_symbol_weight(model: Encoder, generator: torch.Generator, where: Wher
         yield DILUTES.row("weight of the first symbol", predicted, weight, at)
 
 
-def _curves(record: Record) -> Iterator[Curve]:
-    for style, length in enumerate(values(record.untested("accuracy by counts"), "trained at")):
-        for law in LAWS:
-            rows = record.untested("accuracy by counts", law=law, **{"trained at": length})
-            points, name = measured(rows, "n"), f"{law}, trained at {length}"
-            yield Curve(name, points, points, hollow=law == "none", style=style)
+def _lines(law: str) -> Lines:
+    """Mean accuracies under a law, a curve for each length of training."""
+    return Lines(
+        "", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",
+        where={"law": law}, hollow=law == "none", style=0,
+    )  # fmt: skip
 
 
 EXPERIMENT = Experiment(
@@ -204,7 +204,8 @@ EXPERIMENT = Experiment(
         "Mean accuracy over seeds on strings of n symbols. Filled: queries "
         "multiplied by log n; hollow: not. Chance is 0.5.",
         Panel(
-            Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)), _curves,
+            Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)),
+            [_lines(law) for law in LAWS],
             levels=[Level(y=0.5, name="chance")], legend="center right",
         ),
     ),

@@ -1,14 +1,11 @@
 """The random energy model: above a critical scale a few keys hold the weight, whatever n."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterator
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, gaussian, gaussian_collision, mean, over_scales
-from acutance_lab.figure import BROAD, Axis, Curve, Level, Page, Panel, Points, exact, measured
-from acutance_lab.record import Claim, Record, Row, Where, values
+from acutance_lab.figure import BROAD, Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Derrida (1981), Phys. Rev. B 24, 2613"
 RATIOS = (0.25, 0.5, 0.75, 1.05, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
@@ -50,25 +47,6 @@ def measure(run: Run) -> Iterator[Row]:
                 yield ENTROPY.row("mean H, nat", float(theory.frozen_entropy(1 / ratio)), H, where)
 
 
-_LINE, _FROZEN = np.linspace(0.1, 6.3, 32), np.linspace(1.02, 6.3, 200)
-
-
-def _curves(
-    claim: Claim, form: Callable[..., Any], frozen: Callable[..., Any]
-) -> Callable[[Record], Iterator[Curve]]:
-    """The frozen law, and the claim's curve for each n."""
-
-    def curves(record: Record) -> Iterator[Curve]:
-        law = Points(_FROZEN, np.asarray(frozen(1 / _FROZEN)))
-        yield Curve("frozen law, n → ∞", law, style=BROAD)
-        for n in values(record.of("collision"), "n"):
-            at = tuple(_LINE * float(theory.expected_max_gauss(n)))
-            rows = [row for row in record.of(claim.key, n=n) if float(row.condition[BOUND]) <= 6]
-            yield Curve(f"n = {n:,}", Points(_LINE, exact(form, n, at=at)), measured(rows, BOUND))
-
-    return curves
-
-
 _SCALE = Axis("scale in units of the maximum, γ/M_n", limits=(0.0, 6.3))
 EXPERIMENT = Experiment(
     "freezing", "freezing of Gaussian logits",
@@ -81,12 +59,18 @@ EXPERIMENT = Experiment(
         "keys, m = M_n/γ. Marks: mean over sampled rows.",
         Panel(
             _SCALE, Axis("collision Σp²", limits=(0.0, 1.0)),
-            _curves(EXACT_Y, theory.expected_collision_gauss, theory.frozen_collision),
+            [
+                Lines("collision", BOUND, "frozen law, n → ∞", marks=False, style=BROAD),
+                Lines("exact collision", BOUND, "n = {:,}", by="n"),
+            ],
             "collision", [Level(x=1.0)], legend="lower right",
         ),
         Panel(
             _SCALE, Axis("entropy H, nat", True, (0.2, 0.5, 1, 2, 5, 10), (0.15, 14)),
-            _curves(EXACT_H, theory.expected_entropy_gauss, theory.frozen_entropy),
+            [
+                Lines("entropy", BOUND, marks=False, style=BROAD),
+                Lines("exact entropy", BOUND, by="n"),
+            ],
             "entropy", [Level(x=1.0)], legend=None,
         ),
     ),

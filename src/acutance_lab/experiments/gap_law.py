@@ -17,8 +17,8 @@ from acutance_lab.experiment import (
     ratio,
     uniform,
 )  # fmt: skip
-from acutance_lab.figure import Axis, Curve, Page, Panel, measured, predicted
-from acutance_lab.record import Claim, Estimate, Record, Row, Where
+from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Estimate, Row, Where
 
 SOURCE = "Hayase & Karakida (2026), arXiv:2605.12697"
 GAP = 0.5
@@ -123,13 +123,7 @@ def measure(run: Run) -> Iterator[Row]:
                 yield GROWTH.row(f"Λ(n)/Λ({ns[0]})", growth(ns[0], n), grown, where)
 
 
-def _curves(record: Record) -> Iterator[Curve]:
-    for family, (_, grows, _) in FAMILIES.items():
-        rows = record.of("one gap" if family == "one gap" else "limit", logits=family)
-        name = f"{family}: {grows}"
-        yield Curve(name, predicted(rows, "n"), measured(rows, "n", bars=True))
-
-
+_NAMES = {family: f"{family}: {grows}" for family, (_, grows, _) in FAMILIES.items()}
 EXPERIMENT = Experiment(
     "gap_law", "gap counts and the length law they ask for",
     "Λ = sup_t log N(t)/t grows as √(2 log n) for iid normal logits (slowly: by the "
@@ -142,7 +136,8 @@ EXPERIMENT = Experiment(
         f"maximum. Lines: c·h(b_n), and log n/Δ with Δ = {GAP:g} for one gap.",
         Panel(
             Axis("keys n", log=True, ticks=(64, 256, 1024, 4096, 16384)),
-            Axis("critical scale Λ, 1/nat", log=True, limits=(0.8, None)), _curves,
+            Axis("critical scale Λ, 1/nat", log=True, limits=(0.8, None)),
+            [Lines(key, "n", _NAMES, by="logits", bars=True) for key in ("one gap", "limit")],
             legend="upper left", legend_title="logits: growth of Λ",
         ),
     ),

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, gaussian, mean, statistics
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row, Where
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9019"
 N = 1024
@@ -67,17 +67,6 @@ def measure(run: Run) -> Iterator[Row]:
             before = H
 
 
-_LINE = [2 ** (step / 8) for step in range(-16, 33)]
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    line = np.asarray(theory.expected_entropy_gauss(N, _LINE))
-    yield Curve("exp", Points(_LINE, line), measured(record.of("exp"), "λ"))
-    for kind, power in POWERS.items():
-        level = Points(_LINE, [power_entropy(N, *power)] * len(_LINE))
-        yield Curve(kind, level, measured(record.of("entropy", weights=kind), "λ"))
-
-
 EXPERIMENT = Experiment(
     "homogeneous", "temperature on homogeneous weights",
     "f(λx) = λ^k f(x) makes λ cancel in f(s)/Σf(s): the entropy of relu² and |x|^k is "
@@ -89,7 +78,8 @@ EXPERIMENT = Experiment(
         "theory. Marks: mean over sampled rows.",
         Panel(
             Axis("scale λ of the scores", log=True, ticks=LAMBDAS),
-            Axis("entropy H, nat", limits=(0.0, 7.4)), _curves,
+            Axis("entropy H, nat", limits=(0.0, 7.4)),
+            [Lines("exp", "λ", "exp"), Lines("entropy", "λ", "{}", by="weights")],
             levels=[Level(y=math.log(N), name="log n")],
             legend="lower left", legend_title="weights ∝",
         ),

@@ -8,8 +8,8 @@ import torch
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, gaussian, mean, median, over_scales
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, exact, measured
-from acutance_lab.record import Claim, Record, Row, untested_row
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, untested_row
 
 N = 512
 SU_GRADIENT = "Su Jianlin, kexue.fm/archives/9812"
@@ -83,19 +83,7 @@ def measure(run: Run) -> Iterator[Row]:
         yield untested_row("median λ(1 − Σp²)", estimate, {"n": N, "λ": lam})
 
 
-_LINE = np.geomspace(0.2, 42, 61)
-_SHORT = _LINE[_LINE < 2.49]
 _SCALE = Axis("logit scale λ, nat", log=True, ticks=(0.25, 0.5, 1, 2, 5, 10, 20, 40))
-
-
-def _gradient(record: Record) -> Iterator[Curve]:
-    collision = exact(theory.expected_collision_gauss, N, at=tuple(_LINE))
-    yield Curve("mean", Points(_LINE, _LINE * (1 - collision)), measured(record.of("exact"), "λ"))
-    yield Curve("median", marks=measured(record.of(""), "λ"), hollow=True)
-    surrogate = _SHORT * (1 - np.exp(_SHORT**2) / N)
-    yield Curve("λ(1 − exp(λ²)/n), article 9812", Points(_SHORT, surrogate))
-
-
 EXPERIMENT = Experiment(
     "information", "entropy and gradient of large logits",
     "E λ(1 − Σp²) = E⟨z⟩ rises with λ without end, to M_n = 3.04 at n = 512; its median "
@@ -108,23 +96,23 @@ EXPERIMENT = Experiment(
         "their median. Dotted: M_n, which the mean tends to.",
         Panel(
             _SCALE, Axis("entropy H, nat"),
-            lambda record: [Curve(
-                "mean H", Points(_LINE, exact(theory.expected_entropy_gauss, N, at=tuple(_LINE))),
-                measured(record.of("entropy"), "λ"),
-            )],
+            [Lines("entropy", "λ", "mean H")],
             "entropy", [Level(y=math.log(N), name="log n")], legend="lower left",
         ),
         Panel(
-            _SCALE, Axis("gradient λ(1 − Σp²)", limits=(-0.15, 5.0)), _gradient, "gradient",
+            _SCALE, Axis("gradient λ(1 − Σp²)", limits=(-0.15, 5.0)),
+            [
+                Lines("exact", "λ", "mean"),
+                Lines("", "λ", "median", line=False, hollow=True),
+                Lines("surrogate", "λ", "λ(1 − exp(λ²)/n), article 9812", marks=False),
+            ],
+            "gradient",
             lambda record: [Level(y=float(theory.expected_max_gauss(N)), name="M_n")],
             legend="upper left",
         ),
         Panel(
             _SCALE, Axis("‖J‖_F²"),
-            lambda record: [Curve(
-                "mean", Points(_LINE, exact(theory.expected_jacobian_fro2, N, at=tuple(_LINE))),
-                measured(record.of("frobenius"), "λ"),
-            )],
+            [Lines("frobenius", "λ", "mean")],
             "Jacobian norm, squared", legend="upper left",
         ),
     ),

@@ -205,10 +205,10 @@ EXPERIMENT = Experiment(
         "Right: the scale that does keep them; for uniform logits it leaves the panel, λ ∝ n.",
         Panel(
             _N, Axis("effective keys, relative to n = 512", True, (0.5, 1, 2, 5, 10, 30, 60)),
-            _keys, "under λ ∝ log n", legend="upper left", legend_title="logits",
+            [_keys], "under λ ∝ log n", legend="upper left", legend_title="logits",
         ),
         Panel(
-            _N, Axis("scale λ(n), relative to n = 512", limits=(0.85, 3.05)), _scales,
+            _N, Axis("scale λ(n), relative to n = 512", limits=(0.85, 3.05)), [_scales],
             "what keeps the effective keys", legend=None,
         ),
     ),

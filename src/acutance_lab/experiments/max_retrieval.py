@@ -1,7 +1,7 @@
 """Max retrieval: name the class of the largest item, taught on 16 items at most, asked of 1024."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acutance.scaling import AdaptivePoly, LearnedSSMax, LogN, NoScaling
 from acutance.scaling import Scaling as Law
 from acutance_lab.experiment import Experiment, Run, difference, mean, statistics
-from acutance_lab.figure import GREY, Axis, Curve, Page, Panel, Points
+from acutance_lab.figure import GREY, Axis, Curve, Lines, Page, Panel, Points
 from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
 from acutance_lab.training import Plan, fit, seeded
 
@@ -196,20 +196,6 @@ def answers(
     return torch.cat(right), torch.cat(H)
 
 
-def _over_seeds(quantity: str) -> Callable[[Record], Iterator[Curve]]:
-    """A curve for each law: a quantity's mean over seeds against n."""
-
-    def curves(record: Record) -> Iterator[Curve]:
-        for kind in KINDS:
-            rows = [record.untested(quantity, law=kind, n=n) for n in TESTS]
-            points = Points(TESTS, [sum(row.measured for row in at) / len(at) for at in rows])
-            yield Curve(kind, points, points)
-        if quantity != "accuracy":
-            yield Curve("", Points(TESTS, [math.log(n) for n in TESTS]), style=GREY)
-
-    return curves
-
-
 def _name_the_limit(axes: Any, record: Record, theme: Any) -> None:
     axes.annotate(
         "log n, even weights", (TESTS[1], math.log(TESTS[1])), xytext=(-6, 6), ha="right",
@@ -230,11 +216,15 @@ EXPERIMENT = Experiment(
         "Means over seeds. Adaptive temperature and 'log n after training' are put on the model "
         "trained without scaling.",
         Panel(
-            _N, Axis("accuracy", limits=(0.0, 1.04)), _over_seeds("accuracy"), "accuracy",
+            _N, Axis("accuracy", limits=(0.0, 1.04)),
+            [Lines("", "n", "{}", by="law", quantity="accuracy")], "accuracy",
             legend="lower left",
         ),
         Panel(
-            _N, Axis("entropy H, nat"), _over_seeds("mean H, nat"), "entropy", legend=None,
+            _N, Axis("entropy H, nat"), [
+                Lines("", "n", "{}", by="law", quantity="mean H, nat"),
+                lambda record: [Curve("", Points(TESTS, [math.log(n) for n in TESTS]), style=GREY)],
+            ], "entropy", legend=None,
             also=_name_the_limit,
         ),
     ),

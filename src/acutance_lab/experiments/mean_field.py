@@ -1,7 +1,7 @@
 """The mean-field entropy log n − λ(s_max − s̄): a bound, and the two errors that complete it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -9,8 +9,8 @@ import torch
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, gaussian, mean, statistics, uniform
-from acutance_lab.figure import Axis, Curve, Page, Panel, Points, measured, predicted
-from acutance_lab.record import Claim, Estimate, Record, Row, Where
+from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Estimate, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9034"
 LAMBDAS = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0)
@@ -92,29 +92,15 @@ def _of_scores(family: str, scores: torch.Tensor, lam: float) -> Iterator[Row]:
     yield GAP.row("mean G, nat", G, means["max_gap"], where)
 
 
-_LINE = np.linspace(0.02, 8.0, 25)
-
-
-def _largest(record: Record) -> int:
-    return max(int(row.condition["n"]) for row in record.of("jensen"))
-
-
-def _curves(family: str) -> Callable[[Record], Iterator[Curve]]:
-    def curves(record: Record) -> Iterator[Curve]:
-        n = _largest(record)
-        J, G = np.array([expectation(family, n, lam) for lam in _LINE]).T
-        top = float(theory.expected_max_gauss(n))
-        depth = {"Gaussian": top, "uniform": (n - 1) / (n + 1), "one-hot": 1 - 1 / n}[family]
-        H_mf = math.log(n) - _LINE * depth
-        approximate, jensen, gap = (
-            record.of(claim, n=n, logits=family) for claim in ("approximate", "jensen", "gap")
-        )
-        yield Curve("H", Points(_LINE, H_mf + J + G), measured(approximate, "λ"))
-        yield Curve("H_mf", Points(_LINE, H_mf), predicted(approximate, "λ"))
-        yield Curve("J, logsumexp above the mean", Points(_LINE, J), measured(jensen, "λ"))
-        yield Curve("G, maximum above ⟨s⟩", Points(_LINE, G), measured(gap, "λ"))
-
-    return curves
+def _lines(family: str) -> list[Lines]:
+    """The curves of a family of logits, at the largest n."""
+    where: Where = {"logits": family}
+    return [
+        Lines("approximate", "λ", "H", where=where, largest="n", line=False),
+        Lines("approximate", "λ", "H_mf", where=where, largest="n", marks=False),
+        Lines("jensen", "λ", "J, logsumexp above the mean", where=where, largest="n"),
+        Lines("gap", "λ", "G, maximum above ⟨s⟩", where=where, largest="n"),
+    ]
 
 
 EXPERIMENT = Experiment(
@@ -124,12 +110,12 @@ EXPERIMENT = Experiment(
     (APPROXIMATE, IDENTITY, LOWER, JENSEN, GAP), measure,
     Page(
         "The mean-field entropy is a lower bound; two errors of one sign complete it",
-        lambda record: f"n = {_largest(record):,} keys. Lines: exact expectations. Marks: mean "
-        "over sampled rows. H = H_mf + J + G in every row. Below 0 the bound says nothing.",
+        "At the largest n. Lines: exact expectations, and H_mf. Marks: mean over sampled rows. "
+        "H = H_mf + J + G in every row. Below 0 the bound says nothing.",
         *(
             Panel(
                 Axis("scale λ", limits=(-0.15, 8.3)), Axis("nat", limits=(-4.0, None)),
-                _curves(family), f"{family} logits",
+                _lines(family), f"{family} logits",
                 legend="lower left" if family == "uniform" else None,
             )
             for family in FAMILIES

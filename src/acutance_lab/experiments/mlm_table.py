@@ -1,7 +1,7 @@
 """Masked bytes: trained on 64 at a time, read in windows of up to 1024, with and without log n."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab import texts
 from acutance_lab.encoder import Encoder
 from acutance_lab.experiment import Experiment, Run, mean
-from acutance_lab.figure import Axis, Curve, Page, Panel, measured
-from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
+from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Estimate, Row, Where, untested_row
 from acutance_lab.training import Plan, fit, seeded
 
 SOURCE = "Su Jianlin, kexue.fm/archives/8823"
@@ -181,15 +181,7 @@ def _over_seeds(values: list[float]) -> Estimate:
     return mean(torch.tensor(values)) if len(values) > 1 else Estimate(values[0], 0.0)
 
 
-def _by_law(quantity: str) -> Callable[[Record], Iterator[Curve]]:
-    def curves(record: Record) -> Iterator[Curve]:
-        for kind in LAWS:
-            points = measured(record.untested(quantity, law=kind), "n", bars=True)
-            yield Curve(f"Attention-{kind}", points, points)
-
-    return curves
-
-
+_NAMES = {kind: f"Attention-{kind}" for kind in LAWS}
 _N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
 EXPERIMENT = Experiment(
     "mlm_table", "masked language model, beyond its length",
@@ -201,11 +193,14 @@ EXPERIMENT = Experiment(
         "O: no scaling. E: log n to the base 512, in training and after. Means over seeds, with "
         "standard errors. The same masked bytes at every n.",
         Panel(
-            _N, Axis("accuracy on masked bytes", limits=(0.0, None)), _by_law("accuracy"),
+            _N, Axis("accuracy on masked bytes", limits=(0.0, None)),
+            [Lines("", "n", _NAMES, by="law", quantity="accuracy", bars=True)],
             "accuracy", legend="lower left",
         ),
         Panel(
-            _N, Axis("mean entropy of heads, nat"), _by_law("mean H, nat"), "entropy", legend=None
+            _N, Axis("mean entropy of heads, nat"),
+            [Lines("", "n", _NAMES, by="law", quantity="mean H, nat", bars=True)],
+            "entropy", legend=None,
         ),
     ),
     full_only=(ABOVE.key, MOST.key, EQUAL.key),

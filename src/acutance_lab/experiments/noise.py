@@ -10,8 +10,8 @@ from torch import Tensor
 
 from acutance import attention, theory
 from acutance_lab.experiment import Experiment, Run, mean, ratio, statistics
-from acutance_lab.figure import GREY, Axis, Curve, Page, Panel, measured, predicted
-from acutance_lab.record import Claim, Estimate, Record, Row, Where, values
+from acutance_lab.figure import GREY, Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Estimate, Row, Where
 
 Kind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 
@@ -175,23 +175,11 @@ def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Row]:
         before = error
 
 
-def _by_width(record: Record) -> Iterator[Curve]:
-    for name in values(record.of("first order, gaussian"), "row"):
-        rows = record.of("exact", row=name, noise="gaussian")
-        first = predicted(record.of("first order, gaussian", row=name), "b")
-        yield Curve("", first, style=GREY)
-        keys = f"{rows[0].condition['N_eff']:.3g}"
-        yield Curve(keys, predicted(rows, "b"), measured(rows, "b", bars=True))
-
-
-def _by_tail(record: Record) -> Iterator[Curve]:
-    for kind, b, rate in TAILS:
-        rows = [row for row in record.of("exact", noise=kind, b=b) if "n" in row.condition]
-        tail = "r = ∞" if math.isinf(rate) else f"r = {rate:g}"
-        name = f"{kind.capitalize()}, b = {b:.2g}, {tail}"
-        yield Curve(name, predicted(rows, "n"), measured(rows, "n", bars=True))
-
-
+#: Names of the noises of the right panel, by the rate of their tail.
+_TAILS = {
+    min(rate, 1e9): f"{kind.capitalize()}, b = {b:.2g}, r = {rate:g}".replace("inf", "∞")
+    for kind, b, rate in TAILS
+}
 _ERROR = "mean square error of the output, value²"
 EXPERIMENT = Experiment(
     "noise", "robustness to noise on the logits",
@@ -205,13 +193,20 @@ EXPERIMENT = Experiment(
         "noisy runs of attention, bars of one standard error.",
         Panel(
             Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
-            Axis(_ERROR, log=True, limits=(1e-8, 3e2)), _by_width,
+            Axis(_ERROR, log=True, limits=(1e-8, 3e2)),
+            [
+                Lines("first order, gaussian", "b", by="N_eff", marks=False, style=GREY),
+                Lines(
+                    "exact", "b", "{:.3g}", by="N_eff", where={"noise": "gaussian"}, bars=True
+                ),
+            ],
             "rows of 1 to 256 effective keys",
             legend="lower right", legend_title="effective keys", columns=2,
         ),
         Panel(
             Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
-            Axis(_ERROR, log=True, limits=(1e-7, 2.0)), _by_tail, "tail rate r of the noise",
+            Axis(_ERROR, log=True, limits=(1e-7, 2.0)),
+            [Lines("exact", "n", _TAILS, by="tail rate r", bars=True)], "tail rate r of the noise",
             legend="lower left",
         ),
     ),

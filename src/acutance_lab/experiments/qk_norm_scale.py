@@ -1,8 +1,7 @@
 """Query-key normalisation and the scale after it: small decoders trained at several scales."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,8 @@ from acutance import probe, theory
 from acutance.nn import rotate
 from acutance_lab import texts
 from acutance_lab.experiment import Experiment, Run
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, measured
-from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Estimate, Row, Where, untested_row
 from acutance_lab.training import Plan, fit, seeded
 
 GEMMA = "huggingface/transformers, issue 45676"
@@ -113,48 +112,31 @@ def losses(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-class Contender(NamedTuple):
-    """One way to scale.
-
-    Attributes:
-        deviation: of the logits before training.
-        gains: whether the normalisations have trained gains.
-    """
-
-    deviation: float
-    gains: bool = False
-
-    @property
-    def where(self) -> Where:
-        """The condition of this model's rows in the record."""
-        return {"logit_std": round(self.deviation, 2), "gains": "trained" if self.gains else "none"}
-
-
-class Trained(NamedTuple):
-    """What one training shows.
-
-    Attributes:
-        entropy: of the last row of each head before training, mean over windows, in nats.
-        first: norm of the gradient of all query and key projections at the initial weights.
-        loss: on the held-out windows after training, in nats for a byte.
-    """
-
-    entropy: float
-    first: float
-    loss: float
+#: One way to scale: the deviation of the logits before training, and whether gains are trained.
+Contender = tuple[float, bool]
 
 
 def contenders(run: Run) -> list[Contender]:
     """The models to compare: several logit deviations without trained gains, two with them."""
-    deviations = (UNIT, ONE) if run.quick else (0.5, UNIT, SHARPER, 2.0, 4.0, ONE)
-    gains = [] if run.quick else [Contender(UNIT, True), Contender(ONE, True)]
-    return [*map(Contender, deviations), *gains]
+    if run.quick:
+        return [(UNIT, False), (ONE, False)]
+    plain = [(deviation, False) for deviation in (0.5, UNIT, SHARPER, 2.0, 4.0, ONE)]
+    return [*plain, (UNIT, True), (ONE, True)]
 
 
-def train(run: Run, contender: Contender, seed: int, held_out: Tensor, text: Tensor) -> Trained:
-    """Train one decoder; the batches depend on the seed alone."""
+def train(
+    run: Run, contender: Contender, seed: int, held_out: Tensor, text: Tensor
+) -> dict[str, float]:
+    """Train one decoder; the batches depend on the seed alone.
+
+    Returns:
+        "entropy", of the last row of each head before training, mean over windows, in nats;
+        "gradient", the norm of that of all query and key projections at the initial weights;
+        "loss", on the held-out windows after training, in nats for a byte.
+    """
+    deviation, gains = contender
     with seeded(seed):
-        model = Decoder(contender.deviation, gains=contender.gains)
+        model = Decoder(deviation, gains=gains)
     batch = held_out[:16]
     last = torch.zeros(16, LENGTH, dtype=torch.bool)
     last[:, -1] = True
@@ -163,20 +145,20 @@ def train(run: Run, contender: Contender, seed: int, held_out: Tensor, text: Ten
     entropy = float(opened.summary().mean("entropy").mean())
     with torch.enable_grad():
         losses(model, batch).mean().backward()
-    first = math.hypot(*(layer.gradient() for layer in model.layers))
+    gradient = math.hypot(*(layer.gradient() for layer in model.layers))
 
     def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
         return losses(model, texts.sample_windows(text, LENGTH + 1, 16, generator)).mean()
 
     steps = run.size(4, 300)
-    name = f"qk-{contender.deviation:.3g}{'-gains' if contender.gains else ''}-{seed}"
+    name = f"qk-{deviation:.3g}{'-gains' if gains else ''}-{seed}"
     plan = Plan(
         "qk_norm_scale", steps, 3e-3, seed=seed, warm=steps // 10, fall=0.5, decay=0.1, clip=1.0
     )
     fit(model, loss, plan, keep=run.checkpoint(name), note=run.note)
     with torch.no_grad():
         parts = [losses(model, part).mean(1) for part in held_out.split(32)]
-    return Trained(entropy, first, float(torch.cat(parts).mean()))
+    return {"entropy": entropy, "gradient": gradient, "loss": float(torch.cat(parts).mean())}
 
 
 def between_seeds(values: Sequence[float]) -> Estimate:
@@ -190,44 +172,39 @@ def measure(run: Run) -> Iterator[Row]:
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
     generator = torch.Generator().manual_seed(3000 + run.seed)
     windows = texts.sample_windows(held_out, LENGTH + 1, run.size(32, HELD_OUT), generator)
-    yield from rows_of(
-        {
-            contender: [train(run, contender, seed, windows, training) for seed in run.seeds(3, 4)]
-            for contender in contenders(run)
-        }
-    )
-
-
-def rows_of(trained: Mapping[Contender, Sequence[Trained]]) -> Iterator[Row]:
-    """For each contender, rows of its loss (relative to 1/√d without gains), entropy, gradient."""
+    trained = {
+        contender: [train(run, contender, seed, windows, training) for seed in run.seeds(3, 4)]
+        for contender in contenders(run)
+    }
     for contender, runs in trained.items():
-        pairs = list(zip(runs, trained[Contender(UNIT)], strict=True))
-        change = between_seeds([own.loss - unit.loss for own, unit in pairs])
-        growth = between_seeds([math.log(own.first / unit.first) for own, unit in pairs])
-        entropy = between_seeds([own.entropy for own in runs])
-        where = contender.where
-        yield untested_row("loss, nat", between_seeds([own.loss for own in runs]), where)
+        deviation, gains = contender
+        pairs = list(zip(runs, trained[UNIT, False], strict=True))
+        loss, entropy = (between_seeds([own[key] for own in runs]) for key in ("loss", "entropy"))
+        change = between_seeds([own["loss"] - unit["loss"] for own, unit in pairs])
+        growth = between_seeds(
+            [math.log(own["gradient"] / unit["gradient"]) for own, unit in pairs]
+        )
+        where: Where = {
+            "logit_std": round(deviation, 2), "gains": "trained" if gains else "none"
+        }  # fmt: skip
+        yield untested_row("loss, nat", loss, where)
         yield untested_row(LESS_UNIT, change, where)
         yield untested_row(GRADIENTS, growth, where)
         yield untested_row("entropy before training, nat", entropy, where)
-        if contender == Contender(SHARPER):
+        if contender == (SHARPER, False):
             yield SHARPENS.row(LESS_UNIT, 0.0, change, where)
-        elif contender == Contender(ONE):
+        elif contender == (ONE, False):
             exact = float(theory.expected_entropy_gauss(LENGTH, ONE))
             yield ONE_HOT.row(LESS_UNIT, 0.0, change, where)
             yield EXPLODES.row(GRADIENTS, 0.0, growth, where)
             yield ENTROPY.row("entropy before training, nat", exact, entropy, where)
-        elif contender == Contender(ONE, True):
+        elif contender == (ONE, True):
             yield GAIN.row(LESS_UNIT, 0.0, change, where)
 
 
-def _by_gains(quantity: str) -> Callable[[Record], Iterator[Curve]]:
-    def curves(record: Record) -> Iterator[Curve]:
-        for name, gains in (("no gains", "none"), ("trained gains", "trained")):
-            points = measured(record.untested(quantity, gains=gains), "logit_std", bars=True)
-            yield Curve(name, points, points)
-
-    return curves
+def _by_gains(quantity: str) -> Lines:
+    names = {"none": "no gains", "trained": "trained gains"}
+    return Lines("", "logit_std", names, by="gains", quantity=quantity, bars=True)
 
 
 _DEVIATION = Axis(
@@ -244,11 +221,12 @@ EXPERIMENT = Experiment(
         f"Decoders of bytes trained on windows of {LENGTH}, heads {HEAD} wide, all else the same. "
         "Deviation 1 is the scale 1/√d, 8 is the scale 1. Bars: standard errors between seeds.",
         Panel(
-            _DEVIATION, Axis("held-out loss less that of 1/√d, nat"), _by_gains(LESS_UNIT), "loss",
-            [Level(y=0.0)],
+            _DEVIATION, Axis("held-out loss less that of 1/√d, nat"), [_by_gains(LESS_UNIT)],
+            "loss", [Level(y=0.0)],
         ),
         Panel(
-            _DEVIATION, Axis("log of the gradient's norm over that of 1/√d"), _by_gains(GRADIENTS),
+            _DEVIATION, Axis("log of the gradient's norm over that of 1/√d"),
+            [_by_gains(GRADIENTS)],
             "first gradient of queries and keys", [Level(y=0.0)],
         ),
     ),

@@ -129,14 +129,14 @@ EXPERIMENT = Experiment(
         "Left: mean over heads at the longest text, with the published slope through the middle "
         "mark. Right: each head's exponent; the line is the published one.",
         Panel(
-            Axis("distance, tokens", log=True), Axis("mean weight of a key", log=True), _over_heads,
-            "mean over heads",
+            Axis("distance, tokens", log=True), Axis("mean weight of a key", log=True),
+            [_over_heads], "mean over heads",
         ),
         Panel(
             Axis("layer"), Axis("exponent γ"),
-            lambda record: [
+            [lambda record: [
                 Curve("a head", marks=measured(record.untested("γ of a head"), "layer"))
-            ],
+            ]],
             "head by head", lambda record: [Level(y=_gamma(record), name="published")],
         ),
     ),

@@ -154,11 +154,11 @@ EXPERIMENT = Experiment(
         "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "
         "those furthest off.",
         Panel(
-            Axis("predicted H, nat"), Axis("measured H, nat"), _against_prediction("gauss"),
+            Axis("predicted H, nat"), Axis("measured H, nat"), [_against_prediction("gauss")],
             "from n and standard deviation, Gaussian", legend="upper left", also=_name_furthest,
         ),
         Panel(
-            Axis("predicted H, nat"), Axis("measured H, nat"), _against_prediction("four"),
+            Axis("predicted H, nat"), Axis("measured H, nat"), [_against_prediction("four")],
             "from n, gap of the first key and its deviation,\ndeviation and Jensen gap",
             legend=None,
         ),

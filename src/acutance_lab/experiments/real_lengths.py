@@ -258,11 +258,11 @@ EXPERIMENT = Experiment(
         f"constant. Right: loss of {_model(record)} under a law less that without, by position in "
         "the text; bars are standard errors.",
         Panel(
-            Axis("layer"), Axis("dH / d log n"), _slopes, "head by head",
+            Axis("layer"), Axis("dH / d log n"), [_slopes], "head by head",
             [Level(y=0.0), Level(y=1.0, name="log n less a constant")],
         ),
         Panel(
-            Axis("position", log=True), Axis("change of the loss, nat"), _changes, "laws",
+            Axis("position", log=True), Axis("change of the loss, nat"), [_changes], "laws",
             [Level(y=0.0)], also=_symmetric,
         ),
     ),

@@ -11,7 +11,7 @@ from acutance import key_mass
 from acutance.probing import THRESHOLDS
 from acutance_lab import language
 from acutance_lab.experiment import Experiment, Run, mean
-from acutance_lab.figure import Axis, Curve, Page, Panel, measured
+from acutance_lab.figure import Axis, Curve, Lines, Page, Panel, measured
 from acutance_lab.record import Claim, Record, Row, Value, untested_row, values
 
 XIAO = "Xiao et al. (2023), arXiv:2309.17453"
@@ -135,13 +135,6 @@ def _share(windows: Sequence[Tensor]) -> Tensor:
     return torch.stack([window.double().mean() for window in windows])
 
 
-def _by_layer(record: Record) -> Iterator[Curve]:
-    for name in values(record.untested("share of heads"), "opening"):
-        if name not in ("comma", REPEATED):
-            line = measured(record.untested("share of heads", opening=name), "layer")
-            yield Curve(name, line)
-
-
 def _by_opening(record: Record) -> Iterator[Curve]:
     names = values(record.untested("share of heads"), "opening")
     for name, quantity in (("first key", FIRST), ("second key", SECOND_KEY)):
@@ -165,11 +158,13 @@ EXPERIMENT = Experiment(
         "Means over windows; bars are standard errors. Left: by layer, for each opening. Right: "
         "of all heads, on the first key and on the second, where another token opens the text.",
         Panel(
-            Axis("layer"), Axis("share of heads", limits=(-0.05, 1.55)), _by_layer, "by layer",
+            Axis("layer"), Axis("share of heads", limits=(-0.05, 1.55)),
+            [Lines("", "layer", "{}", by="opening", quantity="share of heads", marks=False)],
+            "by layer",
             legend="upper left", columns=2,
         ),
         Panel(
-            Axis("opening"), Axis("share of heads"), _by_opening, "all layers",
+            Axis("opening"), Axis("share of heads"), [_by_opening], "all layers",
             also=_name_openings,
         ),
     ),

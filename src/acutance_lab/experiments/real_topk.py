@@ -135,10 +135,10 @@ EXPERIMENT = Experiment(
         "Each mark is a head: mean over the rows of the second half of the windows. On the line "
         "prediction and measurement agree.",
         Panel(
-            Axis("deviation of the logits"), Axis("k/n for 99 %", log=True), _keys, "keys needed"
+            Axis("deviation of the logits"), Axis("k/n for 99 %", log=True), [_keys], "keys needed"
         ),
         Panel(
-            Axis("log n − (s_max − s̄), nat"), Axis("H, nat"), _bounds, "mean-field bound",
+            Axis("log n − (s_max − s̄), nat"), Axis("H, nat"), [_bounds], "mean-field bound",
             [Level(x=0.0)],
         ),
     ),

@@ -9,7 +9,7 @@ from scipy.special import roots_genlaguerre
 
 from acutance import row_statistics, theory
 from acutance_lab.experiment import Experiment, Run, mean
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, measured, predicted
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
 from acutance_lab.record import Claim, Estimate, Record, Row, Where
 
 VASWANI = "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"
@@ -111,12 +111,6 @@ def _n(record: Record) -> int:
     return int(record.of("entropy")[0].condition["n"])
 
 
-def _curves(record: Record) -> Iterator[Curve]:
-    for kind, formula in KINDS.items():
-        rows = record.of("entropy", scores=kind)
-        yield Curve(formula, predicted(rows, "d"), measured(rows, "d"))
-
-
 EXPERIMENT = Experiment(
     "scores", "dot, scaled dot and cosine scores at initialisation",
     "Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines "
@@ -128,7 +122,8 @@ EXPERIMENT = Experiment(
         "over logits and ‖q‖. Marks: mean over sampled queries and keys.",
         Panel(
             Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat", limits=(0.0, None)),
-            _curves, legend="center right", levels=lambda record: [
+            [Lines("entropy", "d", KINDS, by="scores")], legend="center right",
+            levels=lambda record: [
                 Level(2 * math.log(_n(record)), math.log(_n(record)), "log n; d = 2 log n")
             ],
         ),

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from acutance import attention
 from acutance_lab.experiment import Experiment, Run
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row, Where, values
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Chen, Lin, Polyanskiy & Rigollet (2025), arXiv:2510.05554"
 COSINES = (0.25, 0.5, 0.75)
@@ -70,15 +69,6 @@ def measure(run: Run) -> Iterator[Row]:
                     yield PHASES.row("cosine", 1.0 if factor < 1 else rho, cosine, where | far)
 
 
-_LINE = np.linspace(0.05, 3.1, 300)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    for n in values(record.of("exact"), "n"):
-        line = Points(_LINE, [closed_form(n, SHOWN, at / (1 - SHOWN)) for at in _LINE])
-        yield Curve(f"n = {n:,}", line, measured(record.of("exact", n=n, ρ=SHOWN), "γ(1 − ρ)"))
-
-
 EXPERIMENT = Experiment(
     "simplex", "tokens at equal angles, logits scaled by γ log n",
     "outputs' cosine → 1, 4ρ/(1 + 3ρ), ρ for γ below, at, above 1/(1 − ρ), for "
@@ -90,7 +80,8 @@ EXPERIMENT = Experiment(
         "tokens. At the critical γ the cosine of two outputs is 4ρ/(1 + 3ρ) = 0.8 for n ≫ 1.",
         Panel(
             Axis("scale over its critical value, γ(1 − ρ)"),
-            Axis("cosine of two outputs", limits=(0.48, 1.02)), _curves,
+            Axis("cosine of two outputs", limits=(0.48, 1.02)),
+            [Lines("exact", "γ(1 − ρ)", "n = {:,}", by="n", where={"ρ": SHOWN})],
             levels=[Level(1.0, 4 * SHOWN / (1 + 3 * SHOWN), "critical point")],
             legend="upper right",
         ),

@@ -7,7 +7,7 @@ import torch
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, sparsity, statistics
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, measured
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
 from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9889, on linear RNNs"
@@ -46,7 +46,6 @@ def measure(run: Run) -> Iterator[Row]:
             before = (S, keys)
 
 
-_LINE = np.unique(np.geomspace(16, 65536, 60).round())
 _N = Axis("keys n", log=True, ticks=(16, 256, 4096, 65536))
 
 EXPERIMENT = Experiment(
@@ -60,25 +59,12 @@ EXPERIMENT = Experiment(
         "because zeros are appended; dotted: (1 + λ)/(1 − λ).",
         Panel(
             _N, Axis("sparsity S = E|a| / √E[a²]", log=True),
-            lambda record: [
-                Curve(
-                    f"λ = {lam:g}", Points(_LINE, np.asarray(theory.sparsity_decay(lam, _LINE))),
-                    measured(record.of("formula", λ=lam), "n"),
-                )
-                for lam in LAMBDAS
-            ],
-            "sparsity", legend="lower left",
+            [Lines("formula", "n", "λ = {:g}", by="λ")], "sparsity", legend="lower left",
         ),
         Panel(
             _N, Axis("effective keys 1/Σp²", log=True),
-            lambda record: [
-                Curve(
-                    "", Points(_LINE, np.asarray(theory.effective_keys_decay(lam, _LINE))),
-                    measured(record.of("limit", λ=lam), "n"),
-                )
-                for lam in LAMBDAS
-            ],
-            "effective keys", [Level(y=(1 + lam) / (1 - lam)) for lam in LAMBDAS], legend=None,
+            [Lines("limit", "n", by="λ")], "effective keys",
+            [Level(y=(1 + lam) / (1 - lam)) for lam in LAMBDAS], legend=None,
         ),
     ),
 )  # fmt: skip

@@ -7,8 +7,8 @@ import numpy as np
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, gaussian, gaussian_collision, mean, over_scales
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row, Where, values
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where, values
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9889, eq. 5"
 GAMMAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -36,15 +36,6 @@ def measure(run: Run) -> Iterator[Row]:
             yield FLOOR.row("least S", n**-0.5, float(sampled[at].min()), where)
 
 
-_LINE = np.linspace(0.0, 5.0, 200)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    yield Curve("exp(−γ²/2)", Points(_LINE, np.asarray(theory.sparsity_exp(_LINE))))
-    for n in values(record.of("formula"), "n"):
-        yield Curve(f"n = {n}", marks=measured(record.of("formula", n=n), "γ"))
-
-
 EXPERIMENT = Experiment(
     "sparsity_exp", "sparsity of exponential weights",
     "S = exp(−γ²/2) whatever β, until γ nears √(log n / 2); never below 1/√n",
@@ -55,7 +46,11 @@ EXPERIMENT = Experiment(
         "dotted: the floor 1/√n below which no row can go.",
         Panel(
             Axis("logit deviation γ = σ‖q‖, nat"),
-            Axis("sparsity S = E|a| / √E[a²]", log=True, limits=(2e-3, 1.4)), _curves,
+            Axis("sparsity S = E|a| / √E[a²]", log=True, limits=(2e-3, 1.4)),
+            [
+                Lines("formula", "γ", "exp(−γ²/2)", marks=False),
+                Lines("formula", "γ", "n = {:,}", by="n", line=False),
+            ],
             levels=lambda record: [Level(y=n**-0.5) for n in values(record.of("formula"), "n")],
             legend="lower left",
         ),

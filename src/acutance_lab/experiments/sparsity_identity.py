@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, mean, sparsity
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, measured
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
 from acutance_lab.record import Claim, Record, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9889, eq. 7"
@@ -48,15 +47,6 @@ def measure(run: Run) -> Iterator[Row]:
         yield LEAST.row("mean S", BOUND, mean(sampled), {"n": n} | {LEAST.bound: law})
 
 
-_LINE = np.geomspace(0.2, 11.0, 200)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    for beta in BETAS:
-        line = Points(_LINE, np.asarray(theory.sparsity_identity(beta, _LINE)))
-        yield Curve(f"β = {beta:g}", line, measured(record.of("formula", β=beta), "γ"))
-
-
 def _name_others(axes: Any, record: Record, theme: Any) -> None:
     """Name the levels of keys that are not Gaussian, at the right edge."""
     for row in record.of("bounded"):
@@ -84,7 +74,8 @@ EXPERIMENT = Experiment(
                 "standard deviation of the scores γ = σ‖q‖", log=True,
                 ticks=(0.25, 0.5, 1, 2, 5, 10), limits=(0.22, 11),
             ),
-            Axis("sparsity S = E|a| / √E[a²]", limits=(0.2, 1.02)), _curves,
+            Axis("sparsity S = E|a| / √E[a²]", limits=(0.2, 1.02)),
+            [Lines("formula", "γ", "β = {:g}", by="β")],
             levels=[Level(y=BOUND)], legend="lower left", also=_name_others,
         ),
     ),

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, difference, mean, sparsity
-from acutance_lab.figure import Axis, Curve, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row, Where
+from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9889, on general linear attention"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -65,16 +64,6 @@ def measure(run: Run) -> Iterator[Row]:
             yield RATIO.row("least of 1000 queries", d**-0.5, float(norms.min()), {"d": d})
 
 
-_LINE = np.geomspace(1.0, 256.0, 100)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    for spread in (1 / math.sqrt(shape) for shape in SHAPES):
-        line = Points(_LINE, (1 + spread**2 / _LINE) ** -0.5)
-        marks = measured(record.of("iid", **{"σ'/μ'": spread}), "d")
-        yield Curve(f"σ'/μ' = {spread:g}", line, marks)
-
-
 EXPERIMENT = Experiment(
     "sparsity_linear", "sparsity of linear attention with non-negative features",
     "S is set by the features' relative spread along q'; ‖q'‖₂/‖q'‖₁ is least, "
@@ -87,7 +76,8 @@ EXPERIMENT = Experiment(
         f"{record.of('iid')[0].condition['n']:,} keys with gamma-distributed components.",
         Panel(
             Axis("width d of the features", log=True, ticks=(1, 4, 16, 64, 256)),
-            Axis("sparsity S = E|a| / √E[a²]", limits=(0.35, 1.02)), _curves,
+            Axis("sparsity S = E|a| / √E[a²]", limits=(0.35, 1.02)),
+            [Lines("iid", "d", "σ'/μ' = {:g}", by="σ'/μ'")],
             legend="lower right",
         ),
     ),

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from scipy.special import ndtr
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, difference, mean, sparsity
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row, Where
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Row, Where
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9889, eq. 6"
 BETAS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
@@ -67,16 +66,6 @@ def measure(run: Run) -> Iterator[Row]:
             before = estimate
 
 
-_LINE = np.geomspace(0.2, 11.0, 200)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    for beta in BETAS:
-        line = Points(_LINE, np.asarray(theory.sparsity_relu2(beta, _LINE)))
-        marks = measured(record.of("formula", β=beta), "γ")
-        yield Curve(f"β = {beta:g}".replace("-", "−"), line, marks)
-
-
 EXPERIMENT = Experiment(
     "sparsity_relu2", "sparsity of squared-ReLU weights",
     "S depends on u = β/γ alone and rises with it; S ≥ 1/√6 for β ≥ 0, S → 0 only as "
@@ -89,7 +78,8 @@ EXPERIMENT = Experiment(
         "are active. Dotted: 1/√6, the bound for β ≥ 0.",
         Panel(
             Axis("standard deviation of the scores γ = σ‖q‖", True, (0.25, 0.5, 1, 2, 5, 10)),
-            Axis("sparsity S = E|a| / √E[a²]", limits=(0.0, 1.02)), _curves,
+            Axis("sparsity S = E|a| / √E[a²]", limits=(0.0, 1.02)),
+            [Lines("formula", "γ", "β = {:g}", by="β")],
             levels=[Level(y=BOUND)], legend="upper right", columns=2,
         ),
     ),

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from acutance import row_statistics, theory
 from acutance_lab.experiment import Experiment, Run
-from acutance_lab.figure import Axis, Curve, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, Row
+from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.record import Claim, Row
 
 SOURCE = "Nakanishi (2025), arXiv:2501.19399, figure 1"
 TOP, REST, S = 3.0, -2.0, 0.43
@@ -60,21 +59,6 @@ def measure(run: Run) -> Iterator[Row]:
     yield CRITICAL.row("weight", 0.5, needle, {"n": 1000, "s": "needle_scale"})
 
 
-_LINE = np.geomspace(2, 1e6, 200)
-
-
-def _curves(record: Record) -> Iterator[Curve]:
-    for name, s, claim in (
-        (f"SSMax, s = {S} (s·gap = 2.15)", S, "ssmax"),
-        ("SSMax, s = 0.2 (s·gap = 1)", 0.2, "critical"),
-        ("SSMax, s = 0.1 (s·gap = 0.5)", 0.1, "critical"),
-    ):
-        line = Points(_LINE, 1 / (1 + (_LINE - 1) * _LINE ** (-s * GAP)))
-        yield Curve(name, line, measured(record.of(claim, s=s), "n"))
-    softmax = Points(_LINE, 1 / (1 + (_LINE - 1) * math.exp(-GAP)))
-    yield Curve("softmax", softmax, measured(record.of("softmax"), "n"))
-
-
 EXPERIMENT = Experiment(
     "ssmax", "scalable softmax on one key above the rest",
     "weight e⁵/(e⁵ + n − 1) with softmax, 1/(1 + (n − 1)n^(−2.15)) with s = 0.43: 0.129 "
@@ -85,7 +69,13 @@ EXPERIMENT = Experiment(
         "One score of 3 among n − 1 scores of −2. Lines: closed forms. Marks: measured weight of "
         "the one key.",
         Panel(
-            Axis("keys n", log=True), Axis("weight of the one key", limits=(-0.02, 1.04)), _curves,
+            Axis("keys n", log=True), Axis("weight of the one key", limits=(-0.02, 1.04)),
+            [
+                Lines("ssmax", "n", f"SSMax, s = {S} (s·gap = 2.15)"),
+                Lines("critical", "n", "SSMax, s = 0.2 (s·gap = 1)", where={"s": 0.2}),
+                Lines("critical", "n", "SSMax, s = 0.1 (s·gap = 0.5)", where={"s": 0.1}),
+                Lines("softmax", "n", "softmax"),
+            ],
             legend=(0.53, 0.58),
         ),
     ),

@@ -12,8 +12,8 @@ from acutance.calibration import measure as measure_law
 from acutance.scaling import ClipLogN, HeadTable, Llama4, LogN, NoScaling, Window
 from acutance_lab import texts
 from acutance_lab.experiment import Experiment, Run, difference
-from acutance_lab.figure import Axis, Curve, Level, Page, Panel, measured
-from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
+from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.record import Claim, Estimate, Row, Where, untested_row
 from acutance_lab.trained import Size, next_byte_losses, train_hybrid
 
 SWAN = "Puvvada et al. (2025), SWAN-GPT, arXiv:2504.08719"
@@ -280,20 +280,13 @@ def rows_of(factors: Sequence[int], found: Losses) -> Iterator[Row]:
     yield READS.row("loss, window − best temperature, nat", 0.0, change, where)
 
 
-def _models(record: Record) -> Iterator[Curve]:
-    for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers")):
-        for law in (NONE, WINDOW):
-            points = measured(record.untested("loss, nat", model=kind, law=law), BOUND)
-            yield Curve(f"{name}, {law.replace('none', 'no law')}", points, points)
+def _lines(kind: str, quantity: str, names: dict[str, str], *, bars: bool = False) -> Lines:
+    """A curve for each law of a kind of model."""
+    where: Where = {"model": kind}
+    return Lines("", BOUND, names, by="law", quantity=quantity, where=where, bars=bars)
 
 
-def _laws(record: Record) -> Iterator[Curve]:
-    for law in (CLIPPED, LLAMA, ONE, ENTROPY, SHARE, LOSS, WINDOW):
-        rows = record.untested("loss less none, nat", model=HYBRID, law=law)
-        points = measured(rows, BOUND, bars=True)
-        yield Curve(law, points, points)
-
-
+_SHOWN = {law: law for law in (CLIPPED, LLAMA, ONE, ENTROPY, SHARE, LOSS, WINDOW)}
 _READ = Axis(
     "keys read, trained length = 1", log=True,
     ticks={factor: f"{factor}×" for factor in (1, 2, 4, 8, 16)},
@@ -311,9 +304,15 @@ EXPERIMENT = Experiment(
         "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows "
         "that read at most 1 to 16 times the trained length T, and more than half of it. Bars: "
         "standard errors over windows and seeds.",
-        Panel(_READ, Axis("loss, nat a byte"), _models, "models", legend="center right"),
+        Panel(_READ, Axis("loss, nat a byte"),
+            [
+                _lines(kind, "loss, nat", {NONE: f"{name}, no law", WINDOW: f"{name}, {WINDOW}"})
+                for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers"))
+            ],
+            "models", legend="center right"),
         Panel(
-            _READ, Axis("loss less that without a law, nat"), _laws, "laws, position-free model",
+            _READ, Axis("loss less that without a law, nat"),
+            [_lines(HYBRID, "loss less none, nat", _SHOWN, bars=True)], "laws, position-free model",
             [Level(y=0.0)], legend="lower left",
         ),
     ),

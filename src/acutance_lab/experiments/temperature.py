@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from acutance import theory
 from acutance_lab.experiment import Experiment, Run, cosine, mean, over_scales, statistics
-from acutance_lab.figure import GREY, Axis, Curve, Level, Page, Panel, Points, measured
+from acutance_lab.figure import Axis, Curve, Level, Lines, Page, Panel, Points
 from acutance_lab.record import Claim, Record, Row, values
 
 SOURCE = "Su Jianlin, kexue.fm/archives/9593"
@@ -106,23 +105,11 @@ def measure(run: Run) -> Iterator[Row]:
         yield LINEAR.row("log n − H, nat", 0.24 * lam * D, estimate, where)
 
 
-_TAU, _N = np.geomspace(0.04, 2.2, 120), np.geomspace(16, 65536, 40)
-
-
-def _range(record: Record) -> Iterator[Curve]:
-    for n in values(record.of("exact"), "n"):
-        line = math.log(n) - np.asarray(theory.cosine_entropy_lower_bound(n, _TAU))
-        yield Curve(f"n = {n:,}", Points(_TAU, line), measured(record.of("exact", n=n), "τ"))
-    limit = np.asarray(theory.information_range_limit(_TAU))
-    yield Curve("n → ∞", Points(_TAU, limit), style=GREY)
-
-
 def _needed(record: Record) -> Iterator[Curve]:
     for fraction in FRACTIONS:
         rows = record.of("widens", f=fraction)
-        line = [float(theory.tau_for_information(int(n), fraction)) for n in _N]
-        n, tau = ([row.condition[key] for row in rows] for key in ("n", "τ"))
-        yield Curve(f"{fraction:.0%} of log n", Points(_N, line), Points(n, tau))
+        points = Points(values(rows, "n"), [float(row.condition["τ"]) for row in rows])
+        yield Curve(f"{fraction:.0%} of log n", points, points)
 
 
 EXPERIMENT = Experiment(
@@ -137,13 +124,13 @@ EXPERIMENT = Experiment(
         Panel(
             Axis("temperature τ", log=True, ticks=(0.05, 0.1, 0.2, 0.5, 1, 2)),
             Axis("most information log n − H, nat", True, (0.1, 0.4745, 1, 3, 10), (0.07, 20)),
-            _range, "range",
+            [Lines("exact", "τ", "n = {:,}", by="n")], "range",
             lambda record: [Level(1.0, float(theory.information_range_limit(1.0)))],
             legend="upper right",
         ),
         Panel(
             Axis("keys n", log=True, ticks=(16, 256, 4096, 65536)),
-            Axis("temperature τ", limits=(0.0, 0.6)), _needed, "temperature needed",
+            Axis("temperature τ", limits=(0.0, 0.6)), [_needed], "temperature needed",
             legend="upper right",
         ),
     ),
