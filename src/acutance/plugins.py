@@ -44,35 +44,24 @@ __all__ = [
     "write_whole",
 ]
 
-#: Where each name lives. They load on first use: a command's help needs no torch.
+#: The names of each module. They load on first use: a command's help needs no torch.
 _HOMES = {
-    "INTERRUPTED": "acutance.cli.shared",
-    "NumberTable": "acutance.report.screen",
-    "WRITE": "acutance.cli.options",
-    "as_json": "acutance.files",
-    "check_outputs": "acutance.cli.outputs",
-    "checked": "acutance.from_json",
-    "command": "acutance.cli.options",
-    "console": "acutance.cli.shared",
-    "install": "acutance.extras",
-    "install_decoder": "acutance.corpus.load_model",
-    "need": "acutance.cli.shared",
-    "note": "acutance.report.screen",
-    "plain_errors": "acutance.cli.shared",
-    "put_text": "acutance.files",
-    "read_json": "acutance.from_json",
-    "sealed_json": "acutance.from_json",
-    "tidy": "acutance.files",
-    "write_text": "acutance.files",
-    "write_whole": "acutance.files",
+    "acutance.cli.options": ("WRITE", "command"),
+    "acutance.cli.outputs": ("check_outputs",),
+    "acutance.cli.shared": ("INTERRUPTED", "console", "need", "plain_errors"),
+    "acutance.corpus.load_model": ("install_decoder",),
+    "acutance.extras": ("install",),
+    "acutance.files": ("as_json", "put_text", "tidy", "write_text", "write_whole"),
+    "acutance.from_json": ("checked", "read_json", "sealed_json"),
+    "acutance.report.screen": ("NumberTable", "note"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "plot_style":
         value: Any = importlib.import_module("acutance.report.plot_style")
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif home := next((home for home, names in _HOMES.items() if name in names), None):
+        value = getattr(importlib.import_module(home), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -36,8 +36,8 @@ class Attention(nn.Module):
         Rotary positions are applied, the law is not.
         """
         batch, n, width = x.shape
-        parts = self.inputs(x).view(batch, n, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        projected = self.inputs(x).view(batch, n, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
         if self.base is not None:
             query, key = rotate(query, base=self.base), rotate(key, base=self.base)
         return torch.stack([query, key, value])
@@ -123,8 +123,8 @@ class Encoder(nn.Module):
         self.symbols = nn.Embedding(symbols, width)
         self.kinds = nn.Embedding(kinds, width) if kinds else None
         self.blocks = nn.ModuleList(
-            Block(Attention(width, heads, own, base), width, hidden, norm_first=norm_first)
-            for own in laws
+            Block(Attention(width, heads, scaling, base), width, hidden, norm_first=norm_first)
+            for scaling in laws
         )
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.output = nn.Linear(width, outputs)

@@ -174,8 +174,8 @@ def median(values: Tensor | Sequence[Tensor]) -> Estimate:
 
 
 def _flat(values: Tensor | Sequence[Tensor]) -> Tensor:
-    parts = [values] if isinstance(values, Tensor) else list(values)
-    return torch.cat([part.detach().reshape(-1) for part in parts]).double()
+    tensors = [values] if isinstance(values, Tensor) else list(values)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
 
 
 def ratio(upper: Estimate, lower: Estimate) -> Estimate:
@@ -247,14 +247,14 @@ def over_scales(
     Returns:
         By metric, for each scale, the rows' values, shape (rows,).
     """
-    parts: dict[str, list[list[Tensor]]] = {name: [[] for _ in scales] for name in metrics}
+    blocks: dict[str, list[list[Tensor]]] = {name: [[] for _ in scales] for name in metrics}
     for count in run.blocks(rows, n):
         scores = draw(run, count, n)
         for index, scale in enumerate(scales):
             stats = statistics(scale * scores)
             for name in metrics:
-                parts[name][index].append(stats[name])
-    return {name: [torch.cat(part) for part in values] for name, values in parts.items()}
+                blocks[name][index].append(stats[name])
+    return {name: [torch.cat(rows) for rows in by_scale] for name, by_scale in blocks.items()}
 
 
 def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> list[Estimate]:
@@ -275,7 +275,7 @@ def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> 
     Returns:
         An estimate for each scale.
     """
-    parts: list[list[Tensor]] = [[] for _ in scales]
+    blocks: list[list[Tensor]] = [[] for _ in scales]
     done, freezing = 0, math.sqrt(2 * math.log(n))
     for count in run.blocks(rows, n):
         z = gaussian(run, count, n)
@@ -286,5 +286,5 @@ def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> 
             raised = min(2 * scale, freezing) if scale < freezing else 0.0
             z[:, 0] = plain + raised * other
             density = (torch.logsumexp(raised * z, 1) - raised**2 / 2 - math.log(n)).exp()
-            parts[index].append(statistics(scale * z).collision / (0.5 + 0.5 * density))
-    return [mean(part) for part in parts]
+            blocks[index].append(statistics(scale * z).collision / (0.5 + 0.5 * density))
+    return [mean(rows) for rows in blocks]

@@ -46,7 +46,7 @@ def means(rows: Iterable[Row], at: str) -> Points:
     by_place: dict[Any, list[float]] = {}
     for row in rows:
         by_place.setdefault(row.condition[at], []).append(row.measured)
-    return Points([*by_place], [sum(part) / len(part) for part in by_place.values()])
+    return Points([*by_place], [sum(numbers) / len(numbers) for numbers in by_place.values()])
 
 
 def predicted(rows: Iterable[Row], at: str) -> Points:
@@ -123,14 +123,14 @@ class Lines:
         shown = values(rows, self.by) if self.by else [None]
         if not isinstance(self.name, str):
             shown = [value for value in self.name if value in shown]
-        for place, value in enumerate(shown):
-            own = [row for row in rows if not self.by or row.condition[self.by] == value]
-            marks = measured(own, self.at, bars=True) if self.bars else means(own, self.at)
-            line = predicted(own, self.at) if self.claim else marks
+        for index, value in enumerate(shown):
+            members = [row for row in rows if not self.by or row.condition[self.by] == value]
+            marks = measured(members, self.at, bars=True) if self.bars else means(members, self.at)
+            line = predicted(members, self.at) if self.claim else marks
             name = self.name.format(value) if isinstance(self.name, str) else self.name[value]
             yield Curve(
                 name, line if self.line else None, marks if self.marks else None, self.hollow,
-                self.style + place if isinstance(self.style, int) else self.style,
+                self.style + index if isinstance(self.style, int) else self.style,
             )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def files(part: Part, folder: Path | None = None) -> list[Path]:
     if part not in ("training", "held out"):
         raise ValueError(f"part must be 'training' or 'held out', got {part!r}")
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    found = [
+    paths = [
         path
         for path in root.rglob("*.py")
         if not any(
@@ -59,15 +59,15 @@ def files(part: Part, folder: Path | None = None) -> list[Path]:
         and not path.name.startswith("_sysconfigdata")
         and is_held_out(path.relative_to(root).as_posix()) == (part == "held out")
     ]
-    if not found:
+    if not paths:
         raise FileNotFoundError(f"the standard library has no source files in {root}")
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def digest(paths: Sequence[Path]) -> str:
     """A hash of the bytes of these files, in this order."""
-    each = (hashlib.sha256(path.read_bytes()).digest() for path in paths)
-    return hashlib.sha256(b"".join(each)).hexdigest()[:16]
+    digests = (hashlib.sha256(path.read_bytes()).digest() for path in paths)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 def read(paths: Sequence[Path]) -> Tensor:

@@ -98,7 +98,7 @@ def decoder_subject(run: Run, step: int) -> Subject:
 
     def losses(length: int) -> Tensor:
         parts = windows[:, -(length + 1) :].split(run.size(16, 8))
-        return torch.cat([next_byte_losses(model, part)[:, -LAST:].mean(1) for part in parts])
+        return torch.cat([next_byte_losses(model, batch)[:, -LAST:].mean(1) for batch in parts])
 
     measured = windows[: run.size(12, 64), :longest]
     return Subject("decoder", model, TRAIN_LENGTH, known, measured, losses)
@@ -196,8 +196,8 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
             rows.append(untested_row("loss, nat", mean(loss), where))
         if isinstance(law, Window):
             continue
-        found = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
-        H = found.flat()[:, [found.lengths.index(length) for length in lengths]]
+        entropies = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
+        H = entropies.flat()[:, [entropies.lengths.index(length) for length in lengths]]
         if start is None:
             start = H[:, 0]  # every head's own, at the training length, without a law
         for where, entropy in zip(wheres, H.T, strict=True):
@@ -233,8 +233,8 @@ def measure(run: Run) -> Iterator[Row]:
             yield from rows
             by_seed.append(losses)
             where = {"model": "decoder", "law": CALIBRATED}.items()
-            own = [r for r in rows if r.quantity == LARGEST and where <= r.condition.items()]
-            worst = max([worst, *(row.measured for row in own)])
+            largest = [r for r in rows if r.quantity == LARGEST and where <= r.condition.items()]
+            worst = max([worst, *(row.measured for row in largest)])
         for name in FIXED:
             yield from compared(run, subject.name, name, by_seed)
             yield from compared(run, subject.name, name, by_seed, FRACTION)
@@ -261,8 +261,8 @@ def compared(
     claim = SHARE if fitted == FRACTION else LOSES if kind == "decoder" else ENCODERS
     for at, factor in enumerate(times(run)):
         less = [losses[fitted][at] - losses[name][at] for losses in by_seed]
-        means = torch.stack([part.mean() for part in less])
-        noise = math.sqrt(sum(mean(part).error ** 2 for part in less)) / len(means)
+        means = torch.stack([change.mean() for change in less])
+        noise = math.sqrt(sum(mean(change).error ** 2 for change in less)) / len(means)
         spread = float(means.std()) if len(means) > 1 else 0.0
         where: Where = {"model": kind, "law": name, BOUND: factor}
         estimate = Estimate(float(means.mean()), noise)

@@ -40,17 +40,17 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
     Returns:
         Entropies in nats after ``steps`` steps, (rows,).
     """
-    place = logits / logits.norm(dim=1, keepdim=True) * norm
+    logits = logits / logits.norm(dim=1, keepdim=True) * norm
     for step in range(steps):
-        place.requires_grad_()
-        (slope,) = torch.autograd.grad(statistics(place).entropy.sum(), place)
-        place = place.detach()
-        radial = (slope * place).sum(1, keepdim=True) / norm**2
-        along = slope - radial * place
+        logits.requires_grad_()
+        (slope,) = torch.autograd.grad(statistics(logits).entropy.sum(), logits)
+        logits = logits.detach()
+        radial = (slope * logits).sum(1, keepdim=True) / norm**2
+        along = slope - radial * logits
         pace = 0.3 * norm * (1 - step / steps)
-        place = place - pace * along / along.norm(dim=1, keepdim=True).clamp(min=1e-300)
-        place = place / place.norm(dim=1, keepdim=True) * norm
-    entropy: Tensor = statistics(place).entropy
+        logits = logits - pace * along / along.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        logits = logits / logits.norm(dim=1, keepdim=True) * norm
+    entropy: Tensor = statistics(logits).entropy
     return entropy
 
 

@@ -70,8 +70,8 @@ def train(run: Run, law: str, length: int, seed: int) -> Encoder:
 @torch.no_grad()
 def answers(model: Encoder, ids: Tensor) -> Tensor:
     """1 for each string (B, n + 1) that the model answers correctly, else 0; (B,) float64."""
-    parts = [(model(part)[:, 0, 0] > 0) == (part[:, 1] == 1) for part in ids.split(16)]
-    return torch.cat(parts).double()
+    right = [(model(batch)[:, 0, 0] > 0) == (batch[:, 1] == 1) for batch in ids.split(16)]
+    return torch.cat(right).double()
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ def critical_scale(run: Run, family: str, n: int) -> Estimate:
         np.atleast_1d(theory.critical_scale(draw(run, size, n).numpy()))
         for size in run.blocks(count, n)
     ]
-    estimate = median([torch.from_numpy(part) for part in scales])
+    estimate = median([torch.from_numpy(block) for block in scales])
     return estimate if count > 1 else estimate._replace(error=0.0)
 
 

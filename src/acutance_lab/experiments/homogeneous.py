@@ -23,7 +23,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "|x|": lambda scores: scores.abs().log(),
     "|x|³": lambda scores: 3 * scores.abs().log(),
 }
-#: Powers k and the share of keys that take part, for the entropies below.
+#: Powers k and the share of keys that take block, for the entropies below.
 POWERS = {"relu²": (2.0, 0.5), "|x|": (1.0, 1.0), "|x|³": (3.0, 1.0)}
 
 SHARPENS = Claim(
@@ -52,7 +52,7 @@ def measure(run: Run) -> Iterator[Row]:
     for kind, weigh in WEIGHTS.items():
         before = None
         for at, lam in enumerate(LAMBDAS):
-            H = torch.cat([statistics(weigh(lam * part)).entropy for part in z.split(128)])
+            H = torch.cat([statistics(weigh(lam * block)).entropy for block in z.split(128)])
             where: Where = {"weights": kind, "λ": lam, "n": N}
             if kind == "exp":
                 yield EXP.row("mean H, nat", exact[at], mean(H), where)

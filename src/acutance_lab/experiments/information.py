@@ -59,7 +59,7 @@ def measure(run: Run) -> Iterator[Row]:
     best, top = float(theory.scale_gradmax_annealed(N)), float(theory.expected_max_gauss(N))
     medians = [median(lam * trace) for lam, trace in zip(LAMBDAS, traces, strict=False)]
     norms = [median(lam * square.sqrt()) for lam, square in zip(LAMBDAS, squares, strict=True)]
-    peak, height = (max(part.value for part in parts) for parts in (medians, norms))
+    peak, height = (max(estimate.value for estimate in estimates) for estimates in (medians, norms))
     before = None
     for at, lam in enumerate(LAMBDAS):
         H, trace = entropies[at], traces[at]

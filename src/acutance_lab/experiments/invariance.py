@@ -66,7 +66,7 @@ def measured_scale(scores: Sequence[torch.Tensor], start: float) -> Estimate:
     """
 
     def collision(scale: float) -> Estimate:
-        return mean([statistics(scale * part).collision for part in scores])
+        return mean([statistics(scale * block).collision for block in scores])
 
     low, high = 0.9 * start, 1.1 * start
     at_low, at_high = collision(low), collision(high)
@@ -133,7 +133,7 @@ def _of_family(run: Run, name: str, n: int) -> Iterator[Row]:
     scores = [law(run, size, n) for size in run.blocks(count, n)]
     growth = math.log(n) / math.log(START)
     lam = first * growth
-    stats = [statistics(lam * part) for part in scores]
+    stats = [statistics(lam * block) for block in scores]
     Y, H = (torch.cat([s[metric] for s in stats]) for metric in ("collision", "entropy"))
     exact = float(theory.expected_collision(n, lam, family, **parameter))
     kept = float(theory.scale_for_effective_keys(n, 2.0, family, **parameter))
@@ -150,7 +150,7 @@ def _of_family(run: Run, name: str, n: int) -> Iterator[Row]:
     yield COLLISION.row("mean Σp²", exact, mean(Y), where)
     yield SCALE.row("λ that keeps it", kept, measured_scale(tried, kept), where)
     if name == "Gaussian":
-        mean_H = mean([statistics(growth * part).entropy for part in scores])
+        mean_H = mean([statistics(growth * block).entropy for block in scores])
         at: Where = {"n": n, "γ": growth}
         same = float(theory.expected_entropy_gauss(START, 1.0))
         there = float(theory.expected_entropy_gauss(n, growth))

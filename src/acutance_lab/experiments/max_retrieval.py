@@ -187,8 +187,8 @@ def answers(
 ) -> tuple[Tensor, Tensor]:
     """Whether each answer under a law is right, 1 or 0, and the entropy of each row; (B,) each."""
     right, H = [], []
-    for part, truth in zip(items.split(64), classes.split(64), strict=True):
-        scores, values = model.read(part)
+    for batch, truth in zip(items.split(64), classes.split(64), strict=True):
+        scores, values = model.read(batch)
         scaled = model.scaled(scores, law)
         H.append(statistics(scaled.double()).entropy)
         read = (scaled.softmax(-1).unsqueeze(1) @ values).squeeze(1)

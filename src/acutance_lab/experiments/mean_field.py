@@ -69,13 +69,13 @@ def measure(run: Run) -> Iterator[Row]:
 def _of_scores(family: str, scores: torch.Tensor, lam: float) -> Iterator[Row]:
     """Rows on scores (rows, n) of a family at a scale."""
     n = scores.shape[1]
-    parts = (lam * scores).split(max(1, (1 << 17) // n))
-    stats = [statistics(part) for part in parts]
-    H = torch.cat([entropy_by_definition(part) for part in parts])
-    rows = {name: torch.cat([part[name] for part in stats]) for name in METRICS}
+    blocks = (lam * scores).split(max(1, (1 << 17) // n))
+    stats = [statistics(block) for block in blocks]
+    H = torch.cat([entropy_by_definition(block) for block in blocks])
+    rows = {name: torch.cat([own[name] for own in stats]) for name in METRICS}
     means = {
-        name: mean(part) if len(scores) > 1 else Estimate(float(part), 0.0)
-        for name, part in rows.items()
+        name: mean(metric) if len(scores) > 1 else Estimate(float(metric), 0.0)
+        for name, metric in rows.items()
     }
     total = rows["mean_field_entropy"] + rows["jensen_gap"] + rows["max_gap"]
     furthest = int((total - H).abs().argmax())

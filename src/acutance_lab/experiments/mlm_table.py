@@ -131,7 +131,7 @@ def measure(run: Run) -> Iterator[Row]:
                     place: Where = {"law": kind, **where, "head": f"{layer}.{head}"}
                     yield untested_row("H of a head, nat", float(H[at]), place)
     for (kind, n), answers in right.items():
-        accuracy = _over_seeds([float(part.mean()) for part in answers])
+        accuracy = _over_seeds([float(answer.mean()) for answer in answers])
         yield untested_row("accuracy", accuracy, {"law": kind, "n": n})
         yield untested_row("mean H, nat", _over_seeds(entropy[kind, n]), {"law": kind, "n": n})
     for n in LENGTHS:
@@ -167,7 +167,7 @@ def built_in_and_applied(
         data: windows, masked windows and mask, as from :func:`evaluation`; two windows are read.
         n: length of the pieces.
     """
-    windows, ids, hidden = (part[:2] for part in data)
+    windows, ids, hidden = (tensor[:2] for tensor in data)
     _, built_in = read(model, windows, ids, hidden, n)
     bare = Encoder(**_SHAPE)
     bare.load_state_dict(model.state_dict())

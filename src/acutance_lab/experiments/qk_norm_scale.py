@@ -157,7 +157,7 @@ def train(
     )
     fit(model, loss, plan, keep=run.checkpoint(name), note=run.note)
     with torch.no_grad():
-        parts = [losses(model, part).mean(1) for part in held_out.split(32)]
+        parts = [losses(model, batch).mean(1) for batch in held_out.split(32)]
     return {"entropy": entropy, "gradient": gradient, "loss": float(torch.cat(parts).mean())}
 
 

@@ -15,7 +15,7 @@ MARIN = "Marín (2026), doi:10.5281/zenodo.19826343"
 SU = "Su et al. (2021), arXiv:2104.09864"
 NEAR = 0.1  # share of the published exponent within which a head's counts as that
 
-# Expected to hold before the first run, which found the exponent to rise with T.
+# Expected to hold before the first run, which subject the exponent to rise with T.
 EXPONENT = Claim(
     "exponent", "averaged over heads, weight falls as d^−γ with γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
     "does not hold", within=0.01,
@@ -80,11 +80,11 @@ def measure(run: Run) -> Iterator[Row]:
 
     Gives a row for each comparison with the published exponent, and the fitted numbers.
     """
-    found = language.measured(run)
-    base, heads = found.reader.config.rope_parameters["rope_theta"], found.reader.heads[1]
+    subject = language.measured(run)
+    base, heads = subject.reader.config.rope_parameters["rope_theta"], subject.reader.heads[1]
     of_means: list[Tensor] = []  # of each length
-    for length, octaves in found.octaves.items():
-        where: Where = {"model": found.reader.name, "T": length}
+    for length, octaves in subject.octaves.items():
+        where: Where = {"model": subject.reader.name, "T": length}
         gamma = published(float(base), length)
         distances, density = densities(octaves, length)
         of_means.append(exponent(distances, density.mean(1)))
@@ -100,9 +100,9 @@ def measure(run: Run) -> Iterator[Row]:
     yield untested_row("γ of distances below T/8", mean(below), where)
     for d, weight in zip(distances.tolist(), density.mean(1).T, strict=True):
         yield untested_row("weight at a distance", mean(weight), {"distance": d, "γ": gamma})
-    for head, part in enumerate(exponent(distances, density).T):
+    for head, exponents in enumerate(exponent(distances, density).T):
         place: Where = {"layer": head // heads, "head": head % heads}
-        yield untested_row("γ of a head", mean(part), place)
+        yield untested_row("γ of a head", mean(exponents), place)
 
 
 def _gamma(record: Record) -> float:

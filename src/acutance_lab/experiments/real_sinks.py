@@ -102,9 +102,9 @@ def measure(run: Run) -> Iterator[Row]:
     own = _share(first[OWN])
     where: dict[str, Value] = {"opening": OWN}
     yield untested_row(FIRST, mean(own), where)
-    for name, parts in first.items():
+    for name, sinks in first.items():
         at: dict[str, Value] = {"opening": name}
-        here = _share(parts)
+        here = _share(sinks)
         if name == REPEATED:
             yield REPEAT.row(FIRST, 0.01, mean(here), at)
         elif name != OWN:
@@ -125,9 +125,9 @@ def measure(run: Run) -> Iterator[Row]:
     yield BOTTOM_LAYERS.row("share of heads in bottom layers", 0.01, bottom, where)
     yield ABOVE.row("share of layers above", 0.99, above, where)
     for layer in range(layers):
-        for name, parts in first.items():
-            sinks = _share([part.view(layers, heads)[layer] for part in parts])
-            yield untested_row("share of heads", mean(sinks), {"layer": layer, "opening": name})
+        for name, sinks in first.items():
+            share = _share([window.view(layers, heads)[layer] for window in sinks])
+            yield untested_row("share of heads", mean(share), {"layer": layer, "opening": name})
 
 
 def _share(windows: Sequence[Tensor]) -> Tensor:

@@ -59,8 +59,8 @@ def measure(run: Run) -> Iterator[Row]:
 
     Numbers are means over the rows of the second half of each window, or of its last row only.
     """
-    found = language.measured(run)
-    n, heads = found.reader.windows.shape[1], found.reader.heads[1]
+    subject = language.measured(run)
+    n, heads = subject.reader.windows.shape[1], subject.reader.heads[1]
     late = torch.arange(n) >= n // 2
     counts = torch.arange(1, n + 1, dtype=torch.float64)
 
@@ -69,42 +69,42 @@ def measure(run: Run) -> Iterator[Row]:
         return values[..., late].double().mean(-1)
 
     needed, rule = (
-        by_head(found.rows["keys_99"] / counts),
-        by_head(gaussian_share(found.rows[BOUND])),
+        by_head(subject.rows["keys_99"] / counts),
+        by_head(gaussian_share(subject.rows[BOUND])),
     )
-    entropy, field = found.rows["entropy"].double(), found.rows["mean_field_entropy"].double()
+    entropy, field = subject.rows["entropy"].double(), subject.rows["mean_field_entropy"].double()
     margin = entropy - field
     least = margin[..., late].amin((0, 2))
     shown = {"H": by_head(entropy), "bound": by_head(field)}
-    shown |= {gap: by_head(found.rows[gap]) for gap in ("jensen_gap", "max_gap")}
-    model: Where = {"model": found.reader.name}
+    shown |= {gap: by_head(subject.rows[gap]) for gap in ("jensen_gap", "max_gap")}
+    model: Where = {"model": subject.reader.name}
     for head in range(needed.shape[1]):
-        spread = float(by_head(found.rows[BOUND])[:, head].mean())
+        spread = float(by_head(subject.rows[BOUND])[:, head].mean())
         where = model | {"head": f"{head // heads}.{head % heads}", BOUND: spread}
         off = mean(needed[:, head] - rule[:, head])  # of the same rows
         keys = off._replace(value=mean(needed[:, head]).value)
         yield RULE.row("k/n", float(rule[:, head].mean()), keys, where)
         yield FLOOR.row("least H − bound, nat", 0.0, float(least[head]), where)
-        for name, part in shown.items():
-            yield untested_row(f"mean {name}, nat", float(part.mean(0)[head]), where)
-    enough, above = (mean(part.double().mean(1)) for part in (rule >= needed, by_head(field) > 0))
+        for name, numbers in shown.items():
+            yield untested_row(f"mean {name}, nat", float(numbers.mean(0)[head]), where)
+    enough, above = (mean(holds.double().mean(1)) for holds in (rule >= needed, by_head(field) > 0))
     yield ENOUGH.row("share of heads", 0.95, enough, model)
     yield TIGHT.row("share of heads", 0.5, above, model)
     yield untested_row("rows below the bound", int((margin < -FLOOR.rounding).sum()), model)
     yield untested_row("rows", margin.numel(), model)
     yield untested_row("median of the rule's k over k", float((rule / needed).median()), model)
-    for kept, largest in found.largest.items():
+    for kept, largest in subject.largest.items():
         if kept >= n:
             continue
         where = {**model, "k": kept}
-        tv, kl = (float(found.last[kept, what].mean()) for what in ("tv", "kl"))
+        tv, kl = (float(subject.last[kept, what].mean()) for what in ("tv", "kl"))
         quantity = "total variation, last rows"
         yield CERTIFICATE.row(quantity, kl, tv, where)
         yield COUNTED.row(quantity, tv, float(1 - largest[..., -1].mean()), where)
         middle = float(by_head(1 - largest).mean(0).median())
         yield untested_row("total variation, median head", middle, where)
-    exact = float(found.exact_keys.double().mean())
-    counted = float(found.rows["keys_99"][..., -1].mean())
+    exact = float(subject.exact_keys.double().mean())
+    counted = float(subject.rows["keys_99"][..., -1].mean())
     yield KEYS.row("keys of 99 %, last rows", exact, counted, model)
 
 

@@ -31,11 +31,11 @@ OPPOSITE = Claim("opposite", "for β < 0, a smaller γ is sparser", SOURCE, rela
 def printed(beta: float, gamma: float) -> float:
     """Sparsity by equation 6 of the article, term by term as printed there."""
     e, square = math.exp(-(beta**2) / (2 * gamma**2)), beta**2 + gamma**2
-    one = math.erf(beta / (math.sqrt(2) * gamma)) + 1
-    top = e * (math.sqrt(2) * beta * gamma + math.sqrt(math.pi) / e * square * one)
+    tail = math.erf(beta / (math.sqrt(2) * gamma)) + 1
+    top = e * (math.sqrt(2) * beta * gamma + math.sqrt(math.pi) / e * square * tail)
     fourth = beta**4 + 6 * beta**2 * gamma**2 + 3 * gamma**4
     first = 2 * math.sqrt(2) * beta * gamma * e * (beta**2 + 5 * gamma**2)
-    below = math.sqrt(first + 2 * math.sqrt(math.pi) * fourth * one)
+    below = math.sqrt(first + 2 * math.sqrt(math.pi) * fourth * tail)
     return float(top / (math.pi**0.25 * below))
 
 
@@ -69,7 +69,7 @@ def measure(run: Run) -> Iterator[Row]:
 EXPERIMENT = Experiment(
     "sparsity_relu2", "sparsity of squared-ReLU weights",
     "S depends on u = β/γ alone and rises with it; S ≥ 1/√6 for β ≥ 0, S → 0 only as "
-    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; one active key has S = 1/√n",
+    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; tail active key has S = 1/√n",
     (FORMULA, PRINTED, BOUNDED, OPPOSITE, FLOOR), measure,
     Page(
         "Squared ReLU is sparse only where most scores are negative",

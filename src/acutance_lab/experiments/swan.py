@@ -103,7 +103,7 @@ def read_texts(run: Run) -> Texts:
 def losses(run: Run, model: torch.nn.Module, windows: Tensor) -> Tensor:
     """Mean loss of rows that read T/2 to T keys, T to 2 T, ...; (lengths, windows)."""
     parts = windows.split(run.size(8, 1))
-    by_byte = torch.cat([next_byte_losses(model, part) for part in parts]).double()
+    by_byte = torch.cat([next_byte_losses(model, batch) for batch in parts]).double()
     ends = [size(run).length * factor for factor in times(run)]
     return torch.stack([by_byte[:, end // 2 : end].mean(1) for end in ends])
 
@@ -114,7 +114,7 @@ def coefficient(run: Run, model: torch.nn.Module, known: Tensor) -> float:
     for c in (0.0, *COEFFICIENTS):
         with apply(model, growing(run, c)), torch.no_grad():
             parts = [
-                next_byte_losses(model, part)[:, size(run).length :] for part in known.split(1)
+                next_byte_losses(model, batch)[:, size(run).length :] for batch in known.split(1)
             ]
         beyond[c] = float(torch.cat(parts).mean())
     return min(beyond, key=lambda c: beyond[c])
@@ -152,12 +152,12 @@ def laws(run: Run, model: torch.nn.Module, known: Tensor) -> dict[str, Any]:
 def entropies(run: Run, model: torch.nn.Module, windows: Tensor, law: Any) -> list[Estimate]:
     """Mean entropy of the position-free heads at T and at the longest length."""
     ends = [size(run).length, size(run).length * times(run)[-1]]
-    found = measure_law(model, [windows], lengths=ends, law=law)
-    columns = [found.lengths.index(length) for length in ends]
-    errors = torch.cat([found.errors(module).T for module in found.modules])[:, columns]
+    under_law = measure_law(model, [windows], lengths=ends, law=law)
+    columns = [under_law.lengths.index(length) for length in ends]
+    errors = torch.cat([under_law.errors(module).T for module in under_law.modules])[:, columns]
     return [
         Estimate(float(value.mean()), float(error.square().sum().sqrt()) / len(error))
-        for value, error in zip(found.flat()[:, columns].T, errors.T, strict=True)
+        for value, error in zip(under_law.flat()[:, columns].T, errors.T, strict=True)
     ]
 
 

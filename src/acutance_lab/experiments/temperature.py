@@ -57,13 +57,13 @@ def best_two_level(n: int, tau: float) -> tuple[float, int]:
 
 def _information(n: int, tau: float, counts: torch.Tensor) -> tuple[float, int]:
     """Largest information of a row with the given numbers of keys at cosine +1, and its number."""
-    place = torch.arange(n)
+    keys = torch.arange(n)
     best = (-1.0, 0)
-    for part in counts.split(max(1, (1 << 20) // n)):
-        cosines = torch.where(place < part[:, None], 1.0, -1.0).double()
+    for block in counts.split(max(1, (1 << 20) // n)):
+        cosines = torch.where(keys < block[:, None], 1.0, -1.0).double()
         information = statistics(cosines / tau).information
         at = int(information.argmax())
-        best = max(best, (float(information[at]), int(part[at])), key=lambda pair: pair[0])
+        best = max(best, (float(information[at]), int(block[at])), key=lambda pair: pair[0])
     return best
 
 
