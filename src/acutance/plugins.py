@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from acutance.files import as_json, put_text, tidy, write_text, write_whole
     from acutance.from_json import checked, read_json, sealed_json
     from acutance.report import plot_style
-    from acutance.report.screen import NumberTable, note
+    from acutance.report.screen import note
+    from acutance.report.table import Cell, Column, Table
 
 __all__ = [
+    "Cell",
+    "Column",
     "INTERRUPTED",
-    "NumberTable",
+    "Table",
     "WRITE",
     "as_json",
     "check_outputs",
@@ -53,7 +56,8 @@ _HOMES = {
     "acutance.extras": ("install",),
     "acutance.files": ("as_json", "put_text", "tidy", "write_text", "write_whole"),
     "acutance.from_json": ("checked", "read_json", "sealed_json"),
-    "acutance.report.screen": ("NumberTable", "note"),
+    "acutance.report.screen": ("note",),
+    "acutance.report.table": ("Cell", "Column", "Table"),
 }
 
 

@@ -13,9 +13,9 @@ import typer
 from acutance.plugins import INTERRUPTED, WRITE, check_outputs, command, console, need, plain_errors
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
+    from acutance.plugins import Table
     from acutance_lab.experiment import Experiment
     from acutance_lab.record import Judgement, Record, Row
 
@@ -202,43 +202,40 @@ def verdict(judgement: "Judgement", rows: "Sequence[Row]") -> "Text":
 
 def listing(experiments: "Iterable[Experiment]") -> "Table":
     """A table of experiments: name, title and number of claims."""
-    from acutance.plugins import NumberTable
+    from acutance.plugins import Column, Table
 
-    table = NumberTable(box=None, pad_edge=False, header_style="bold")
-    table.add_column("experiment", no_wrap=True)
-    table.add_column("about")
-    table.add_column("claims", justify="right", no_wrap=True)
-    for experiment in experiments:
-        table.add_row(experiment.name, experiment.title, str(len(experiment.claims)))
-    return table
+    columns = (Column("experiment", "name"), Column("about", "words"), Column("claims"))
+    rows = [
+        (experiment.name, experiment.title, len(experiment.claims)) for experiment in experiments
+    ]
+    return Table("", columns, rows)
 
 
 def summary(records: "Sequence[Record]") -> "Table":
-    """Every claim under its experiment, with its verdict and the row that is furthest off."""
-    from rich.table import Table
-    from rich.text import Text
+    """Every claim with its verdict and the numbers of the row that is furthest off."""
+    from acutance.plugins import Cell, Column, Table
 
-    table = Table(show_header=False, caption_justify="left")
-    table.caption = (
+    columns = (
+        Column("experiment", "name"), Column("claim", "words"), Column("predicted"),
+        Column("measured"), Column("rows"), Column("verdict", "words"),
+        Column("seconds", format=".1f", from_width=100),
+    )  # fmt: skip
+    rows: list[tuple[Any, ...]] = []
+    for record in records:
+        name: str | None = record.name
+        seconds: float | None = record.seconds
+        for judgement in record.judgements:
+            worst = judgement.worst
+            error = f" ± {worst.error:.1g}" if worst.error and math.isfinite(worst.error) else ""
+            rows.append((
+                name, judgement.claim.text,
+                f"{_RELATIONS[worst.relation]}{worst.predicted:.4g}",
+                f"{worst.measured:.4g}{error}", f"{judgement.agree}/{judgement.rows}",
+                Cell(verdict(judgement, record.rows).plain, _COLOURS[judgement.kind]), seconds,
+            ))  # fmt: skip
+            name = seconds = None  # shown once
+    note = (
         "predicted and measured: the row that is furthest off for what it is allowed; "
         "rows: how many agree; theorem: follows by algebra, so agreement tests the code only"
     )
-    table.add_column("claim", overflow="fold")
-    for record in records:
-        table.add_row(Text.assemble((record.name, "bold"), (f"  {record.seconds:.1f} s", "dim")))
-        for judgement in record.judgements:
-            text = Text(f"• {judgement.claim.text}: ")
-            text.append_text(verdict(judgement, record.rows))
-            text.append(f"\n  {_numbers(judgement)}", style="dim")
-            table.add_row(text, end_section=judgement is record.judgements[-1])
-    return table
-
-
-def _numbers(judgement: "Judgement") -> str:
-    """Prediction and measurement of the worst row, and how many rows agree."""
-    worst = judgement.worst
-    error = f" ± {worst.error:.1g}" if worst.error and math.isfinite(worst.error) else ""
-    return (
-        f"predicted {_RELATIONS[worst.relation]}{worst.predicted:.4g}, "
-        f"measured {worst.measured:.4g}{error}; {judgement.agree}/{judgement.rows} rows"
-    )
+    return Table("", columns, rows, notes=[note])
