@@ -12,7 +12,7 @@ from acutance.rowstats.state import NO_KEY
 from acutance.rowstats.weighted import WeightStatistics, WeightSums
 from acutance.shapes import FLOATS, check_count
 
-__all__ = ["alibi_decays", "check_decay", "decay_statistics", "retnet_decays"]
+__all__ = ["alibi_decays", "decay_statistics", "retnet_decays"]
 
 
 def retnet_decays(
@@ -76,38 +76,6 @@ def alibi_decays(
     return torch.exp(-chosen).to(dtype)
 
 
-def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
-    """The decays as a tensor (Hq,) with the dtype and device of ``like``.
-
-    Raises:
-        TypeError: if they are neither a number nor a floating-point tensor.
-        ValueError: if there is neither one decay nor one for each head, or one is outside (0, 1].
-    """
-    if isinstance(decay, Tensor):
-        if decay.dtype not in FLOATS:
-            raise TypeError(f"decay must be a number or a floating-point tensor, got {decay.dtype}")
-        if decay.dim() and tuple(decay.shape) != (heads,):
-            raise ValueError(
-                f"decay must be one number or have shape (Hq,) = ({heads},), got "
-                f"{tuple(decay.shape)}"
-            )
-        if decay.device != like.device:
-            raise ValueError(
-                f"decay must be on the query's device {like.device}, got {decay.device}"
-            )
-    elif isinstance(decay, bool) or not isinstance(decay, int | float):
-        raise TypeError(
-            f"decay must be a number or a floating-point tensor, got {type(decay).__name__}"
-        )
-    values = torch.as_tensor(decay, dtype=like.dtype, device=like.device)
-    if not torch.compiler.is_compiling():
-        outside = ~((values > 0) & (values <= 1))  # NaN is outside too
-        if bool(outside.any()):
-            wrong = values.detach()[outside].flatten()[0].item()
-            raise ValueError(f"decay must be in (0, 1], got {wrong:g}")
-    return values.expand(heads)
-
-
 def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics:
     r"""Statistics of the weights :math:`1, \lambda, \dots, \lambda^{n-1}`, the latest key first.
 
@@ -140,13 +108,19 @@ def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics
     keys = n if isinstance(n, Tensor) else torch.tensor(check_count("n", n, 0))
     if keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
         raise TypeError(f"n must contain whole numbers of keys, got {keys.dtype}")
-    dtype = torch.float32
-    if isinstance(decay, Tensor):
-        dtype = torch.float64 if decay.dtype == torch.float64 else dtype
-        lam = check_decay(decay.flatten(), decay.numel(), decay).view(decay.shape)
-    else:
-        lam = check_decay(decay, 1, keys.new_zeros((), dtype=torch.float64))[0]
-    keys, lam = torch.broadcast_tensors(keys.long(), lam.double())
+    number = isinstance(decay, int | float) and not isinstance(decay, bool)
+    if not (number or (isinstance(decay, Tensor) and decay.dtype in FLOATS)):
+        kind = decay.dtype if isinstance(decay, Tensor) else type(decay).__name__
+        raise TypeError(f"decay must be a number or a floating-point tensor, got {kind}")
+    double = isinstance(decay, Tensor) and decay.dtype == torch.float64
+    dtype = torch.float64 if double else torch.float32
+    lam = torch.as_tensor(decay, dtype=torch.float64)
+    lam = lam if isinstance(decay, Tensor) else lam.to(keys.device)
+    if not torch.compiler.is_compiling():
+        outside = ~((lam > 0) & (lam <= 1))  # NaN is outside too
+        if bool(outside.any()):
+            raise ValueError(f"decay must be in (0, 1], got {lam.detach()[outside][0].item():g}")
+    keys, lam = torch.broadcast_tensors(keys.long(), lam)
     has_keys, count, theta = keys > 0, keys.double(), -torch.log(lam)
     A, Q = _geometric(theta, count), _geometric(2 * theta, count)
     X = -theta * _mean_position(theta, count) * A

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -84,11 +84,9 @@ class Form(ABC):
     """How a mechanism computes output and statistics from query, key and value.
 
     Attributes:
-        kind: "rows", "linear", "decay", "recurrence" or "gated".
         always_causal: whether rows never see later keys, regardless of ``is_causal``.
     """
 
-    kind: ClassVar[str]
     always_causal: ClassVar[bool] = False
 
     @abstractmethod
@@ -102,17 +100,11 @@ class Rows(Form):
 
     Args:
         options: returns the options of ``attention`` for given sizes.
-        causal: whether rows never see later keys.
+        always_causal: whether rows never see later keys.
     """
 
-    kind: ClassVar[str] = "rows"
     options: Callable[[Sizes], Mapping[str, Any]]
-    causal: bool = False
-
-    @property
-    def always_causal(self) -> bool:  # type: ignore[override]
-        """Whether rows never see later keys, regardless of ``is_causal``."""
-        return self.causal
+    always_causal: bool = field(default=False, kw_only=True)  # type: ignore[misc]
 
     def options_for(self, call: Call) -> dict[str, Any]:
         """Options of :func:`acutance.attention`, parameters on the query's device and dtype."""
@@ -140,7 +132,6 @@ class Linear(Form):
         decays: returns λ of each query head, (Hq,); rows are then causal. None for no decay.
     """
 
-    kind: ClassVar[str] = "linear"
     feature_map: str
     decays: Callable[[int], Tensor] | None = None
 
@@ -178,7 +169,6 @@ class Decay(Form):
         decays: returns λ of each query head, (Hq,).
     """
 
-    kind: ClassVar[str] = "decay"
     always_causal: ClassVar[bool] = True
     decays: Callable[[int], Tensor]
 
@@ -250,7 +240,6 @@ class Recurrence(Form):
         radii: range of :math:`|\lambda|`.
     """
 
-    kind: ClassVar[str] = "recurrence"
     always_causal: ClassVar[bool] = True
     states: int = 64
     radii: tuple[float, float] = (0.9, 0.999)
@@ -313,8 +302,6 @@ class Gated(Form):
     The shared vectors z are the keys; of the query only its positions are used. The affine maps are
     drawn as published, :math:`\gamma \sim N(0, 0.02^2)`, with offset 0.
     """
-
-    kind: ClassVar[str] = "gated"
 
     def images(self, call: Call) -> tuple[Tensor, Tensor]:
         """Queries (B, H, L, E) and keys (B, H, S, E) from the sequence."""

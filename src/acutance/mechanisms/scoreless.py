@@ -3,6 +3,7 @@ r"""Table entries of mechanisms without scores: feature maps, decays, gates and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,21 +77,6 @@ def _linear(name: str) -> Mechanism:
         f'{phi_code}, {phi_code}), weights=acutance.weights.ReLU(normalize="sum"))',
         Linear(name),
     )  # fmt: skip
-
-
-def _fixed(heads: int) -> Tensor:
-    """The decay 0.9 for each head."""
-    return torch.full((heads,), 0.9, dtype=torch.float64)
-
-
-def _slopes(heads: int) -> Tensor:
-    """ALiBi's decays for each head."""
-    return alibi_decays(heads, dtype=torch.float64)
-
-
-def _rings(heads: int) -> Tensor:
-    """RetNet's decays for each head."""
-    return retnet_decays(heads, dtype=torch.float64)
 
 
 def _decay(name: str, title: str, formula: str, source: str, more: str,
@@ -198,7 +184,7 @@ _GATED = Mechanism(
             "score": Features(FEATURE_MAPS["elu1"], FEATURE_MAPS["elu1"], _log_gate),
             "weights": ReLU(normalize="sum"),
         },
-        causal=True,
+        always_causal=True,
     ),
 )  # fmt: skip
 
@@ -215,7 +201,7 @@ _RETENTION = Mechanism(
     ),
     _SIGNED,
     'acutance.MECHANISMS["retention"].run(query, key, value)[0]',
-    Linear("identity", decays=_rings),
+    Linear("identity", decays=partial(retnet_decays, dtype=torch.float64)),
 )  # fmt: skip
 
 _LRU = Mechanism(
@@ -241,13 +227,14 @@ SCORELESS: tuple[Mechanism, ...] = (
     _COSFORMER,
     _decay(
         "decay", "One decay, λ = 0.9", r"a_j = \lambda^{n - j}",
-        "Su Jianlin (2023), https://kexue.fm/archives/9889", "", _fixed,
+        "Su Jianlin (2023), https://kexue.fm/archives/9889", "",
+        lambda heads: torch.full((heads,), 0.9, dtype=torch.float64),
     ),
     _decay(
         "alibi_decay", "ALiBi's slopes as decays",
         r"a_j = e^{-m_h (n - j)}, \quad m_h = 2^{-8(h+1)/H}",
         "Press, Smith & Lewis (2021), arXiv:2108.12409", " Here λ = exp(−m) in each head.",
-        _slopes,
+        partial(alibi_decays, dtype=torch.float64),
     ),
     _RETENTION,
     _GATED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from acutance.nn.attention import MultiheadAttention
 from acutance.nn.gated import GatedAttentionUnit
-from acutance.nn.projections import Alibi, Rotary, rotate
+from acutance.nn.positions import Alibi, Rotary, rotate
 from acutance.nn.recording import Recorded
 
 __all__ = [

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import dropout as drop_weights
+from torch.nn.functional import linear
 
 from acutance import scaling as scalings
 from acutance.attend import attention, row_statistics
 from acutance.attend.call import weights_of
 from acutance.nn.options import HeldWeights, Score, hold_score, translate
-from acutance.nn.projections import (
-    Alibi,
-    Positions,
-    Projected,
-    Rotary,
-    find_positions,
-    join_heads,
-    split_heads,
-)
-from acutance.nn.recording import Recording
+from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
+from acutance.nn.recording import Recorded, Recording
 from acutance.scaling import AnyScaling
 from acutance.scores import QKNorm
 from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
@@ -30,8 +24,10 @@ from acutance.weights import Weighting
 
 __all__ = ["MultiheadAttention"]
 
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
-class MultiheadAttention(Projected):
+
+class MultiheadAttention(Recorded):
     r"""``torch.nn.MultiheadAttention`` with statistics of each attention row.
 
     Arguments up to ``dtype``, and names, shapes and initial values of parameters, are those of
@@ -112,6 +108,10 @@ class MultiheadAttention(Projected):
         Vaswani et al. (2017), arXiv:1706.03762; Ainslie et al. (2023), arXiv:2305.13245.
     """
 
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
     #: PyTorch's encoder layer asks for it and, finding True, would compute around this module.
     _qkv_same_embed_dim = False
 
@@ -148,16 +148,12 @@ class MultiheadAttention(Projected):
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
         head_dim = embed_dim // num_heads
-        super().__init__(
-            embed_dim,
-            kv_heads * head_dim,
-            bias=check_flag("bias", bias),
-            add_bias_kv=check_flag("add_bias_kv", add_bias_kv),
-            kdim=embed_dim if kdim is None else check_count("kdim", kdim, 1),
-            vdim=embed_dim if vdim is None else check_count("vdim", vdim, 1),
-            statistics=statistics,
-            device=device,
-            dtype=dtype,
+        super().__init__(statistics)
+        self.embed_dim, self.kv_width = embed_dim, kv_heads * head_dim
+        self.kdim = embed_dim if kdim is None else check_count("kdim", kdim, 1)
+        self.vdim = embed_dim if vdim is None else check_count("vdim", vdim, 1)
+        self._make_parameters(
+            check_flag("bias", bias), check_flag("add_bias_kv", add_bias_kv), device, dtype
         )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.dropout = check_number("dropout", dropout, above=0.0, below=1.0, including=True)
@@ -176,6 +172,52 @@ class MultiheadAttention(Projected):
         self.score = hold_score(score, head_dim, num_heads, kv_heads, device=device, dtype=dtype)
         self.weights = HeldWeights(weights, num_heads, device=device, dtype=dtype)
         self.scaling = scalings.get(scaling)
+
+    def _make_parameters(
+        self,
+        bias: bool,
+        add_bias_kv: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Create the projections, with PyTorch's names, shapes and initialisation.
+
+        If all three inputs have the module's width there is one packed ``in_proj_weight``,
+        otherwise ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``. A state dict of either
+        form loads into the packed one.
+        """
+
+        def register(name: str, used: bool, *shape: int) -> None:
+            tensor = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if used else None
+            self.register_parameter(name, tensor)
+
+        embed_dim, kv_width = self.embed_dim, self.kv_width
+        widths = (embed_dim, kv_width, kv_width)
+        packed = self.kdim == self.vdim == embed_dim
+        register("in_proj_weight", packed, sum(widths), embed_dim)
+        for name, width, inputs in zip(
+            _SEPARATE, widths, (embed_dim, self.kdim, self.vdim), strict=True
+        ):
+            register(name, not packed, width, inputs)
+        register("in_proj_bias", bias, sum(widths))
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        register("bias_k", add_bias_kv, 1, 1, kv_width)
+        register("bias_v", add_bias_kv, 1, 1, kv_width)
+        self.register_load_state_dict_pre_hook(_pack)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Reinitialise the input projections like ``nn.MultiheadAttention``; zero the biases."""
+        for name in ("in_proj_weight", *_SEPARATE):
+            weight = getattr(self, name)
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.xavier_normal_(bias)
 
     def forward(
         self,
@@ -263,7 +305,7 @@ class MultiheadAttention(Projected):
         else:
             heads, stats = attention(q, k, v, dropout_p=drop, return_stats=True, **options)
             self._record(stats)
-        out = self.out_proj(join_heads(heads))
+        out = self.out_proj(heads.transpose(1, 2).flatten(2))
         if not batched:
             out = out.squeeze(0)
         elif not self.batch_first:
@@ -301,9 +343,8 @@ class MultiheadAttention(Projected):
                 f"query and key must have the same batch size: query has B={query.shape[0]}, "
                 f"key has B={key.shape[0]} ({describe(query=query)})"
             )
-        q = split_heads(self._project(0, query), self.num_heads)
-        k = split_heads(self._project(1, key), self.num_kv_heads)
-        v = split_heads(self._project(2, value), self.num_kv_heads)
+        projected = [self._project(i, x) for i, x in enumerate((query, key, value))]
+        q, k, v = (_split_heads(x, self.head_dim) for x in projected)
         score = self.score
         if isinstance(self.positions, Rotary):
             if isinstance(score, QKNorm):
@@ -311,6 +352,16 @@ class MultiheadAttention(Projected):
                 score = _Scaled(score.scale)
             q, k = self.positions(q, offset), self.positions(k)
         return q, k, v, score
+
+    def _project(self, index: int, x: Tensor) -> Tensor:
+        """Project x (..., inputs) to query (index 0), key (1) or value (2)."""
+        widths = [self.embed_dim, self.kv_width, self.kv_width]
+        if self.in_proj_weight is not None:
+            weight = self.in_proj_weight.split(widths)[index]
+        else:
+            weight = getattr(self, _SEPARATE[index])
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.split(widths)[index]
+        return linear(x, weight, bias)
 
     def _slopes(self, like: Tensor) -> Tensor | None:
         """ALiBi's slopes (Hq,); not a buffer, since casting the module would round them."""
@@ -327,7 +378,7 @@ class MultiheadAttention(Projected):
                 tensors.insert(0, key.new_zeros(*key.shape[:2], 1, self.head_dim))
         if self.bias_k is not None and self.bias_v is not None:
             for tensors, bias in ((keys, self.bias_k), (values, self.bias_v)):
-                row = split_heads(bias.to(key.dtype), self.num_kv_heads)
+                row = _split_heads(bias.to(key.dtype), self.head_dim)
                 tensors.insert(0, row.expand(key.shape[0], -1, -1, -1))
         return (torch.cat(keys, 2), torch.cat(values, 2)) if len(keys) > 1 else (key, value)
 
@@ -339,6 +390,21 @@ class MultiheadAttention(Projected):
             f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
             f"{score}, scaling={self.scaling}, positions={self.positions}"
         )
+
+
+def _split_heads(x: Tensor, width: int) -> Tensor:
+    """Reshape (B, L, heads · width) to (B, heads, L, width)."""
+    split: Tensor = x.unflatten(-1, (-1, width)).transpose(1, 2)
+    return split
+
+
+def _pack(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: object) -> None:
+    """State-dict hook: concatenate separate projections if the module has a packed one."""
+    if getattr(module, "in_proj_weight", None) is None:
+        return
+    names = [prefix + name for name in _SEPARATE]
+    if all(name in state_dict for name in names):
+        state_dict[prefix + "in_proj_weight"] = torch.cat([state_dict.pop(name) for name in names])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from acutance import scaling as scalings
 from acutance.attend import attention
 from acutance.nn.options import HeldWeights, Score, hold_score, key_mask
-from acutance.nn.projections import Positions, Rotary, find_positions
+from acutance.nn.positions import Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
 from acutance.scaling import AnyScaling
 from acutance.shapes import check_count, check_flag, check_number, check_tensor
