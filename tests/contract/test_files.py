@@ -63,7 +63,7 @@ def test_a_command_reads_its_state_and_writes_the_same_json(
     run: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(folder)
-    options = ["--resume", "--overwrite"] if name in RESUMED else []
+    options = ["--resume"] if name in RESUMED else []
     target = COMMANDS[name][COMMANDS[name].index("--json") + 1] if name != "plan" else ""
     result = run(name, *COMMANDS[name], *options)
     assert result.exit_code == 0, result.output
@@ -72,20 +72,21 @@ def test_a_command_reads_its_state_and_writes_the_same_json(
 
 
 def test_a_state_has_the_numbers_of_its_tables() -> None:
-    summary, state = acutance.load(FOLDER / "state.safetensors"), load_state
-    assert state(FOLDER / "state.safetensors").run.windows > 1
+    summary = acutance.load(FOLDER / "state.safetensors")
+    assert load_state(FOLDER / "state.safetensors").run.windows > 1
     record = written("probe.json")
     (layer,) = summary.layers
-    assert (layer.module, layer.heads, layer.status) == ("model.layers.0.self_attn", 1, "verified")
+    assert (layer.module, layer.heads, layer.status) == ("layers.0.self_attn", 1, "verified")
     (head,) = record["heads"]
     (row,) = csv.DictReader((FOLDER / "probe.csv").read_text(encoding="utf-8").splitlines())
     table = pyarrow.parquet.read_table(FOLDER / "probe.parquet").to_pylist()[0]
     assert set(summary.metrics) == set(record["metrics"]) == set(head["metrics"])
     for name in summary.metrics:
         mean = float(summary.mean(name))
-        assert head["metrics"][name]["mean"] == pytest.approx(mean, rel=1e-12)
-        assert float(row[f"{name}_mean"]) == pytest.approx(mean, rel=1e-6)
-        assert table[f"{name}_mean"] == pytest.approx(mean, rel=1e-6)
+        expected = None if math.isnan(mean) else pytest.approx(mean, rel=1e-12)
+        assert head["metrics"][name]["mean"] == expected
+        assert float(row[f"{name}_mean"] or "nan") == pytest.approx(mean, rel=1e-12, nan_ok=True)
+        assert table[f"{name}_mean"] == pytest.approx(mean, rel=1e-12, nan_ok=True)
     assert 0 < float(summary.mean("entropy")) < math.log(64)
     again = json.loads(json.dumps(summary.to_dict()))
     alike(again["heads"], record["heads"])
@@ -94,7 +95,7 @@ def test_a_state_has_the_numbers_of_its_tables() -> None:
 def test_queries_and_keys() -> None:
     sample = load_queries_keys(FOLDER / "queries_keys.safetensors")
     assert sample.query.shape == sample.key.shape
-    assert len(sample.heads) == 1
+    assert sample.heads == tuple(f"layers.0.self_attn/{head}" for head in range(4))
 
 
 def test_a_law(tmp_path: Path) -> None:
@@ -115,4 +116,4 @@ def test_a_plan_and_its_costs(tmp_path: Path) -> None:
 
 def test_a_record_of_an_experiment() -> None:
     record = load_record(FOLDER / "records" / "sparsity_identity.json")
-    assert (record.name, len(record.rows)) == ("sparsity_identity", len(record.claims))
+    assert (record.name, len(record.rows)) == ("sparsity_identity", 82)
