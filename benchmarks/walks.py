@@ -29,6 +29,7 @@ from torch import Tensor
 import acutance
 
 PACKAGE = str(Path(acutance.__file__).parent)
+DECODER = Path(PACKAGE) / "data" / "decoder" / "seed0"
 
 
 @dataclass(frozen=True)
@@ -93,24 +94,23 @@ def llama(layers: int) -> Any:
 
 def probe_walks(folder: Path) -> list[Walk]:
     """A probe of one layer, and what is shown of its heads."""
-    from acutance.report import print_heads, write_html
+    from rich.console import Console
+
+    from acutance.report import console_table, write_html
 
     model, ids = llama(1), torch.arange(32)[None]
 
-    def probe() -> acutance.HeadSummary:
+    def enter_pass_leave() -> acutance.Probe:
         with torch.no_grad(), acutance.probe(model) as opened:
             model(input_ids=ids)
-        return opened.summary()
+        return opened
 
-    def enter_pass_leave() -> None:
-        with torch.no_grad(), acutance.probe(model):
-            model(input_ids=ids)
-
-    summary = probe()
+    closed = enter_pass_leave()
+    console = Console(file=io.StringIO(), width=100)
     return [
         count("probe of one layer: enter, pass, leave", enter_pass_leave),
-        count("head -> terminal table", lambda: print_heads(summary)),
-        count("head -> page", lambda: write_html(summary, folder / "page.html")),
+        count("head -> terminal table", lambda: console.print(console_table(closed.summary()))),
+        count("head -> page", lambda: write_html(closed.summary(), folder / "page.html")),
     ]
 
 
@@ -134,14 +134,12 @@ def law_walks() -> list[Walk]:
 
 def loss_walks() -> list[Walk]:
     """A search for a cache plan, and the comparison of what it found."""
-    from acutance.reproduce import decoder
-
-    model = decoder()
-    text = (Path(sysconfig.get_path("stdlib")) / "copy.py").read_bytes()[: 8 * 96]
-    windows = torch.tensor(list(text)).view(8, 96)
-    found = acutance.budget(model, windows, keep=0.5)
+    model = acutance.load_model(str(DECODER), head=True).model
+    text = (Path(sysconfig.get_path("stdlib")) / "copy.py").read_bytes()[: 4 * 96]
+    windows = torch.tensor(list(text)).view(4, 96)
+    found = acutance.budget(model, windows, keep=0.6)
     return [
-        count("budget -> plan", lambda: acutance.budget(model, windows, keep=0.5).plan),
+        count("budget -> plan", lambda: acutance.budget(model, windows, keep=0.6).plan),
         count("plan -> judge", lambda: acutance.judge(model, windows, {"plan": found.plan})),
     ]
 
@@ -155,14 +153,13 @@ def verify_walks() -> list[Walk]:
 def measure() -> list[Walk]:
     """Count every walk."""
     with tempfile.TemporaryDirectory() as folder:
-        stdout, sys.stdout = sys.stdout, io.StringIO()  # the table of heads
-        try:
-            return [
-                *attention_walks(), *probe_walks(Path(folder)), *law_walks(), *loss_walks(),
-                *verify_walks(),
-            ]  # fmt: skip
-        finally:
-            sys.stdout = stdout
+        return [
+            *attention_walks(),
+            *probe_walks(Path(folder)),
+            *law_walks(),
+            *loss_walks(),
+            *verify_walks(),
+        ]
 
 
 def main() -> None:

@@ -100,7 +100,14 @@ def main() -> None:
         for command in sys.argv[1:] or COMMANDS:
             result = run([command.split()[0], *COMMANDS[command]])
             print(command, result.exit_code, result.err)
-        for part in ("decoder", "code.txt", "log.jsonl", "extended/page.html", "plan_again.json"):
+        for part in (
+            "decoder",
+            "code.txt",
+            "log.jsonl",
+            "press.py",
+            "extended/page.html",
+            "plan_again.json",
+        ):
             if Path(part).is_dir():
                 shutil.rmtree(part)
             else:

@@ -35,10 +35,17 @@ def check(backend: str, mask: str, dtype: torch.dtype, queries: int | None = Non
 
 
 @pytest.mark.parametrize("mask", testing.MASKS)
+@pytest.mark.parametrize("backend", ["native", "blocked"], indirect=True)
 def test_on_every_backend(backend: str, mask: str) -> None:
     check(backend, mask, torch.float32)
-    if backend != "triton":
-        check(backend, mask, torch.float64)
+    check(backend, mask, torch.float64)
+
+
+@pytest.mark.parametrize("mask", ["everything", "causal"])
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_on_the_gpu_backend(backend: str, mask: str) -> None:
+    """Its interpreter takes seconds for a call."""
+    check(backend, mask, torch.float32)
 
 
 def test_on_every_instruction_set() -> None:
