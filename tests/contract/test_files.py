@@ -20,7 +20,7 @@ from tests.contract.files.make import COMMANDS, FOLDER, prepare
 from tests.contract.trained import decoder
 
 #: Values that differ between machines, releases and runs.
-VARYING = {"seconds", "cpu_seconds", "about", "versions", "acutance", "machine", "date"}
+VARYING = {"seconds", "cpu_seconds", "threads", "about", "versions", "acutance", "machine", "date"}
 #: Commands whose second run reads the state of the first and computes little.
 RESUMED = {"calibrate", "judge", "budget", "extend"}
 #: Commands that are fast enough to be run again.

@@ -59,6 +59,7 @@ def test_on_every_instruction_set() -> None:
             text=True,
         )
         for cpu in kernels.info().cpus
+        if cpu != kernels.info().cpu  # which the tests above run
     }
     said = {cpu: run.communicate(timeout=300)[1] for cpu, run in runs.items()}
     assert {cpu: said[cpu] for cpu, run in runs.items() if run.returncode != 0} == {}
@@ -67,6 +68,7 @@ def test_on_every_instruction_set() -> None:
 if __name__ == "__main__":
     assert kernels.info().cpu == os.environ["ACUTANCE_CPU"]
     for mask in testing.MASKS:
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            check("native", mask, dtype)
-            check("native", mask, dtype, 1)
+        check("native", mask, torch.float32)
+        check("native", mask, torch.float32, 1)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        check("native", "everything", dtype)
