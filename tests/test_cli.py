@@ -6,6 +6,8 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import entry_points
@@ -149,3 +151,17 @@ def test_every_command_is_one_file_and_one_record() -> None:
         record = getattr(module, f"{name.capitalize()}Options")
         options = {parameter.name for parameter in commands[name].params} - {"help"}
         assert options == {field.name for field in fields(record)}
+
+
+def test_a_command_of_another_package_loads_when_it_is_asked_for() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from acutance.cli import app\n"
+        "assert CliRunner().invoke(app, ['probe', '--help']).exit_code == 0\n"
+        "assert 'acutance_lab' not in sys.modules\n"
+        "assert 'reproduce' in CliRunner().invoke(app, ['--help']).output\n"
+        "assert 'acutance_lab.command' in sys.modules and 'acutance_lab.run' not in sys.modules\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -101,7 +101,8 @@ def fit(
     identity = asdict(plan) | {
         "shapes": _shapes_hash(model), "code": _code(loss), "torch": str(torch.__version__),
     }  # fmt: skip
-    start = _resume(model, optimizer, keep, identity)
+    trained = {"model": model, "optimizer": optimizer}
+    start = _resume(keep, identity, trained)
     saved, seconds = time.perf_counter(), 0.0
     model.train()
     for step in range(start, plan.steps):
@@ -124,7 +125,7 @@ def fit(
                 left = seconds / (done - start) * (plan.steps - done)
                 note(f"{plan.name}: step {done}/{plan.steps}, loss {latest:.3f}, {left:.0f} s left")
         if keep is not None and (time.perf_counter() - saved > every or done == plan.steps):
-            _save(model, optimizer, keep, identity, done)
+            _save(keep, identity, trained, done)
             saved = time.perf_counter()
     return model.eval()
 
@@ -144,26 +145,14 @@ def _code(loss: Callable[..., Any]) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def _save(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    keep: Path,
-    identity: dict[str, Any],
-    step: int,
-) -> None:
+def _save(keep: Path, identity: dict[str, Any], trained: dict[str, Any], step: int) -> None:
     """Write a training checkpoint atomically."""
-    state = {"identity": identity, "step": step}
-    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {name: subject.state_dict() for name, subject in trained.items()}
     keep.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(keep, lambda path: torch.save(state, path))
+    write_whole(keep, lambda path: torch.save({"identity": identity, "step": step, **state}, path))
 
 
-def _resume(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    keep: Path | None,
-    identity: dict[str, Any],
-) -> int:
+def _resume(keep: Path | None, identity: dict[str, Any], trained: dict[str, Any]) -> int:
     """Load a checkpoint into the model and optimizer; return the number of steps done.
 
     0, with nothing loaded, if there is no checkpoint, it is damaged, or has another ``identity``.
@@ -177,8 +166,8 @@ def _resume(
         return 0
     if not same:
         return 0
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for name, subject in trained.items():
+        subject.load_state_dict(state[name])
     return int(state["step"])
 
 
