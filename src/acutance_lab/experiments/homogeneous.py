@@ -23,7 +23,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "|x|": lambda scores: scores.abs().log(),
     "|x|³": lambda scores: 3 * scores.abs().log(),
 }
-#: Powers k and the share of keys that take block, for the entropies below.
+#: Powers k and the share of keys that take part, for the entropies below.
 POWERS = {"relu²": (2.0, 0.5), "|x|": (1.0, 1.0), "|x|³": (3.0, 1.0)}
 
 SHARPENS = Claim(

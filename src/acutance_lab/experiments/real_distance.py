@@ -15,7 +15,7 @@ MARIN = "Marín (2026), doi:10.5281/zenodo.19826343"
 SU = "Su et al. (2021), arXiv:2104.09864"
 NEAR = 0.1  # share of the published exponent within which a head's counts as that
 
-# Expected to hold before the first run, which subject the exponent to rise with T.
+# Expected to hold before the first run, which found the exponent to rise with T.
 EXPONENT = Claim(
     "exponent", "averaged over heads, weight falls as d^−γ with γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
     "does not hold", within=0.01,

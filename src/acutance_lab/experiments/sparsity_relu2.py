@@ -69,7 +69,7 @@ def measure(run: Run) -> Iterator[Row]:
 EXPERIMENT = Experiment(
     "sparsity_relu2", "sparsity of squared-ReLU weights",
     "S depends on u = β/γ alone and rises with it; S ≥ 1/√6 for β ≥ 0, S → 0 only as "
-    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; tail active key has S = 1/√n",
+    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; one active key has S = 1/√n",
     (FORMULA, PRINTED, BOUNDED, OPPOSITE, FLOOR), measure,
     Page(
         "Squared ReLU is sparse only where most scores are negative",
