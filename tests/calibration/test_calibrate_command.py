@@ -107,7 +107,7 @@ def test_a_law_is_fitted_written_and_probed(
         (("--target", "loss", "--window", "2.5"), 2, "it must be SIZE or SIZE,SINKS, as in 1024"),
         (("--target", "loss", "--window", "-4"), 2, "it must be SIZE or SIZE,SINKS, as in 1024,4"),
         (("--law", "log"), 2, "did you mean 'log_n'"),
-        (("--target", "max_logit=8"), 2, "max_logit is no longer fitted"),
+        (("--target", "max_logit=8"), 2, "must be one of entropy, normalized_entropy, eff"),
         (("--save", "state"), 2, "it needs --target loss; every other target is fitted in one run"),
         (("--resume",), 2, "needs --save, the file to continue from"),
         (("-o", "nowhere/law.json"), 2, "directory"),

@@ -22,7 +22,7 @@ def test_judging_resumes_where_it_was_interrupted(
         raise KeyboardInterrupt
 
     state, calls = tmp_path / "state", stop_at(NextToken, "score", 3, interrupt)
-    options = ("--target", "loss", "--lengths", "128,384", "--windows", 6, "--passes", 2)
+    options = ("--target", "loss", "--lengths", "128,384", "--windows", 12, "--passes", 2)
     options = (*options, "--save", state, "--even-if-worse")
     done, law = calibrate(run, tmp_path, 12000, *options)
     assert done.exit_code == 130

@@ -116,7 +116,7 @@ def _read(read: Windows, unit: Unit, shapes: Mapping[str, LayerShape], octaves: 
         ) as watch,
     ):  # fmt: skip
         for turn in unit.turns:
-            read.model(**read.batch(turn))
+            read.model(**turn.inputs(read.device))
     numbers = _by_key_head(watch.summary(), shapes, octaves)
     return Reading(0.0, unit.tokens, numbers.flatten())
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from acutance.calibration.fit.windows import first_tokens
 from acutance.calibration.logits import (
     LossError,
     call_model,
@@ -92,7 +93,7 @@ class _Logits(Loss):
                 f"{class_name(model)} is an encoder-decoder, whose loss needs pairs of texts: pass "
                 "a loss of your own to acutance.judge"
             )
-        few = _first(batch, _COMPARED)
+        few = first_tokens(batch, _COMPARED)
         logits = logits_of(model, call_model(model, few))
         ids, places = self._targets(few)
         whole = cross_entropy(logits[places], ids[places])
@@ -307,17 +308,3 @@ def _mask(batch: Mapping[str, Any]) -> Tensor:
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask.bool()
     return torch.ones_like(batch["input_ids"], dtype=torch.bool)
-
-
-def _first(batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """A batch of one window, the first of ``batch``, cut to its first ``tokens`` tokens.
-
-    Entries that are not tensors (B, length, ...) are passed on unchanged.
-    """
-    length = batch["input_ids"].shape[1]
-    return {
-        name: part[:1, :tokens]
-        if isinstance(part, Tensor) and part.dim() >= 2 and part.shape[1] == length
-        else part
-        for name, part in batch.items()
-    }

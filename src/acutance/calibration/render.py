@@ -14,7 +14,7 @@ from acutance.calibration.fit.result import HELD, Calibration, HeadCalibration
 from acutance.report.screen import NumberTable, Wrapped
 from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
-__all__ = ["OTHER_TEXT", "sentences", "show"]
+__all__ = ["OTHER_TEXT", "new_table", "not_fitted", "of_model", "sentences", "show"]
 
 #: Heads that a table lists one by one; more are summed up by layer.
 MOST_HEADS = 64
@@ -48,13 +48,21 @@ def show(result: Calibration) -> RenderableType:
     return Group(Text(title, style="bold"), "", _table(result), "", *lines)
 
 
+def new_table(keys: int, titles: Iterable[str]) -> NumberTable:
+    """A table of numbers with these columns, whose first ``keys`` name a row."""
+    table = NumberTable(
+        keys=keys, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim"
+    )
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
 def _table(result: Calibration) -> NumberTable:
     """The values and factors at each n, by head, or layer means if there are many heads."""
-    table = NumberTable(keys=3, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     lengths = sorted({n for head in result.heads for n in head.lengths})
     single = len(result.heads) <= MOST_HEADS
-    for title in ("layer", "head" if single else "heads", "n =", *map(str, lengths)):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = new_table(3, ["layer", "head" if single else "heads", "n =", *map(str, lengths)])
     table.add_column("grows as")
     for group in [[head] for head in result.heads] if single else _by_layer(result.heads):
         names = [str(group[0].layer), str(group[0].head if single else len(group))]
@@ -102,10 +110,7 @@ def _grows(group: Sequence[HeadCalibration]) -> str:
 
 def sentences(result: Calibration) -> Iterator[str]:
     """What a calibration achieved and what it did not, one sentence for each point."""
-    if result.weights_not_loaded is not None:
-        yield not_loaded_sentence(result.weights_not_loaded)
-    if result.untrained:
-        yield UNTRAINED
+    yield from of_model(result)
     yield (
         f"Largest distance from the target over heads and n: {result.worst(law=False):.0%} "
         f"without, {result.worst():.1%} with the law (held means within {HELD:.0%}, or "
@@ -117,7 +122,10 @@ def sentences(result: Calibration) -> Iterator[str]:
     for status, meaning in _STATUSES.items():
         if heads := [head for head in result.heads if status in head.status]:
             yield f"{status.capitalize()} at some n: {_listed(heads)}; {meaning}."
-    yield from _growth(result)
+    families = Counter(_FAMILIES.get(head.family, head.family) for head in result.heads)
+    grown = ", ".join(f"{count} {family}" for family, count in families.most_common())
+    few = "; at least 3 lengths are needed to distinguish families"
+    yield f"Growth of the factors with n: {grown}{few if len(result.lengths) < 3 else ''}."
     windows = ", ".join(f"{count} of {length} tokens" for length, count in result.windows.items())
     yield f"Measured {result.passes} times on windows: {windows}; ± is one standard error."
     errors = sorted(
@@ -132,10 +140,7 @@ def sentences(result: Calibration) -> Iterator[str]:
             f"{errors[len(errors) // 2]:.1%} of its target for the median and at most "
             f"{errors[-1]:.1%}. Four times as many windows halve it."
         )
-    for name, why in list(result.skipped.items())[:4]:
-        yield f"Not fitted: {name}: {why}."
-    if len(result.skipped) > 4:
-        yield f"Not fitted: {len(result.skipped) - 4} more layers."
+    yield from not_fitted(result)
     beyond = f"Beyond n = {result.lengths[-1]} "
     if result.family == "table":
         yield (
@@ -148,22 +153,20 @@ def sentences(result: Calibration) -> Iterator[str]:
     yield OTHER_TEXT
 
 
-def _growth(result: Calibration) -> Iterator[str]:
-    """Sentences on how the factors grow with n."""
-    families = Counter(head.family for head in result.heads)
-    limited = families.pop("limited", 0)
-    if limited:
-        yield (
-            f"{limited} of {len(result.heads)} heads reach the limit of the factors and have no "
-            "family."
-        )
-    text = ", ".join(f"{n} {_FAMILIES.get(name, name)}" for name, n in families.most_common())
-    if text and len(result.lengths) < 3:
-        yield (
-            f"Growth of the factors: {text}; at least 3 lengths are needed to distinguish families."
-        )
-    elif text:
-        yield f"Growth of the factors with n, by fit error: {text}."
+def of_model(result: Calibration) -> Iterator[str]:
+    """Sentences on a model whose weights are missing or look untrained."""
+    if result.weights_not_loaded is not None:
+        yield not_loaded_sentence(result.weights_not_loaded)
+    if result.untrained:
+        yield UNTRAINED
+
+
+def not_fitted(result: Calibration) -> Iterator[str]:
+    """Sentences on the layers that were left out."""
+    for name, why in list(result.skipped.items())[:4]:
+        yield f"Not fitted: {name}: {why}."
+    if len(result.skipped) > 4:
+        yield f"Not fitted: {len(result.skipped) - 4} more layers."
 
 
 def _listed(heads: Sequence[HeadCalibration]) -> str:

@@ -242,17 +242,14 @@ def calibrate(options: CalibrateOptions) -> None:
     target, value = _target(options.target)
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
+        from acutance.calibration import render
+        from acutance.calibration.by_loss import render as by_loss_render
         from acutance.calibration.fit.families import FITTED
         from acutance.calibration.fit.measure import TARGETS
         from acutance.files import as_json, put_text
         from acutance.report.screen import note
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
-        if target == "max_logit":
-            raise typer.BadParameter(
-                "max_logit is no longer fitted; acutance.training.QKClip bounds the logits of a "
-                "model in training", param_hint="--target",
-            )  # fmt: skip
         check_choice("--target", target, (*TARGETS, "loss"))
         if target == "loss":
             _check_by_loss(options, value)
@@ -270,16 +267,12 @@ def calibrate(options: CalibrateOptions) -> None:
         nothing = nothing_found(calibration)
         refused = options.out is not None and not options.even_if_worse and hurts(calibration)
 
-        def write_json(path: Path) -> None:
-            if str(path) == "-":
-                put_text(as_json(calibration.to_dict()) + "\n", path)
-            else:
-                calibration.to_json(path)
-
+        show = (by_loss_render if target == "loss" else render).show
+        text = as_json(calibration.to_dict(), indent=1) + "\n"
         write_and_show(
-            {"law": calibration.save, "json": write_json},
+            {"law": calibration.save, "json": lambda path: put_text(text, path)},
             {"law": None if refused or nothing else options.out, "json": options.json},
-            lambda screen: screen.print(_shown(calibration)),
+            lambda screen: screen.print(show(calibration)),
         )
         if refused:
             fail(
@@ -344,11 +337,9 @@ def _fit(
     note_lengths(loaded.model, lengths)
     with reading(texts) as texts:
         texts = [replace(text, content=text.tokenised(loaded.tokenizer)) for text in texts]
-    held_out = (
-        None
-        if headed is None
-        else held_out_ends(headed, texts, lengths[-1], unjudged=options.even_if_worse)
-    )
+    held_out = None
+    if headed is not None:
+        held_out = held_out_ends(headed, texts, lengths[-1], unjudged=options.even_if_worse)
     if held_out is not None:
         texts = held_out.fit
     read = lengths
@@ -385,17 +376,6 @@ def _fit(
         soft_wrap=True,
     )
     return calibration
-
-
-def _shown(calibration: "Calibration") -> Any:
-    """The report of a calibration."""
-    from acutance.calibration.by_loss import render as by_loss
-    from acutance.calibration.by_loss.result import LossCalibration
-    from acutance.calibration.render import show
-
-    if isinstance(calibration, LossCalibration):
-        return by_loss.show(calibration)
-    return show(calibration)
 
 
 def _target(text: str) -> tuple[str, float | None]:

@@ -1,6 +1,6 @@
 """The loss of held-out text, which ``probe --judge`` and ``calibrate`` measure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     from acutance.calibration.fit.result import Calibration
     from acutance.calibration.law import Law
+    from acutance.calibration.losses import Loss
     from acutance.corpus.text_model import TextModel
     from acutance.corpus.texts import Text
+    from acutance.judging.judge_model import Windows
     from acutance.judging.paired import LawComparison, LossComparison
     from acutance.judging.remedies import Remedy
     from acutance.judging.text_windows import HeldOut
@@ -193,7 +195,6 @@ def judge_proposals(
     Raises:
         typer.Exit: after Ctrl-C.
     """
-    from acutance.judging.judge_model import judge_windows
     from acutance.judging.proposed import proposed_remedies
     from acutance.judging.text_windows import loss_of, text_windows
     from acutance.report.screen import note
@@ -207,24 +208,38 @@ def judge_proposals(
     if not proposed.remedies:
         return Judged()
     windows = text_windows(headed, held.judged, [length], 0, 0)
-    tokens = windows.tokens * (1 + len(proposed.remedies))
-    with (
-        resumable("while judging by the loss", save),
-        progress("judging", windows.count, tokens, console()) as advance,
-    ):
-        comparison = judge_windows(
-            headed.model,
-            windows,
-            proposed.remedies,
-            loss,
-            save=None if save is None else f"{save}.judging",
-            save_every=save_every,
-            resume=resume,
-            overwrite=not resume,
+    with resumable("while judging by the loss", save):
+        comparison = _compared(
+            headed, windows, proposed.remedies, loss, save, save_every, resume,
             given={"train_length": train_length},
-            advance=advance,
-        )
+        )  # fmt: skip
     return Judged(comparison, proposed.reasons, proposed.remedies)
+
+
+def _compared(
+    headed: "TextModel",
+    windows: "Windows",
+    remedies: "Sequence[Remedy]",
+    loss: "Loss",
+    save: Path | None,
+    save_every: int,
+    resume: bool,
+    given: Mapping[str, Any] | None = None,
+) -> "LossComparison":
+    """Compare losses on held-out windows, with progress on standard error.
+
+    The state of that is in ``save`` with ``.judging`` added; ``given`` are options that decide
+    about ``remedies``.
+    """
+    from acutance.judging.judge_model import judge_windows
+
+    tokens = windows.tokens * (1 + len(remedies))
+    with progress("judging", windows.count, tokens, console()) as advance:
+        return judge_windows(
+            headed.model, windows, remedies, loss, given=given, advance=advance,
+            save=None if save is None else f"{save}.judging", save_every=save_every,
+            resume=resume, overwrite=not resume,
+        )  # fmt: skip
 
 
 def judge_law(
@@ -239,7 +254,6 @@ def judge_law(
     resume: bool,
 ) -> "Calibration":
     """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
-    from acutance.judging.judge_model import judge_windows
     from acutance.judging.remedies import LawRemedy
     from acutance.judging.render import verdict_sentence
     from acutance.judging.text_windows import loss_of, text_windows
@@ -249,22 +263,9 @@ def judge_law(
     # a causal model's long windows have the short ones inside
     read = lengths if loss.reads_all else lengths[-1:]
     windows = text_windows(headed, held.judged, read, 0, 0)
-    remedy = LawRemedy("the law", calibration, windowed)
-    with (
-        progress("judging", windows.count, 2 * windows.tokens, console()) as advance,
-        lengths_noted(),
-    ):
-        comparison = judge_windows(
-            headed.model,
-            windows,
-            [remedy],
-            loss,
-            save=None if save is None else f"{save}.judging",
-            save_every=save_every,
-            resume=resume,
-            overwrite=not resume,
-            advance=advance,
-        )
+    remedies = [LawRemedy("the law", calibration, windowed)]
+    with lengths_noted():
+        comparison = _compared(headed, windows, remedies, loss, save, save_every, resume)
     (law,) = comparison.laws
     where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"
     console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from acutance.calibration.fit.windows import (
     cut,
     digest,
     evaluating,
+    whole_turns,
 )
 from acutance.calibration.losses import AnyLoss, Loss, LossError, choose_loss
 from acutance.corpus.texts import model_digest
@@ -68,7 +69,7 @@ class Windows:
     @property
     def tokens(self) -> int:
         """Tokens of all windows."""
-        return sum(turn.length * turn.groups.numel() for turn in self.turns)
+        return sum(turn.tokens for turn in self.turns)
 
     def by_text(self, texts: Sequence[Hashable]) -> Windows:
         """These windows grouped by text, if they are from at least 5 texts; unchanged otherwise.
@@ -158,8 +159,10 @@ def judge(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     batches = batches_by_length(windows.split(1) if isinstance(windows, Tensor) else windows)
-    turns = _whole(batches) if lengths is None else cut(batches, check_lengths(lengths, batches))
-    rows = sum(len(_ids(batch)) for batch in batches[0]) if 0 in batches else 0
+    turns = (
+        whole_turns(batches) if lengths is None else cut(batches, check_lengths(lengths, batches))
+    )
+    rows = sum(turn.groups.numel() for turn in whole_turns(batches)) if 0 in batches else 0
     groups = 1 + max(int(turn.groups.max()) for turn in turns)
     found = Windows(tuple(turns), "window" if groups == rows or not rows else "part of the text")
     if texts is not None:
@@ -270,7 +273,7 @@ class _Job:
         """Make all runs that are not done yet; an interrupt saves those that are."""
         done, last = self._sums.done, len(self._remedies)
         if not bool(done.all()):
-            self._loss.check(self._model, self._batch(self._windows.turns[0]))
+            self._loss.check(self._model, self._windows.turns[0].inputs(self._device))
         try:
             row = 0
             for index, turn in enumerate(self._windows.turns):
@@ -299,7 +302,7 @@ class _Job:
         """
         remedy = None if place == 0 else self._remedies[place - 1]
         with nullcontext() if remedy is None else remedy.applied(self._model):
-            scored = self._loss.score(self._model, self._batch(turn))
+            scored = self._loss.score(self._model, turn.inputs(self._device))
         known = ~scored.loss.isnan()
         if remedy is not None and bool((known & scored.loss.isinf()).any()):
             raise LossError(
@@ -332,33 +335,3 @@ class _Job:
         if self._save is not None:
             self._sums.save(self._save)
         self._unsaved = 0
-
-    def _batch(self, turn: Turn) -> Mapping[str, Any]:
-        """The batch as keyword arguments of the model, on its device."""
-        batch = turn.batch if isinstance(turn.batch, Mapping) else {"input_ids": turn.batch}
-        return {
-            name: part.to(self._device) if isinstance(part, Tensor) else part
-            for name, part in batch.items()
-        }
-
-
-def _whole(batches: Mapping[int, Iterable[Any]]) -> list[Turn]:
-    """One :class:`Turn` for each batch, not cut, where each window is its own group."""
-    turns = []
-    for part in batches.values():
-        start = 0
-        for batch in part:
-            count, length = _ids(batch).shape[:2]
-            turns.append(Turn(length, batch, torch.arange(start, start + count)))
-            start += count
-    return turns
-
-
-def _ids(batch: Any) -> Tensor:
-    """The tensor of a batch whose first two dimensions are windows and tokens."""
-    if isinstance(batch, Tensor):
-        return batch
-    named = batch.get("input_ids")
-    if isinstance(named, Tensor):
-        return named
-    return next(part for part in batch.values() if isinstance(part, Tensor) and part.dim() > 1)

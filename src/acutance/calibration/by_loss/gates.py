@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import apply
-from acutance.calibration.by_loss.gradients import PreparedModel, Reading, first_tokens
+from acutance.calibration.by_loss.gradients import PreparedModel, Reading
 from acutance.calibration.by_loss.output_gradients import OutputGradients
-from acutance.calibration.fit.windows import Turn, evaluating
+from acutance.calibration.fit.windows import Turn, evaluating, first_tokens
 from acutance.calibration.losses import Loss
 from acutance.calibration.read_window import read_through
 from acutance.capture.attention_call import AttentionCall
@@ -108,7 +108,7 @@ def gated_layers(
     known = attention_layers(model)
     sizes = _Sizes({name for name, module in known.items() if uses_interface(module)})
     length = min(_FEW, turn.length)
-    few = Turn(length, first_tokens(turn, length), torch.zeros(1, dtype=torch.int64))
+    few = Turn(length, first_tokens(turn.batch, length), torch.zeros(1, dtype=torch.int64))
     with evaluating(model), torch.no_grad(), Listener(model, sizes) as listener:
         few.run(model, device)
     if not sizes.layers:

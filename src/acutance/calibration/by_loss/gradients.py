@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import apply
 from acutance.calibration.fit.measure import no_layer, read_layers
-from acutance.calibration.fit.windows import Turn, evaluating
+from acutance.calibration.fit.windows import Turn, evaluating, first_tokens
 from acutance.calibration.losses import Loss, Scored
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.scaling import HeadTable, Window
@@ -32,7 +32,6 @@ __all__ = [
     "PreparedModel",
     "Reading",
     "attending_layers",
-    "first_tokens",
     "joined",
     "prepared",
 ]
@@ -112,7 +111,9 @@ def attending_layers(
         ProbeError: if the model ran no attention that can be read.
         ValueError: if no layer can be scaled.
     """
-    few = Turn(min(_FEW, turn.length), first_tokens(turn, _FEW), torch.zeros(1, dtype=torch.int64))
+    few = Turn(
+        min(_FEW, turn.length), first_tokens(turn.batch, _FEW), torch.zeros(1, dtype=torch.int64)
+    )
     layers, skipped = read_layers(model, [few], "entropy", (few.length,), windowed=windowed)
     if not layers:
         raise ValueError(no_layer(skipped))
@@ -320,16 +321,3 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
                 found.append(block)
                 inside |= parts
     return found
-
-
-def first_tokens(turn: Turn, tokens: int) -> Any:
-    """The first tokens of a batch's first window, in the form of the batch."""
-    if isinstance(turn.batch, Tensor):
-        return turn.batch[:1, :tokens]
-    whole = turn.length
-    return {
-        name: part[:1, :tokens]
-        if isinstance(part, Tensor) and part.dim() >= 2 and part.shape[1] == whole
-        else part
-        for name, part in turn.batch.items()
-    }

@@ -8,10 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
-from acutance.calibration.render import OTHER_TEXT
+from acutance.calibration.render import OTHER_TEXT, new_table, not_fitted, of_model
 from acutance.report.screen import NumberTable, Wrapped
 from acutance.scaling import Window
-from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
 __all__ = ["sentences", "show"]
 
@@ -41,10 +40,8 @@ def show(found: LossCalibration) -> RenderableType:
 
 def _gate_table(found: LossCalibration) -> NumberTable:
     """The slope of the loss by the gates, and what heads read."""
-    table = NumberTable(keys=2, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     names = [f"slope, {_words(window)}" for window in found.choices]
-    for name in ("layer", "head", *names, "reads"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(2, ["layer", "head", *names, "reads"])
     pairs = sorted(zip(found.gates, found.reads, strict=True), key=lambda pair: min(pair[0].slope))[
         :MOST
     ]
@@ -62,15 +59,11 @@ def _words(window: Window) -> str:
 
 def _table(found: LossCalibration) -> NumberTable:
     """The slope of the loss and the factors of the heads at each length."""
-    table = NumberTable(keys=3, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("layer", "head", "n ="):
-        table.add_column(name, justify="right", no_wrap=True)
     pairs = sorted(
         zip(found.slopes, found.factors, strict=True),
         key=lambda pair: -max(map(abs, pair[0].slope)),
     )[:MOST]
-    for n in pairs[0][0].lengths:
-        table.add_column(str(n), justify="right", no_wrap=True)
+    table = new_table(3, ["layer", "head", "n =", *map(str, pairs[0][0].lengths)])
     for one, factors in pairs:
         slopes = [_with_error(one, at) for at in range(len(one.lengths))]
         table.add_row(str(one.layer), str(one.head), Text("slope", style="dim"), *slopes)
@@ -89,10 +82,7 @@ def _with_error(one: HeadSlope | GateSlope, at: int) -> str:
 
 def sentences(found: LossCalibration) -> Iterator[str]:
     """What the fit changed and how it changed the loss, one sentence for each point."""
-    if found.weights_not_loaded is not None:
-        yield not_loaded_sentence(found.weights_not_loaded)
-    if found.untrained:
-        yield UNTRAINED
+    yield from of_model(found)
     windows = f"{found.stopped} windows that were not fitted to"
     effect = f"{found.delta:+.4f} ± {found.error:.4f} nat"
     streaming = sum(window is not None for window in found.reads)
@@ -125,10 +115,7 @@ def sentences(found: LossCalibration) -> Iterator[str]:
         yield f"A table has the {MOST} heads with the largest derivatives; --json has all."
     passes = f"{found.passes} pass{'' if found.passes == 1 else 'es'}"
     yield f"Fitted to {found.fitted} windows in {passes}; ± is one standard error."
-    for name, why in list(found.skipped.items())[:4]:
-        yield f"Not fitted: {name}: {why}."
-    if len(found.skipped) > 4:
-        yield f"Not fitted: {len(found.skipped) - 4} more layers."
+    yield from not_fitted(found)
     if found.family == "table" and found.changed:
         first, last = found.slopes[0].lengths[0], found.slopes[0].lengths[-1]
         yield (

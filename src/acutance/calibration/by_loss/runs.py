@@ -59,7 +59,7 @@ class Unit:
     @property
     def tokens(self) -> int:
         """Number of tokens of all batches."""
-        return sum(turn.length * turn.groups.numel() for turn in self.turns)
+        return sum(turn.tokens for turn in self.turns)
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,6 @@ class Windows:
             "lengths": list(self.lengths),
             "windows": len(self.units),
             "weights": str(next((part.dtype for part in self.model.parameters()), None)),
-        }
-
-    def batch(self, turn: Turn) -> Mapping[str, Any]:
-        """A batch as keyword arguments of the model, on its device."""
-        batch = turn.batch if isinstance(turn.batch, Mapping) else {"input_ids": turn.batch}
-        device = self.device
-        return {
-            name: part.to(device) if isinstance(part, Tensor) else part
-            for name, part in batch.items()
         }
 
 
@@ -184,7 +175,7 @@ class Run(Generic[AnyGradients]):
         """Return ``run()`` with the model prepared; readings are saved even after an interrupt."""
         if not len(self.readings):
             turn = self.windows.units[0].turns[-1]
-            self.windows.loss.check(self.windows.model, self.windows.batch(turn))
+            self.windows.loss.check(self.windows.model, turn.inputs(self.windows.device))
         with self.gradients:
             try:
                 return run()
@@ -213,7 +204,7 @@ class Run(Generic[AnyGradients]):
         """
 
         def make() -> Reading:
-            batches = [self.windows.batch(turn) for turn in unit.turns]
+            batches = [turn.inputs(self.windows.device) for turn in unit.turns]
             compute = self.gradients.read if backward else self.gradients.score
             parts = [compute(batch, values) for batch in batches]
             return Reading(

@@ -184,7 +184,7 @@ def calibrate(
     ) -> tuple[dict[str, LayerValues], dict[str, str]]:
         def after(turn: Turn) -> None:
             if advance is not None:
-                advance(turn.length * turn.groups.numel(), number, passes)
+                advance(turn.tokens, number, passes)
 
         return read_layers(model, turns, name, knots, factors, windowed=windowed, after=after)
 

@@ -36,7 +36,9 @@ __all__ = [
     "draw",
     "describe_samples",
     "evaluating",
+    "first_tokens",
     "spread",
+    "whole_turns",
 ]
 
 #: What a model is called with: one tensor, or keywords. Windows first, tokens second.
@@ -62,12 +64,42 @@ class Turn:
     batch: AnyBatch
     groups: Tensor
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all its windows."""
+        return self.length * self.groups.numel()
+
+    def inputs(self, device: torch.device | None) -> dict[str, Any]:
+        """The batch as keyword arguments, ``input_ids`` if it is a tensor, on a device."""
+        batch = {"input_ids": self.batch} if isinstance(self.batch, Tensor) else self.batch
+        return {
+            name: part.to(device) if isinstance(part, Tensor) and device is not None else part
+            for name, part in batch.items()
+        }
+
     def run(self, model: torch.nn.Module, device: torch.device | None) -> None:
         """Call the model on the batch, moved to ``device``; None leaves it where it is."""
+        inputs = self.inputs(device)
         if isinstance(self.batch, Tensor):
-            model(_moved(self.batch, device))
+            model(inputs["input_ids"])
         else:
-            model(**{name: _moved(part, device) for name, part in self.batch.items()})
+            model(**inputs)
+
+
+def first_tokens(batch: AnyBatch, tokens: int) -> Any:
+    """The first tokens of a batch's first window, in the form of the batch.
+
+    Entries that are not tensors (B, length, ...) are passed on unchanged.
+    """
+    if isinstance(batch, Tensor):
+        return batch[:1, :tokens]
+    length = _length(batch)
+    return {
+        name: part[:1, :tokens]
+        if isinstance(part, Tensor) and part.dim() >= 2 and part.shape[1] == length
+        else part
+        for name, part in batch.items()
+    }
 
 
 def check_lengths(
@@ -170,6 +202,22 @@ def cut(batches: Mapping[int, Sequence[AnyBatch]], lengths: Sequence[int]) -> li
                 if groups.numel():
                     turns.append(Turn(length, made, groups))
             before += own
+    return turns
+
+
+def whole_turns(batches: Mapping[int, Iterable[AnyBatch]]) -> list[Turn]:
+    """One :class:`Turn` for each batch, not cut, where each window is its own group.
+
+    Args:
+        batches: from :func:`batches_by_length`.
+    """
+    turns = []
+    for of_length in batches.values():
+        start = 0
+        for batch in of_length:
+            count = _rows(batch)
+            turns.append(Turn(_length(batch), batch, torch.arange(start, start + count)))
+            start += count
     return turns
 
 
@@ -295,11 +343,6 @@ def _length(batch: AnyBatch) -> int:
 def _rows(batch: AnyBatch) -> int:
     """Number of windows of a batch."""
     return _tensor(batch).shape[0]
-
-
-def _moved(part: Any, device: torch.device | None) -> Any:
-    """A tensor on ``device``; anything else, or a tensor with ``device`` None, unchanged."""
-    return part.to(device) if isinstance(part, Tensor) and device is not None else part
 
 
 @dataclass(frozen=True)
