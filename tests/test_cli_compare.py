@@ -48,10 +48,12 @@ def test_the_table_fits_and_says_everything(
     assert lines[2].split()[:2] == ["mechanism", "n"]
     assert lines[2].split()[-2:] == ["grad", "s"]
     assert ("noise" in lines[2]) == (width == 120)
+    rows = lines[3 : lines.index("", 3)]  # sentences come after
+    assert len(rows) == 2 * len(MECHANISMS)
     for name in MECHANISMS:
-        (index,) = [at for at, line in enumerate(lines) if line.split()[:1] == [name]]
-        assert lines[index].split()[1] == "16"
-        assert lines[index + 1].split()[0] == "40"
+        (index,) = [at for at, line in enumerate(rows) if line.split()[:1] == [name]]
+        assert rows[index].split()[1] == "16"
+        assert rows[index + 1].split()[0] == "40"
     assert all(line.isascii() for line in lines) or not ascii_only
 
 
