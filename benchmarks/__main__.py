@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-
 from acutance.files import check_regular, write_text
-from acutance.report.screen import NumberTable, Screen
+from acutance.report.screen import Screen
+from acutance.report.table import Column, Table
 from benchmarks.cpu import figures, page, render
 from benchmarks.cpu.cases import GROUPS, choose
 from benchmarks.cpu.records import BenchReport, Progress
@@ -142,18 +141,21 @@ def _screen() -> Screen:
     return screen
 
 
-def _table_of_cases(names: Sequence[str], quick: bool) -> NumberTable:
+def _table_of_cases(names: Sequence[str], quick: bool) -> Table:
     """Every case asked for: group, name, shape and goals."""
-    table = NumberTable(
-        keys=2, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
-    )
-    for heading in ("group", "case", "shape", "goals"):
-        table.add_column(heading, no_wrap=heading == "case")
     chosen = choose(names, quick=quick)
-    for group in dict.fromkeys((*GROUPS, "")):
-        for case in (case for case in chosen if case.group == group):
-            table.add_row(group, case.name, case.shape, ", ".join(case.goals))
-    return table
+    rows = [
+        (group, case.name, case.shape, ", ".join(case.goals))
+        for group in dict.fromkeys((*GROUPS, ""))
+        for case in chosen
+        if case.group == group
+    ]
+    columns = [
+        Column("group", "words"),
+        Column("case", "name"),
+        *(Column(name, "words") for name in ("shape", "goals")),
+    ]
+    return Table("", columns, rows, keys=2)
 
 
 if __name__ == "__main__":

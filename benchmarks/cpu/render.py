@@ -9,7 +9,8 @@ from benchmarks.cpu.records import BenchReport, CaseResult, Row, Spread
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
+
+    from acutance.report.table import Table
 
 HEADER = (
     "contender",
@@ -25,7 +26,6 @@ HEADER = (
     "error\noutput",
     "error\nentropy",
 )
-WIDTHS = (17, 6, 5, 13, 10, 4, 4, 5, 5, 6, 6, 7)
 _STYLES = {"failed": "bold red", "not run": "yellow", "unfinished": "dim"}
 
 
@@ -37,54 +37,31 @@ def table(report: BenchReport) -> Group:
     from rich.console import Group
     from rich.text import Text
 
+    from acutance.report.table import Column, Table, styled
+
+    columns = [Column(HEADER[0], "name"), *map(Column, HEADER[1:])]
     parts: list[Any] = [Text(_title(report), style="bold"), Text()]
-    for index, result in enumerate(report.results):
+    for result in report.results:
         heading = f"{result.case.name}, {count_of(result.threads)}: {result.case.shape}"
-        drawn = _table(HEADER, WIDTHS, heads=index == 0)
-        for row in result.rows:
-            style = _STYLES.get(row.status, "")
-            drawn.add_row(*(Text(cell, style=style) for cell in cells(report, result, row)))
-        parts += [Text(heading, style="bold"), drawn, Text()]
+        rows = [
+            styled(cells(report, result, row), _STYLES.get(row.status, "")) for row in result.rows
+        ]
+        parts += [Table(heading, columns, rows), Text()]
     said = [*notes(report), f"{where(report)} {how(report)}"]
     return Group(*parts, Text("\n".join(said), style="dim italic"))
 
 
 def goals(report: BenchReport) -> Table:
     """What was to be reached and what was: a line per goal that the report's cases decide."""
-    from rich.text import Text
+    from acutance.report.table import Column, Table, styled
 
-    header = ("goal", "limit", "best", "worst", "met", "worst in")
-    drawn = _table(header, (), title="Goals", caption=PROVISO + ".")
-    for texts, met in summary(judge(report)):
-        drawn.add_row(*(Text(text, style="" if met else "red") for text in texts))
-    return drawn
-
-
-def _table(
-    header: tuple[str, ...], widths: tuple[int, ...], heads: bool = True, **options: Any
-) -> Table:
-    from rich import box
-
-    from acutance.report.screen import NumberTable
-
-    drawn = NumberTable(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        show_edge=False,
-        show_header=heads,
-        title_justify="left",
-        caption_justify="left",
-        **options,
-    )
-    for index, heading in enumerate(header):
-        drawn.add_column(
-            heading,
-            justify="right" if index else "left",
-            no_wrap=bool(widths) or 0 < index < len(header) - 1,
-            width=widths[index] if widths else None,
-        )
-    return drawn
+    columns = [
+        Column("goal", "words"),
+        *map(Column, ("limit", "best", "worst", "met")),
+        Column("worst in", "words"),
+    ]
+    rows = [styled(texts, "" if met else "red") for texts, met in summary(judge(report))]
+    return Table("Goals", columns, rows, notes=[PROVISO + "."])
 
 
 def summary(judgements: list[Judgement]) -> list[tuple[tuple[str, ...], bool]]:

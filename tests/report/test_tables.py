@@ -6,20 +6,19 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from acutance.calibration.fit.result import Calibration, HeadCalibration
-from acutance.calibration.render import show
+from acutance.calibration.render import tables
 from acutance.cli import app
 from acutance.comparison import Comparison, compare, render
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
 from acutance.report.diff_console import print_diff
-from acutance.report.screen import NumberTable
+from acutance.report.table import Column, Table
 from acutance.reproduce import EXPERIMENTS
 from acutance_lab.command import listing, summary
 from acutance_lab.run import run_one
@@ -113,7 +112,7 @@ def test_the_table_of_heads_keeps_the_mean_of_each_layer(
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_calibration_are_whole(width: int) -> None:
     for heads in (12, 80):  # head by head, layer by layer
-        printed = shows(show(calibration(heads)))
+        printed = shows(*tables(calibration(heads)))
         assert set(numbers(printed, width)) == set(numbers(printed, 200))
 
 
@@ -170,13 +169,10 @@ def test_numbers_of_a_prediction_are_whole(
 
 
 def test_what_does_not_fit_goes_on_below_with_its_keys() -> None:
-    def lines(width: int, **options: Any) -> list[str]:
-        table = NumberTable(keys=1, box=None, padding=(0, 2, 0, 0), pad_edge=False, **options)
-        table.add_column("name", no_wrap=True)
-        for index in range(4):
-            table.add_column(f"column {index}", justify="right", no_wrap=True)
-        table.add_column("words")
-        table.add_row("a", *(f"{index}.123456" for index in range(4)), "many words that may fold")
+    def lines(width: int) -> list[str]:
+        numbers = [Column(f"column {index}", format=".6f") for index in range(4)]
+        row = ("a", *(index + 0.123456 for index in range(4)), "many words that may fold")
+        table = Table("", (Column("name", "name"), *numbers, Column("words", "words")), [row])
         file = io.StringIO()
         Console(file=file, width=width).print(table)
         return [line.rstrip() for line in file.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""The terminal report of a calibration."""
+"""A calibration as a table, and in sentences."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from acutance.calibration.fit.measure import TARGETS
 from acutance.calibration.fit.result import HELD, Calibration, HeadCalibration
-from acutance.report.screen import NumberTable, Wrapped
+from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
-__all__ = ["OTHER_TEXT", "new_table", "not_fitted", "of_model", "sentences", "show"]
+__all__ = ["OTHER_TEXT", "not_fitted", "of_model", "sentences", "tables"]
 
 #: Heads that a table lists one by one; more are summed up by layer.
 MOST_HEADS = 64
@@ -35,48 +32,32 @@ _STATUSES = {
 _MARKS = {"impossible": " ✗", "limited": " ▲", "missed": " !"}
 
 
-def show(result: Calibration) -> RenderableType:
-    """A calibration for a rich console: title, table of heads, and sentences."""
-    what = f"kept at its value for n = {result.reference}"
-    if result.value is not None:
-        what = f"{result.value:g}{_unit(result)} at every n"
-    title = (
-        f"{result.metric.replace('_', ' ')}, {what}: without and with a law ({result.family}), "
-        "at n visible keys"
-    )
-    lines = [Wrapped(line, bullet=" • ") for line in sentences(result)]
-    return Group(Text(title, style="bold"), "", _table(result), "", *lines)
-
-
-def new_table(keys: int, titles: Iterable[str]) -> NumberTable:
-    """A table of numbers with these columns, whose first ``keys`` name a row."""
-    table = NumberTable(
-        keys=keys, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim"
-    )
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
-
-
-def _table(result: Calibration) -> NumberTable:
+def tables(result: Calibration) -> list[Table]:
     """The values and factors at each n, by head, or layer means if there are many heads."""
     lengths = sorted({n for head in result.heads for n in head.lengths})
     single = len(result.heads) <= MOST_HEADS
-    table = new_table(3, ["layer", "head" if single else "heads", "n =", *map(str, lengths)])
-    table.add_column("grows as")
+    rows = []
     for group in [[head] for head in result.heads] if single else _by_layer(result.heads):
-        names = [str(group[0].layer), str(group[0].head if single else len(group))]
+        names: list[int | None] = [group[0].layer, group[0].head if single else len(group)]
         for row, field, errors, style in (
             ("before", "before", "before_error", ""),
             ("predicted", "predicted", None, "dim"),
             ("after", "after", "after_error", "bold"),
             ("factor", "factors", "factor_errors", "cyan"),
         ):
-            cells = [Text(_cell(group, field, errors, n), style=style) for n in lengths]
-            grows = _grows(group) if row == "factor" else ""
-            table.add_row(*names, Text(row, style="dim"), *cells, grows)
-            names = ["", ""]
-    return table
+            cells = [Cell(_cell(group, field, errors, n), style) for n in lengths]
+            rows.append([*names, Cell(row, "dim"), *cells, _grows(group) * (row == "factor")])
+            names = [None, None]
+    what = f"kept at its value for n = {result.reference}"
+    if result.value is not None:
+        what = f"{result.value:g}{_unit(result)} at every n"
+    headings = ("layer", "head" if single else "heads", "n =", *map(str, lengths))
+    title = (
+        f"{result.metric.replace('_', ' ')}, {what}: without and with a law ({result.family}), "
+        "at n visible keys"
+    )
+    columns = [*map(Column, headings), Column("grows as", "words")]
+    return [Table(title, columns, rows, [*sentences(result)], keys=3)]
 
 
 def _cell(group: Sequence[HeadCalibration], field: str, errors: str | None, n: int) -> str:

@@ -248,6 +248,7 @@ def calibrate(options: CalibrateOptions) -> None:
         from acutance.calibration.fit.measure import TARGETS
         from acutance.files import as_json, put_text
         from acutance.report.screen import note
+        from acutance.report.table import print_tables
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
         check_choice("--target", target, (*TARGETS, "loss"))
@@ -267,12 +268,12 @@ def calibrate(options: CalibrateOptions) -> None:
         nothing = nothing_found(calibration)
         refused = options.out is not None and not options.even_if_worse and hurts(calibration)
 
-        show = (by_loss_render if target == "loss" else render).show
+        tables = (by_loss_render if target == "loss" else render).tables
         text = as_json(calibration.to_dict(), indent=1) + "\n"
         write_and_show(
             {"law": calibration.save, "json": lambda path: put_text(text, path)},
             {"law": None if refused or nothing else options.out, "json": options.json},
-            lambda screen: screen.print(show(calibration)),
+            lambda screen: print_tables(screen, tables(calibration)),
         )
         if refused:
             fail(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.files import as_json
+from acutance.files import as_json, finite
 from acutance.mechanisms import MECHANISMS
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.rowstats import METRICS
@@ -196,31 +196,30 @@ class Comparison:
 
 def _result(result: Result) -> dict[str, Any]:
     """One mechanism at one n as plain JSON values."""
-    return {
-        "mechanism": result.mechanism,
-        "n": result.n,
-        "rows": result.rows,
-        "readings": {
-            name: {
-                "measured": _json_number(reading.measured),
-                "error": _json_number(reading.error),
-                "predicted": _json_number(reading.predicted),
-                "kind": reading.kind or None,
-                "deviation": _json_number(reading.deviation),
-                "z": _json_number(reading.z),
-                "why": reading.why or None,
-            }
-            for name, reading in result.readings.items()
-        },
-        "seconds": _json_number(result.seconds),
-        "cpu_seconds": _json_number(result.cpu_seconds),
-        "parameters": {name: _json_number(value) for name, value in result.parameters.items()},
+    readings = {
+        name: {
+            "measured": reading.measured,
+            "error": reading.error,
+            "predicted": reading.predicted,
+            "kind": reading.kind or None,
+            "deviation": reading.deviation,
+            "z": reading.z,
+            "why": reading.why or None,
+        }
+        for name, reading in result.readings.items()
     }
-
-
-def _json_number(value: float) -> float | None:
-    """The number, or None if it is not finite."""
-    return value if math.isfinite(value) else None
+    record: dict[str, Any] = finite(
+        {
+            "mechanism": result.mechanism,
+            "n": result.n,
+            "rows": result.rows,
+            "readings": readings,
+            "seconds": result.seconds,
+            "cpu_seconds": result.cpu_seconds,
+            "parameters": result.parameters,
+        }
+    )
+    return record
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rich.text import Text
 from acutance.escapes import printable
 from acutance.report.screen import Wrapped, bulleted, least_width, wrap
 
-__all__ = ["Cell", "Column", "Table", "figures", "styled"]
+__all__ = ["Cell", "Column", "Table", "figures", "print_tables", "styled"]
 
 #: Below and from this size on, numbers have an exponent.
 _SMALL, _LARGE = 1e-3, 1e7
@@ -60,7 +60,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: its heading.
+        name: its heading, of one line or more.
         kind: ``"number"`` stands on the right, ``"name"`` on the left, and neither is broken;
             ``"words"`` may go on in a further line.
         format: how numbers become text: a format such as ``"+.4f"``, or a function.
@@ -102,6 +102,12 @@ class Cell:
 def styled(values: Iterable[Any], style: str) -> tuple[Cell, ...]:
     """The cells of a row that all have one style."""
     return tuple(Cell(value, style) for value in values)
+
+
+def print_tables(console: Console, tables: Iterable[Table]) -> None:
+    """Print tables with a blank line between them."""
+    for index, table in enumerate(tables):
+        console.print(*([""] if index else []), table)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,10 @@ class Table:
     def _lines(self, width: int, ascii_only: bool) -> Iterator[Text]:
         """The lines of the heading and the rows, in blocks that fit."""
         shown = [at for at, column in enumerate(self.columns) if column.from_width <= width]
-        rows = [[column.name for column in self.columns], *self.texts()]
+        names = [column.name.split("\n") for column in self.columns]
+        height = max(map(len, names), default=1)
+        head = [[""] * (height - len(lines)) + lines for lines in names]
+        rows = [*zip(*head, strict=True), *self.texts()]
         texts = [[printable(text, ascii_only) for text in row] for row in rows]
         widths = [max(cell_len(row[at]) for row in texts) for at in range(len(self.columns))]
         least = [self._least(at, texts, widths[at]) for at in range(len(widths))]
@@ -251,8 +260,8 @@ class Table:
         self, block: Sequence[int], texts: Sequence[Sequence[str]], widths: Sequence[int], gap: int
     ) -> Iterator[Text]:
         """The lines of some columns, the heading first."""
-        for index, row in enumerate(texts):
-            styles = [_style(cell) for cell in self.rows[index - 1]] if index else []
+        for index, row in enumerate(texts, len(self.rows) - len(texts)):  # below 0: the heading
+            styles = [_style(cell) for cell in self.rows[index]] if index >= 0 else []
             wrapped = [
                 [row[at]] if cell_len(row[at]) <= size else wrap(row[at], size)
                 for at, size in zip(block, widths, strict=True)
@@ -263,7 +272,7 @@ class Table:
                     text = lines[number] if number < len(lines) else ""
                     space = " " * (size - cell_len(text))
                     right = self.columns[at].kind == "number"
-                    style = styles[at] if index else "dim"
+                    style = styles[at] if styles else "dim"
                     line.append(" " * gap if at != block[0] else "")
                     line.append(space + text if right else text + space, style)
                 line.rstrip()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.files import finite
 from acutance.summary.head_arrays import HeadArrays, check_arrays
 
 __all__ = ["ALL_ROWS", "MOST_SPANS", "OTHER", "Spans"]
@@ -191,10 +192,9 @@ class Spans(HeadArrays):
                 continue
             keys = {}
             for column, name in enumerate((*self.names, OTHER)):
-                error = float(errors[head, row, column])
                 keys[name] = {
                     "mean": float(self.mean[head, row, column]),
-                    "error": error if math.isfinite(error) else None,
+                    "error": finite(float(errors[head, row, column])),
                     "even": float(self.even[head, row, column]),
                 }
             table[kind] = {

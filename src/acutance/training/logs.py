@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from acutance.files import as_json
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments, edges
 from acutance.training.reports import PREFIX, layer_heads
@@ -54,9 +54,8 @@ class JsonLines:
 
     def __call__(self, scalars: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+            file.write(as_json({"step": step, **scalars}) + "\n")
 
 
 def destinations(log: Log | Sequence[Log] | None) -> tuple[Any, ...]:

@@ -245,5 +245,5 @@ def _number(value: Any) -> float:
 
 def _first(record: Mapping[str, Any], names: Iterable[str]) -> float | None:
     """The first of several names that a record has, if it is a finite number."""
-    value = next((_number(record[name]) for name in names if name in record), math.nan)
-    return value if math.isfinite(value) else None
+    value: float | None = finite(next((_number(record[n]) for n in names if n in record), None))
+    return value

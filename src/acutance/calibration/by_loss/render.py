@@ -1,55 +1,49 @@
-"""The terminal report of a fit to the loss."""
+"""A fit to the loss as tables, and in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from typing import Any
 
 from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
-from acutance.calibration.render import OTHER_TEXT, new_table, not_fitted, of_model
-from acutance.report.screen import NumberTable, Wrapped
+from acutance.calibration.render import OTHER_TEXT, not_fitted, of_model
+from acutance.report.table import Cell, Column, Table
 from acutance.scaling import Window
 
-__all__ = ["sentences", "show"]
+__all__ = ["sentences", "tables"]
 
 #: Heads that the table lists: those with the largest change to first order.
 MOST = 20
 
 
-def show(found: LossCalibration) -> RenderableType:
-    """A fit to the loss for a rich console: a table of the heads, then sentences."""
-    parts: list[RenderableType] = []
+def tables(found: LossCalibration) -> list[Table]:
+    """A fit to the loss: a table of the gates, one of the heads, then sentences."""
+    shown = []
     if found.gates:
-        title = (
-            f"Loss ({found.loss}): its derivative by a gate that lets a head read through a "
-            "window, without a law, in nats a token"
-        )
-        parts += [Text(title, style="bold"), "", _gate_table(found), ""]
+        shown.append(_gate_table(found))
     if found.slopes:
-        law = "with these windows" if any(found.reads) else "without a law"
-        title = (
-            f"Loss ({found.loss}): its derivative by log λ of each head {law}, in nats a "
-            f"token, and the factors λ of the law ({found.family}), at n visible keys"
-        )
-        parts += [Text(title, style="bold"), "", _table(found), ""]
-    lines = [Wrapped(line, bullet=" • ") for line in sentences(found)]
-    return Group(*parts, *lines)
+        shown.append(_table(found))
+    return [*shown, Table("", (), (), [*sentences(found)])]
 
 
-def _gate_table(found: LossCalibration) -> NumberTable:
+def _gate_table(found: LossCalibration) -> Table:
     """The slope of the loss by the gates, and what heads read."""
-    names = [f"slope, {_words(window)}" for window in found.choices]
-    table = new_table(2, ["layer", "head", *names, "reads"])
-    pairs = sorted(zip(found.gates, found.reads, strict=True), key=lambda pair: min(pair[0].slope))[
-        :MOST
-    ]
-    for one, window in pairs:
-        reads = Text("all", style="dim") if window is None else Text(_words(window), style="cyan")
-        slopes = [_with_error(one, at) for at in range(len(one.slope))]
-        table.add_row(str(one.layer), str(one.head), *slopes, reads)
-    return table
+    pairs = zip(found.gates, found.reads, strict=True)
+    rows = []
+    for gate, window in sorted(pairs, key=lambda pair: min(pair[0].slope))[:MOST]:
+        reads = Cell("all", "dim") if window is None else Cell(_words(window), "cyan")
+        rows.append([gate.layer, gate.head, *_slopes(gate), reads])
+    return Table(
+        f"Loss ({found.loss}): its derivative by a gate that lets a head read through a "
+        "window, without a law, in nats a token",
+        [
+            *map(Column, ("layer", "head")),
+            *(Column(f"slope, {_words(window)}") for window in found.choices),
+            Column("reads"),
+        ],
+        rows,
+        keys=2,
+    )
 
 
 def _words(window: Window) -> str:
@@ -57,27 +51,31 @@ def _words(window: Window) -> str:
     return f"{window.size},{window.sinks}" if window.sinks else str(window.size)
 
 
-def _table(found: LossCalibration) -> NumberTable:
+def _table(found: LossCalibration) -> Table:
     """The slope of the loss and the factors of the heads at each length."""
-    pairs = sorted(
-        zip(found.slopes, found.factors, strict=True),
-        key=lambda pair: -max(map(abs, pair[0].slope)),
-    )[:MOST]
-    table = new_table(3, ["layer", "head", "n =", *map(str, pairs[0][0].lengths)])
-    for one, factors in pairs:
-        slopes = [_with_error(one, at) for at in range(len(one.lengths))]
-        table.add_row(str(one.layer), str(one.head), Text("slope", style="dim"), *slopes)
-        shown = [
-            Text("1", style="dim") if factor == 1.0 else Text(f"{factor:.3g}", style="cyan bold")
+    pairs = zip(found.slopes, found.factors, strict=True)
+    rows: list[list[Any]] = []
+    for head, factors in sorted(pairs, key=lambda pair: -max(map(abs, pair[0].slope)))[:MOST]:
+        cells = [
+            Cell("1", "dim") if factor == 1.0 else Cell(f"{factor:.3g}", "cyan bold")
             for factor in factors
         ]
-        table.add_row("", "", Text("factor", style="dim"), *shown)
-    return table
+        rows.append([head.layer, head.head, Cell("slope", "dim"), *_slopes(head)])
+        rows.append([None, None, Cell("factor", "dim"), *cells])
+    law = "with these windows" if any(found.reads) else "without a law"
+    return Table(
+        f"Loss ({found.loss}): its derivative by log λ of each head {law}, in nats a "
+        f"token, and the factors λ of the law ({found.family}), at n visible keys",
+        [*map(Column, ("layer", "head", "n =", *map(str, found.slopes[0].lengths)))],
+        rows,
+        keys=3,
+    )
 
 
-def _with_error(one: HeadSlope | GateSlope, at: int) -> str:
-    """A head's slope at a length with its standard error."""
-    return f"{one.slope[at]:+.4f}±{one.error[at]:.4f}"
+def _slopes(head: HeadSlope | GateSlope) -> list[str]:
+    """A head's slopes with their standard errors."""
+    pairs = zip(head.slope, head.error, strict=True)
+    return [f"{slope:+.4f}±{error:.4f}" for slope, error in pairs]
 
 
 def sentences(found: LossCalibration) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from acutance.files import finite
 from acutance.summary.diff.match_heads import Matched
 from acutance.summary.standard_errors import HOW, How
 
@@ -245,8 +246,7 @@ class Diff:
                 verdict = record.pop("verdict")
                 record |= {"floor": floor, "shift": shift, "verdict": verdict}
                 for name, value in record.items():
-                    known = not isinstance(value, float) or math.isfinite(value)
-                    table.setdefault(name, []).append(value if known else None)
+                    table.setdefault(name, []).append(finite(value))
         return table
 
     def to_arrow(self) -> pyarrow.Table:
@@ -283,7 +283,7 @@ class Diff:
             "layers": [asdict(layer) for name in self.metrics for layer in self.layers(name)],
             "heads": rows,
         }
-        return {name: json_value(value) for name, value in record.items()}
+        return {name: finite(value) for name, value in record.items()}
 
 
 def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
@@ -305,12 +305,3 @@ def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
         moved=sum(head.verdict == "moved" for head in judged),
         most=max(judged, key=lambda head: abs(head.change)).head if judged else None,
     )
-
-
-def json_value(value: Any) -> Any:
-    """Replace every number that is not finite by None, for JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): json_value(part) for key, part in value.items()}
-    return [json_value(part) for part in value] if isinstance(value, list | tuple) else value
