@@ -112,7 +112,7 @@ def test_the_table_of_heads_keeps_the_mean_of_each_layer(
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_calibration_are_whole(width: int) -> None:
     for heads in (12, 80):  # head by head, layer by layer
-        printed = shows(*tables(calibration(heads)))
+        printed = shows(tables(calibration(heads))[0])
         assert set(numbers(printed, width)) == set(numbers(printed, 200))
 
 

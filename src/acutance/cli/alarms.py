@@ -87,14 +87,9 @@ def _show(replayed: "Replay", false_alarms: float, screen: Any) -> None:
     if not replayed.alarms:
         screen.print("No alarm.")
         return
-    columns = (
-        Column("layer", "name"),
-        Column("alarm", "name"),
-        Column("first alarm"),
-        Column("growth", format=".3g"),
-        Column("deviation", format=".4g"),
-        Column("measurements"),
-    )
+    names = (Column(name, "name") for name in ("layer", "alarm"))
+    numbers = (Column("growth", format=".3g"), Column("deviation", format=".4g"))
+    columns = [*names, Column("first alarm"), *numbers, Column("measurements")]
     rows = [
         (
             alarm.layer or "not in the log",

@@ -186,7 +186,7 @@ class Comparison:
                 }
                 for name in self.mechanisms
             },
-            "results": [_result(result) for result in self.results],
+            "results": finite([_result(result) for result in self.results]),
         }
 
     def to_json(self) -> str:
@@ -195,31 +195,27 @@ class Comparison:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    """One mechanism at one n as plain JSON values."""
-    readings = {
-        name: {
-            "measured": reading.measured,
-            "error": reading.error,
-            "predicted": reading.predicted,
-            "kind": reading.kind or None,
-            "deviation": reading.deviation,
-            "z": reading.z,
-            "why": reading.why or None,
-        }
-        for name, reading in result.readings.items()
+    """One mechanism at one n as a record."""
+    return {
+        "mechanism": result.mechanism,
+        "n": result.n,
+        "rows": result.rows,
+        "readings": {
+            name: {
+                "measured": reading.measured,
+                "error": reading.error,
+                "predicted": reading.predicted,
+                "kind": reading.kind or None,
+                "deviation": reading.deviation,
+                "z": reading.z,
+                "why": reading.why or None,
+            }
+            for name, reading in result.readings.items()
+        },
+        "seconds": result.seconds,
+        "cpu_seconds": result.cpu_seconds,
+        "parameters": result.parameters,
     }
-    record: dict[str, Any] = finite(
-        {
-            "mechanism": result.mechanism,
-            "n": result.n,
-            "rows": result.rows,
-            "readings": readings,
-            "seconds": result.seconds,
-            "cpu_seconds": result.cpu_seconds,
-            "parameters": result.parameters,
-        }
-    )
-    return record
 
 
 @dataclass(frozen=True)
