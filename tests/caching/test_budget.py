@@ -16,9 +16,9 @@ import torch
 import acutance
 from acutance.caching import Budget, HeadPlan, budget, cache_shapes, recall
 from acutance.caching.alternatives import Rounded, rounded
+from acutance.caching.frontier import sentences
 from acutance.caching.packing import quantise
 from acutance.caching.proposals import Option, cheapest
-from acutance.caching.render import sentences
 from acutance.caching.rules import HeadReach, propose, read_reach
 from acutance.calibration.by_loss.runs import read_windows
 from acutance.capture.attention_call import AttentionCall

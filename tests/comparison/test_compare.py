@@ -14,7 +14,6 @@ from acutance.comparison import compare
 from acutance.comparison.measured import mean_and_error, measure, query_gradient
 from acutance.comparison.predicted import feature_moments, predict_rows
 from acutance.comparison.record import Gaussian, Inputs, gaussian
-from acutance.comparison.render import table
 from acutance.mechanisms import MECHANISMS
 from acutance.mechanisms.entry import Linear
 
@@ -138,5 +137,5 @@ def test_the_legend_counts_threads(threads: int, said: str) -> None:
     found = compare(["identity"], n=8, d=16)
     settings = found.settings | {"threads": threads}
     timed = [replace(result, seconds=1.0) for result in found.results]
-    shown = table(replace(found, settings=settings, results=timed))
+    shown = replace(found, settings=settings, results=timed).table()
     assert shown.columns[-1].note.endswith(said)

@@ -14,7 +14,6 @@ import acutance
 from acutance.extending import proposals
 from acutance.extending.page import page
 from acutance.extending.record import Extension, Final, Tried
-from acutance.extending.render import final_table, tried_table
 from acutance.judging import LawRemedy, Part
 from acutance.report.screen import Screen
 from acutance_lab.trained import decoder
@@ -75,7 +74,7 @@ def test_names_and_numbers_stay_whole_at_any_width(width: int) -> None:
         1.0,
     )
     stream = io.StringIO()
-    Screen(file=stream, width=width).print(final_table(result), tried_table(result))
+    Screen(file=stream, width=width).print(result.table())
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     text = " ".join(lines)

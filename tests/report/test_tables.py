@@ -12,9 +12,8 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from acutance.calibration.fit.result import Calibration, HeadCalibration
-from acutance.calibration.render import tables
 from acutance.cli import app
-from acutance.comparison import Comparison, compare, render
+from acutance.comparison import Comparison, compare
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
 from acutance.report.diff_console import print_diff
@@ -112,7 +111,7 @@ def test_the_table_of_heads_keeps_the_mean_of_each_layer(
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_calibration_are_whole(width: int) -> None:
     for heads in (12, 80):  # head by head, layer by layer
-        printed = shows(tables(calibration(heads))[0])
+        printed = shows(calibration(heads).table())
         assert set(numbers(printed, width)) == set(numbers(printed, 200))
 
 
@@ -124,7 +123,7 @@ def comparison() -> Comparison:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_comparison_are_whole(comparison: Comparison, width: int) -> None:
-    printed = shows(render.table(comparison))
+    printed = shows(comparison.table())
     assert set(numbers(printed, width)) <= set(numbers(printed, 200))
     assert len(numbers(printed, width)) >= len(numbers(printed, 100))
 

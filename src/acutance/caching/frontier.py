@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from acutance.caching.plan import CachePlan, HeadPlan
 from acutance.calibration.by_loss.result import GateSlope
 from acutance.files import as_json, finite, write_text
+from acutance.report.table import Cell, Column, Table
+from acutance.summary.layer import UNTRAINED
 
-__all__ = ["Budget", "Point"]
+__all__ = ["Budget", "Point", "sentences"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,28 @@ class Budget:
         """The measured point of :attr:`plan`; None if it is the full cache."""
         return next((one for one in self.points if one.plan == self.plan), None)
 
+    def table(self) -> Table:
+        """A search: loss against bytes, then sentences."""
+        frontier = self.frontier
+        rows = []
+        for point in sorted(self.points, key=lambda point: (-point.bytes, point.delta)):
+            mark = "chosen" if point == self.chosen else "frontier" if point in frontier else ""
+            change = f"{point.delta:+.4f} ± {point.error:.4f}"
+            heads = point.plan.name.removeprefix("cache plan (").removesuffix(")")
+            rows.append((point.share, point.bytes, change, point.rule, heads, Cell(mark, "cyan")))
+        return Table(
+            f"Loss ({self.loss}) under each plan minus loss with the full cache, in nats a "
+            f"token, at {self.n} tokens",
+            [
+                *(Column("share", format=".3f"), Column("bytes", format=",")),
+                *(Column("Δ loss"), Column("proposed by")),
+                *(Column("heads", "words"), Column("", "name")),
+            ],
+            rows,
+            [*sentences(self)],
+            keys=2,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plans of other points as plain JSON values."""
         chosen, frontier = self.chosen, self.frontier
@@ -120,3 +144,34 @@ class Budget:
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as JSON, whole or not at all."""
         write_text(path, as_json(self.to_dict(), indent=1) + "\n")
+
+
+def sentences(found: Budget) -> Iterator[str]:
+    """What was chosen and how sure it is, one sentence for each point."""
+    if found.untrained:
+        yield UNTRAINED
+    chosen = found.chosen
+    if chosen is None:
+        yield "No smaller plan keeps the loss within the limit: the plan is the full cache."
+    else:
+        yield (
+            f"The plan takes {100 * chosen.share:.0f} % of the full cache, {chosen.bytes:,} bytes "
+            f"after {found.n} tokens, and changes the loss by {chosen.delta:+.4f} ± "
+            f"{chosen.error:.4f} nat, from {found.mean_loss:.3f}."
+        )
+    if found.recall:
+        words = {"plan": "with the plan", "full": "with the full cache", "4 bits": "all in 4 bits"}
+        shares = (
+            f"{mean:.2f} ± {error:.2f} {words[name]}"
+            for name, (mean, error) in found.recall.items()
+        )
+        yield (
+            f"Recall of spans planted in these windows: {', '.join(shares)}. The loss hardly sees "
+            "what a plan forgets, and the search did not use it."
+        )
+    else:
+        yield "Recall was not measured: the windows are too short for planted spans."
+    yield (
+        f"± is a standard error over {found.windows} windows, whose derivatives were not read. "
+        "They chose among the plans: judge the plan on other text."
+    )

@@ -11,7 +11,7 @@ from acutance.calibration.fit.result import HELD, Calibration, HeadCalibration
 from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
-__all__ = ["OTHER_TEXT", "not_fitted", "of_model", "sentences", "tables"]
+__all__ = ["OTHER_TEXT", "not_fitted", "of_model", "sentences", "table"]
 
 #: Heads that a table lists one by one; more are summed up by layer.
 MOST_HEADS = 64
@@ -32,7 +32,7 @@ _STATUSES = {
 _MARKS = {"impossible": " ✗", "limited": " ▲", "missed": " !"}
 
 
-def tables(result: Calibration) -> list[Table]:
+def table(result: Calibration) -> Table:
     """The values and factors at each n, by head, or layer means if there are many heads."""
     lengths = sorted({n for head in result.heads for n in head.lengths})
     single = len(result.heads) <= MOST_HEADS
@@ -57,7 +57,7 @@ def tables(result: Calibration) -> list[Table]:
         "at n visible keys"
     )
     columns = [*map(Column, headings), Column("grows as", "words")]
-    return [Table(title, columns, rows, [*sentences(result)], keys=3)]
+    return Table(title, columns, rows, [*sentences(result)], keys=3)
 
 
 def _cell(group: Sequence[HeadCalibration], field: str, errors: str | None, n: int) -> str:

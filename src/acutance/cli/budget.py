@@ -162,7 +162,6 @@ def budget(options: BudgetOptions) -> None:
         raise typer.BadParameter("a plan is for one length", param_hint="--lengths")
     with plain_errors():
         from acutance.caching.figure import draw
-        from acutance.caching.render import table
         from acutance.files import as_json, put_text
         from acutance.report.plot_style import DARK, LIGHT
 
@@ -175,7 +174,7 @@ def budget(options: BudgetOptions) -> None:
                 "figure": lambda path: draw(result, path, theme=DARK if options.dark else LIGHT),
             },
             {"plan": options.out, "json": options.json, "figure": options.figure},
-            lambda screen: screen.print(table(result)),
+            lambda screen: screen.print(result.table()),
         )
 
 

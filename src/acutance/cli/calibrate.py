@@ -242,13 +242,10 @@ def calibrate(options: CalibrateOptions) -> None:
     target, value = _target(options.target)
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
-        from acutance.calibration import render
-        from acutance.calibration.by_loss import render as by_loss_render
         from acutance.calibration.fit.families import FITTED
         from acutance.calibration.fit.measure import TARGETS
         from acutance.files import as_json, put_text
         from acutance.report.screen import note
-        from acutance.report.table import print_tables
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
         check_choice("--target", target, (*TARGETS, "loss"))
@@ -268,12 +265,11 @@ def calibrate(options: CalibrateOptions) -> None:
         nothing = nothing_found(calibration)
         refused = options.out is not None and not options.even_if_worse and hurts(calibration)
 
-        tables = (by_loss_render if target == "loss" else render).tables
         text = as_json(calibration.to_dict(), indent=1) + "\n"
         write_and_show(
             {"law": calibration.save, "json": lambda path: put_text(text, path)},
             {"law": None if refused or nothing else options.out, "json": options.json},
-            lambda screen: print_tables(screen, tables(calibration)),
+            lambda screen: screen.print(calibration.table()),
         )
         if refused:
             fail(

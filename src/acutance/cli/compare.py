@@ -133,7 +133,6 @@ def compare(options: CompareOptions) -> None:
 
 def _show(comparison: "Comparison", options: CompareOptions) -> None:
     """Print a comparison and write its files; of an interrupted one the record, and no figure."""
-    from acutance.comparison.render import table
     from acutance.files import put_text
     from acutance.report.screen import note
 
@@ -150,7 +149,7 @@ def _show(comparison: "Comparison", options: CompareOptions) -> None:
     write_and_show(
         {"json": lambda path: put_text(comparison.to_json(), path), "figure": draw},
         {"json": options.json, "figure": options.figure if comparison.complete else None},
-        lambda screen: screen.print(table(comparison)),
+        lambda screen: screen.print(comparison.table()),
     )
 
 

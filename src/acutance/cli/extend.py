@@ -185,9 +185,7 @@ def extend(options: ExtendOptions) -> None:
     if options.out is not None:
         _check_folder(options.out, options.model)
     with plain_errors():
-        from acutance.extending.render import final_table, tried_table
         from acutance.files import as_json, put_text
-        from acutance.report.table import print_tables
 
         with resumable("before the search ended", options.save):
             found, model = _search(options, options.to)
@@ -196,7 +194,7 @@ def extend(options: ExtendOptions) -> None:
         write_and_show(
             {"--json": lambda path: put_text(as_json(found.to_dict()) + "\n", path)},
             {"--json": options.json},
-            lambda screen: print_tables(screen, [final_table(found), tried_table(found)]),
+            lambda screen: screen.print(found.table()),
         )
 
 

@@ -163,14 +163,13 @@ def judge(options: JudgeOptions) -> None:
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
         from acutance.files import as_json, put_text
-        from acutance.judging.render import table
 
         with resumable("before all windows were read", options.save):
             comparison = _compare(options, lengths)
         write_and_show(
             {"--json": lambda path: put_text(as_json(comparison.to_dict()) + "\n", path)},
             {"--json": options.json},
-            lambda screen: screen.print(table(comparison)),
+            lambda screen: screen.print(comparison.table()),
         )
 
 

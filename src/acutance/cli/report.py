@@ -139,10 +139,8 @@ def show_summary(
     def show(screen: Any) -> None:
         print_summary(summary, screen, metric, key_norms)
         if judged is not None and judged.comparison is not None:
-            from acutance.judging.render import table
-
             screen.print("")
-            screen.print(table(judged.comparison, judged.reasons))
+            screen.print(judged.comparison.table(judged.reasons))
         elif sentences := judged_sentences(summary.about):
             print_sentences(screen, "What changes do to the loss of held-out text", sentences)
         if planned is not None:
@@ -164,14 +162,13 @@ def _plan_beside(path: Path, summary: "HeadSummary") -> tuple[dict[str, Any], An
     """
     from acutance.caching.exchange.plan_record import plan_record, read_costs
     from acutance.caching.plan import CachePlan
-    from acutance.caching.render import plan_table
 
     found, costs = CachePlan.load(path), read_costs(path)
     n = _PLAN_AT if costs is None else costs.n
     layers = [(layer.module, layer.numbers) for layer in summary.layers]
     model = str(summary.about.get("model", "model"))
     record = plan_record(found, layers, n, costs, name=str(path), model=model)
-    return record, plan_table(found, [n], costs)
+    return record, found.table([n], costs)
 
 
 def show_outcome(

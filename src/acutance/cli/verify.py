@@ -102,7 +102,6 @@ def verify(options: VerifyOptions) -> None:
     check_choice("--dtype", options.dtype, DTYPES)
     with plain_errors(code=2):
         from acutance.files import as_json, put_text
-        from acutance.verification.render import table
 
         try:
             found = _verified(options, names)
@@ -112,7 +111,7 @@ def verify(options: VerifyOptions) -> None:
         write_and_show(
             {"--json": lambda path: put_text(as_json(found.to_dict()) + "\n", path)},
             {"--json": options.json},
-            lambda screen: screen.print(table(found)),
+            lambda screen: screen.print(found.table()),
         )
     if not found.ok:
         raise typer.Exit(1)

@@ -6,8 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from acutance.comparison.record import Comparison
-from acutance.comparison.render import heading
+from acutance.comparison.record import Comparison, heading
 from acutance.report.plot_style import (
     LIGHT,
     Theme,

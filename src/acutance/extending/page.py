@@ -8,8 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from acutance.extending.record import Extension
-from acutance.extending.render import sentences, tried_table
+from acutance.extending.record import Extension, sentences, tried_table
 from acutance.files import write_text
 from acutance.report.plot_style import DARK, LIGHT, Theme, curves
 

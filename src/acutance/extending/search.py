@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from acutance.extending.by_head import law_part
-from acutance.extending.record import Final, Tried
+from acutance.extending.record import AS_IS, Final, Tried
 from acutance.extending.runs import Runs
 from acutance.judging.paired import Part, compare_losses
 from acutance.judging.remedies import Remedy
 from acutance.judging.rope import RopeRemedy
 
-__all__ = ["AS_IS", "Advance", "Search", "planned_runs"]
+__all__ = ["Advance", "Search", "planned_runs"]
 
 #: Called after each run of the model: tokens, windows that are now done, and whether it ran now
 #: rather than in the run that is resumed.
 Advance = Callable[[int, int, bool], None]
-#: The name of the model without a change.
-AS_IS = "as it is"
 #: Of the changes tried, one in so many goes on to the next round.
 _KEEP = 3
 #: Other windows that a head may have in place of the best one.

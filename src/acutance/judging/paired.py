@@ -6,13 +6,16 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.files import as_json, finite, write_text
+
+if TYPE_CHECKING:
+    from acutance.report.table import Table
 
 __all__ = [
     "CONFIDENCE",
@@ -184,6 +187,16 @@ class LossComparison:
                 return law
         known = ", ".join(law.name for law in self.laws)
         raise KeyError(f"there is no law {name!r}, only {known}")
+
+    def table(self, reasons: Sequence[str] = ()) -> Table:
+        """The comparison as a table and sentences, which ``print`` shows.
+
+        Args:
+            reasons: why each of the laws was proposed; the sentences then say what to do.
+        """
+        from acutance.judging.render import table
+
+        return table(self, reasons)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from acutance.escapes import printable
 from acutance.report.screen import Wrapped, bulleted, least_width, wrap
 
-__all__ = ["Cell", "Column", "Table", "figures", "print_tables", "styled"]
+__all__ = ["Cell", "Column", "Table", "figures", "styled"]
 
 #: Below and from this size on, numbers have an exponent.
 _SMALL, _LARGE = 1e-3, 1e7
@@ -104,12 +104,6 @@ def styled(values: Iterable[Any], style: str) -> tuple[Cell, ...]:
     return tuple(Cell(value, style) for value in values)
 
 
-def print_tables(console: Console, tables: Iterable[Table]) -> None:
-    """Print tables with a blank line between them."""
-    for index, table in enumerate(tables):
-        console.print(*([""] if index else []), table)
-
-
 @dataclass(frozen=True)
 class Table:
     """A title, columns, rows and sentences, which a rich console prints.
@@ -126,6 +120,7 @@ class Table:
         heading: a line above the sentences; may be empty.
         keys: number of columns with which each block begins.
         style: of the title.
+        below: another table that follows it.
 
     Example:
         >>> table = Table(
@@ -134,7 +129,7 @@ class Table:
         ...     [("none", 2.5, None), ("log_n", 2.45, -0.05)],
         ...     ["log_n helps."],
         ... )
-        >>> Console(width=40).print(table)
+        >>> print(table)
         Loss, nats a token
         <BLANKLINE>
         law     loss       Δ
@@ -157,6 +152,12 @@ class Table:
     heading: str = ""
     keys: int = 1
     style: str = "bold"
+    below: Table | None = None
+
+    def __str__(self) -> str:
+        with (console := Console(width=80, color_system=None)).capture() as text:
+            console.print(self)
+        return text.get().rstrip("\n")
 
     def texts(self) -> list[list[str]]:
         """The text of every cell, row by row."""
@@ -192,6 +193,7 @@ class Table:
             [*self._lines(width, options.ascii_only)] if self.rows else [],
             [Wrapped(note, "dim") for note in notes],
             [Wrapped(self.heading, "bold"), *sentences] if self.heading else [*sentences],
+            [self.below] if self.below else [],
         ]
         for index, part in enumerate(filter(None, parts)):
             if index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
@@ -10,20 +11,18 @@ from acutance.calibration.render import OTHER_TEXT, not_fitted, of_model
 from acutance.report.table import Cell, Column, Table
 from acutance.scaling import Window
 
-__all__ = ["sentences", "tables"]
+__all__ = ["sentences", "table"]
 
 #: Heads that the table lists: those with the largest change to first order.
 MOST = 20
 
 
-def tables(found: LossCalibration) -> list[Table]:
+def table(found: LossCalibration) -> Table:
     """A fit to the loss: a table of the gates, one of the heads, then sentences."""
-    shown = []
-    if found.gates:
-        shown.append(_gate_table(found))
+    shown = Table("", (), (), [*sentences(found)])
     if found.slopes:
-        shown.append(_table(found))
-    return [*shown, Table("", (), (), [*sentences(found)])]
+        shown = replace(_slope_table(found), below=shown)
+    return replace(_gate_table(found), below=shown) if found.gates else shown
 
 
 def _gate_table(found: LossCalibration) -> Table:
@@ -51,7 +50,7 @@ def _words(window: Window) -> str:
     return f"{window.size},{window.sinks}" if window.sinks else str(window.size)
 
 
-def _table(found: LossCalibration) -> Table:
+def _slope_table(found: LossCalibration) -> Table:
     """The slope of the loss and the factors of the heads at each length."""
     pairs = zip(found.slopes, found.factors, strict=True)
     rows: list[list[Any]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.stats import t as student
@@ -14,6 +14,9 @@ from acutance.calibration.fit.result import Calibration, Numbers
 from acutance.calibration.head_laws import HeadLaws
 from acutance.files import finite
 from acutance.scaling import Window
+
+if TYPE_CHECKING:
+    from acutance.report.table import Table
 
 __all__ = ["GateSlope", "HeadSlope", "LossCalibration", "beyond_noise", "significant"]
 
@@ -117,6 +120,12 @@ class LossCalibration(Calibration):
     def empty(self) -> bool:
         """Whether no law was found: every head has the factor 1 and reads all its keys."""
         return not self.changed and all(window is None for window in self.reads)
+
+    def table(self) -> Table:
+        """The fit as tables and sentences, which ``print`` shows."""
+        from acutance.calibration.by_loss.render import table
+
+        return table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from acutance.calibration.fit.measure import TARGETS
 from acutance.calibration.law import Law
 from acutance.files import as_json, finite, write_text
+
+if TYPE_CHECKING:
+    from acutance.report.table import Table
 
 __all__ = ["HELD", "STATUSES", "Calibration", "HeadCalibration"]
 
@@ -134,6 +137,12 @@ class Calibration(Law):
             if status != "impossible"
         ]
         return max(distances, default=0.0)
+
+    def table(self) -> Table:
+        """The calibration as a table and sentences, which ``print`` shows."""
+        from acutance.calibration.render import table
+
+        return table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""
