@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import acutance
-from acutance.calibration.by_loss.render import sentences as by_loss_sentences
-from acutance.calibration.render import sentences
+from acutance.calibration.by_loss.result import sentences as by_loss_sentences
+from acutance.calibration.fit.result import sentences
 from acutance_lab.trained import decoder
 
 

@@ -17,7 +17,7 @@ from acutance import scaling
 from acutance.calibration import Law, measure
 from acutance.calibration.fit.layer import LayerFit
 from acutance.calibration.fit.measure import TARGETS, LayerValues
-from acutance.calibration.render import sentences
+from acutance.calibration.fit.result import sentences
 
 Built = Callable[..., nn.Module]
 LENGTHS = (16, 32, 64)

@@ -10,7 +10,7 @@ import pytest
 
 import acutance
 from acutance.calibration import LossCalibration
-from acutance.calibration.by_loss.render import sentences
+from acutance.calibration.by_loss.result import sentences
 from acutance.scaling import Window
 from acutance_lab.trained import decoder
 from tests.contract.calibration.test_gates import windows

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.judging.paired import LawComparison, LossComparison, Part, compare_losses, octaves
-from acutance.judging.render import sentences, table, verdict_sentence
+from acutance.judging.paired import (
+    LawComparison,
+    LossComparison,
+    Part,
+    compare_losses,
+    octaves,
+    sentences,
+    verdict_sentence,
+)
 from acutance.report.screen import Screen
 
 COUNTS = torch.tensor([10.0, 20.0, 40.0, 80.0])
@@ -196,7 +203,7 @@ def test_names_of_laws_and_numbers_stay_whole(width: int) -> None:
     comparison = LossComparison(laws, "next token", 2.0, 30, 8192, (128, 512), 5, "window")
     stream = io.StringIO()
     screen = Screen(file=stream, width=width)
-    screen.print(table(comparison))
+    screen.print(comparison.table())
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     text = " ".join(lines)

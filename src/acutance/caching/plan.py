@@ -6,10 +6,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -21,12 +20,10 @@ from acutance.calibration.law import names_in
 from acutance.capture.layer_choice import choose_layers
 from acutance.files import as_json, write_text
 from acutance.from_json import checked, read_json, sealed_json
-from acutance.report.table import Column, Table
 from acutance.scaling import Window
 from acutance.shapes import check_count
 
 if TYPE_CHECKING:
-    from acutance.caching.exchange.plan_record import Costs
     from acutance.caching.run_plan import AppliedPlan
 
 __all__ = ["SCHEMA", "Bits", "CachePlan", "HeadPlan", "Kind", "holds_plan"]
@@ -265,38 +262,6 @@ class CachePlan:
 
     # -- files ------------------------------------------------------------------------------------
 
-    def table(self, lengths: Sequence[int], costs: Costs | None = None) -> Table:
-        """What each layer keeps as a table and sentences, which ``print`` shows.
-
-        Args:
-            lengths: tokens at which the cache is counted; the table's shares are at the last one.
-            costs: expected costs of the search for it, if they are known.
-        """
-        model, n = self.model, lengths[-1]
-        rows = []
-        for layer, (module, heads) in enumerate(self.layers.items()):
-            share = sum(self.head_share(module, kept, n) for kept in heads) / len(heads)
-            row = [layer, share, _symbols([kept.symbol for kept in heads])]
-            if costs is not None:
-                known = [costs.of(module, head, kept) for head, kept in enumerate(heads)]
-                total = (
-                    None if None in known else sum(cost.total for cost in known if cost is not None)
-                )
-                row.insert(2, total)
-            rows.append(row)
-        count = sum(len(heads) for heads in self.layers.values())
-        return Table(
-            f"{model.architecture}: what {count} key heads in {len(self.layers)} layers keep",
-            (
-                Column("layer"),
-                Column("share", format=".3f"),
-                *([] if costs is None else [Column("cost, nat", format="+.4f")]),
-                Column("key heads", "words"),
-            ),
-            rows,
-            [*_sentences(self, lengths, costs)],
-        )
-
     def record(self) -> dict[str, Any]:
         """The plan as JSON-serialisable values."""
         return {
@@ -389,32 +354,3 @@ def holds_plan(path: str | os.PathLike[str]) -> bool:
         start = file.read(200)
         return any(f'"{kind}/' in start for kind in (SCHEMA.partition("/")[0], "acutance.budget"))
     return False
-
-
-def _symbols(symbols: Sequence[str]) -> str:
-    """Key heads in their order, equal neighbours once with their number.
-
-    Example:
-        >>> _symbols(["full", "full", "4+124", "none"])
-        'full ×2 · 4+124 · none'
-    """
-    runs = [(symbol, len(list(run))) for symbol, run in groupby(symbols)]
-    return " · ".join(symbol if count == 1 else f"{symbol} ×{count}" for symbol, count in runs)
-
-
-def _sentences(plan: CachePlan, lengths: Sequence[int], costs: Costs | None) -> Iterator[str]:
-    """How the table reads, and the size of the cache."""
-    yield (
-        "full: all keys. F+R: the first F and the most recent R. N bit: all keys and values in N "
-        "bits. none: nothing. In their order; ×: so many neighbours."
-    )
-    for n in lengths:
-        yield (
-            f"After {n:,} tokens: {plan.bytes(n):,} bytes, {100 * plan.share(n):.1f} % of the full "
-            "16-bit cache."
-        )
-    if costs is not None:
-        yield (
-            "cost: what the layer's heads are expected to add to the loss, from derivatives to "
-            f"second order at {costs.n} tokens; the loss itself is measured with 'acutance judge'."
-        )

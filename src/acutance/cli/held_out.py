@@ -69,7 +69,7 @@ class Judged:
     @property
     def sentences(self) -> list[str]:
         """Sentences: the verdicts, how they were measured, and which changes to make."""
-        from acutance.judging.render import conclusion, sentences
+        from acutance.judging.paired import conclusion, sentences
 
         if self.comparison is None:
             return []
@@ -254,8 +254,8 @@ def judge_law(
     resume: bool,
 ) -> "Calibration":
     """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
+    from acutance.judging.paired import verdict_sentence
     from acutance.judging.remedies import LawRemedy
-    from acutance.judging.render import verdict_sentence
     from acutance.judging.text_windows import loss_of, text_windows
     from acutance.report.screen import note
 

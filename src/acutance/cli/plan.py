@@ -84,7 +84,7 @@ def plan(options: PlanOptions) -> None:
     lengths = read_lengths(options.lengths)
     with plain_errors():
         from acutance.caching.exchange.export_plan import export_plan
-        from acutance.caching.exchange.plan_record import read_costs
+        from acutance.caching.exchange.plan_record import plan_table, read_costs
 
         exports = _exports(options.export or ())
         check_outputs(
@@ -107,7 +107,7 @@ def plan(options: PlanOptions) -> None:
         write_and_show(
             {"plan": found.save, **{name: writer(name) for name in exports}},
             {"plan": options.out, **exports},
-            lambda screen: screen.print(found.table(lengths, costs)),
+            lambda screen: screen.print(plan_table(found, lengths, costs)),
         )
         for sentence in lost:
             console().print(sentence, soft_wrap=True)

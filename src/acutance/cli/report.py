@@ -160,7 +160,7 @@ def _plan_beside(path: Path, summary: "HeadSummary") -> tuple[dict[str, Any], An
     Raises:
         ValueError: if it cannot be read or is of another model than the summary.
     """
-    from acutance.caching.exchange.plan_record import plan_record, read_costs
+    from acutance.caching.exchange.plan_record import plan_record, plan_table, read_costs
     from acutance.caching.plan import CachePlan
 
     found, costs = CachePlan.load(path), read_costs(path)
@@ -168,7 +168,7 @@ def _plan_beside(path: Path, summary: "HeadSummary") -> tuple[dict[str, Any], An
     layers = [(layer.module, layer.numbers) for layer in summary.layers]
     model = str(summary.about.get("model", "model"))
     record = plan_record(found, layers, n, costs, name=str(path), model=model)
-    return record, found.table([n], costs)
+    return record, plan_table(found, [n], costs)
 
 
 def show_outcome(

@@ -180,10 +180,9 @@ class Comparison:
         """Every mechanism at every length, and a sentence on each mechanism.
 
         Example:
-            >>> from rich.console import Console
-            >>> from acutance.self import compare
+            >>> from acutance.comparison import compare
             >>> found = compare("decay", n=[64, 256], d=16, heads=2, costs=False)
-            >>> Console(width=80, no_color=True).print(table(found))
+            >>> print(found.table())
             Gaussian queries and keys, width 16; 32 rows, 2 heads
             <BLANKLINE>
             mechanism    n  entropy  sparsity  eff. keys  theory  off by  grad

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import PlanError
 from acutance.caching.plan import CachePlan
 from acutance.from_json import checked, read_json
+from acutance.report.table import Column, Table
 
-__all__ = ["Cost", "Costs", "plan_record", "read_costs"]
+__all__ = ["Cost", "Costs", "plan_record", "plan_table", "read_costs"]
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,64 @@ def _key_head(
 def _short(module: str) -> str:
     """A module's name without the prefix that a head on the model gives it."""
     return module.removeprefix("model.").removeprefix("transformer.")
+
+
+def plan_table(plan: CachePlan, lengths: Sequence[int], costs: Costs | None = None) -> Table:
+    """What each layer keeps as a table and sentences, which ``print`` shows.
+
+    Args:
+        plan: to show.
+        lengths: tokens at which the cache is counted; the table's shares are at the last one.
+        costs: expected costs of the search for it, if they are known.
+    """
+    model, n = plan.model, lengths[-1]
+    rows = []
+    for layer, (module, heads) in enumerate(plan.layers.items()):
+        share = sum(plan.head_share(module, kept, n) for kept in heads) / len(heads)
+        row = [layer, share, _symbols([kept.symbol for kept in heads])]
+        if costs is not None:
+            known = [costs.of(module, head, kept) for head, kept in enumerate(heads)]
+            total = None if None in known else sum(cost.total for cost in known if cost is not None)
+            row.insert(2, total)
+        rows.append(row)
+    count = sum(len(heads) for heads in plan.layers.values())
+    return Table(
+        f"{model.architecture}: what {count} key heads in {len(plan.layers)} layers keep",
+        (
+            Column("layer"),
+            Column("share", format=".3f"),
+            *([] if costs is None else [Column("cost, nat", format="+.4f")]),
+            Column("key heads", "words"),
+        ),
+        rows,
+        [*_sentences(plan, lengths, costs)],
+    )
+
+
+def _symbols(symbols: Sequence[str]) -> str:
+    """Key heads in their order, equal neighbours once with their number.
+
+    Example:
+        >>> _symbols(["full", "full", "4+124", "none"])
+        'full ×2 · 4+124 · none'
+    """
+    runs = [(symbol, len(list(run))) for symbol, run in groupby(symbols)]
+    return " · ".join(symbol if count == 1 else f"{symbol} ×{count}" for symbol, count in runs)
+
+
+def _sentences(plan: CachePlan, lengths: Sequence[int], costs: Costs | None) -> Iterator[str]:
+    """How the table reads, and the size of the cache."""
+    yield (
+        "full: all keys. F+R: the first F and the most recent R. N bit: all keys and values in N "
+        "bits. none: nothing. In their order; ×: so many neighbours."
+    )
+    for n in lengths:
+        yield (
+            f"After {n:,} tokens: {plan.bytes(n):,} bytes, {100 * plan.share(n):.1f} % of the full "
+            "16-bit cache."
+        )
+    if costs is not None:
+        yield (
+            "cost: what the layer's heads are expected to add to the loss, from derivatives to "
+            f"second order at {costs.n} tokens; the loss itself is measured with 'acutance judge'."
+        )
