@@ -14,15 +14,29 @@ window alone: their rows see no more keys in a longer text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.scaling.base import Scaling
-from acutance.scaling.cosines import CosineLogN, CosScale, InfoScale
-from acutance.scaling.entropy import EntropyTarget, fit_entropy, newton_step
+from acutance.scaling.base import Scaling, arguments, required
+from acutance.scaling.fitted import EntropyTarget, HeadTable, fit_entropy, newton_step
+from acutance.scaling.laws import (
+    AdaptivePoly,
+    ASEntmax,
+    ClipLogN,
+    CosineLogN,
+    CosScale,
+    Critical,
+    InfoScale,
+    Llama4,
+    LogN,
+    Mistral3,
+    NoScaling,
+    SqrtLogN,
+    SSMax,
+    Yarn,
+)
 from acutance.scaling.learned import (
     LearnedASEntmax,
     LearnedScaling,
@@ -30,17 +44,6 @@ from acutance.scaling.learned import (
     LearnedTemperature,
 )
 from acutance.scaling.lengths import visible_keys
-from acutance.scaling.logarithmic import (
-    ASEntmax,
-    ClipLogN,
-    Critical,
-    LogN,
-    NoScaling,
-    SqrtLogN,
-    SSMax,
-)
-from acutance.scaling.released import AdaptivePoly, Llama4, Mistral3, Yarn
-from acutance.scaling.tables import HeadTable
 from acutance.scaling.window import Window
 from acutance.shapes import check_tensor, did_you_mean
 
@@ -89,12 +92,6 @@ SCALINGS: dict[str, type[Scaling]] = {
     )
 }  # fmt: skip
 
-_UNDECIDED = {
-    "log_n": "train_length or base",
-    "yarn": "s or train_length",
-    "critical": "gap or critical_scale",
-}
-
 
 def get(scaling: str | AnyScaling | None) -> AnyScaling:
     """A scaling by name or as it is; None for no scaling.
@@ -114,8 +111,7 @@ def get(scaling: str | AnyScaling | None) -> AnyScaling:
     if not isinstance(scaling, str):
         raise TypeError(f"scaling must be a name or a Scaling, got {type(scaling).__name__}")
     kind = _named(scaling)
-    needed = [part.name for part in fields(kind) if part.default is MISSING]
-    lacks = _UNDECIDED.get(scaling, " and ".join(needed))
+    lacks = " or ".join(kind.either) or " and ".join(required(kind))
     if lacks:
         raise ValueError(
             f"scaling={scaling!r} needs parameters: pass scaling.{kind.__name__}(...) with {lacks}"
@@ -139,18 +135,7 @@ def from_dict(record: Mapping[str, Any]) -> Scaling:
             f"a scaling's record must have a name, got {', '.join(record) or 'nothing'}"
         )
     kind = _named(record["name"])
-    arguments = {key: value for key, value in record.items() if key != "name"}
-    known = [part.name for part in fields(kind)]
-    for key in arguments:
-        if key not in known:
-            takes = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
-            raise ValueError(f"{kind.name} has no {key!r}: {takes}")
-    missing = [
-        part.name for part in fields(kind) if part.default is MISSING and part.name not in arguments
-    ]
-    if missing:
-        raise ValueError(f"{kind.name} needs {' and '.join(missing)}")
-    return kind(**arguments)
+    return kind(**arguments(kind, record))
 
 
 def apply_scaling(

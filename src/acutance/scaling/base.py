@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.shapes import check_count, check_tensor
+from acutance.shapes import check_count, check_number, check_tensor
 
 __all__ = ["PerHead", "Rows", "Scaling", "by_head", "check_per_head", "gather_rows"]
 
 #: One number for all heads, or one for each query head.
 PerHead: TypeAlias = float | Sequence[float] | Tensor
+#: By parameter, the function that checks its value; called with the name and the value.
+Checks: TypeAlias = Mapping[str, Callable[[str, Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,25 @@ class Scaling(ABC):
         name: as in :data:`~acutance.scaling.SCALINGS`.
         source: article, or the model that uses it.
         needs_entropy: whether :meth:`factor` needs the measured entropy of each row.
+        checks: by parameter, a function of its name and value that returns the value to keep. A
+            parameter whose default is None may be None.
+        either: parameters of which exactly one is given.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     needs_entropy: ClassVar[bool] = False
+    checks: ClassVar[Checks] = {}
+    either: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if self.either and sum(getattr(self, name) is not None for name in self.either) != 1:
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.either)
+            raise ValueError(f"{self.name} needs either {' or '.join(self.either)}, got {given}")
+        for name, check in self.checks.items():
+            value = getattr(self, name)
+            if value is not None or getattr(type(self), name, MISSING) is not None:
+                self._set(**{name: check(name, value)})
 
     def factor(
         self,
@@ -187,6 +204,21 @@ def check_per_head(
     return tuple(checked) if isinstance(value, Sequence) else checked[0]
 
 
+def at_least(least: int) -> Callable[[str, Any], int]:
+    """A check for a whole number of at least ``least``."""
+    return partial(check_count, least=least)
+
+
+def number(**bounds: Any) -> Callable[[str, Any], float]:
+    """A check for a number within the bounds of :func:`acutance.shapes.check_number`."""
+    return partial(check_number, **bounds)
+
+
+POSITIVE = number(above=0.0)
+NOT_NEGATIVE = number(above=0.0, including=True)
+POSITIVE_BY_HEAD = partial(check_per_head, above=0.0)
+
+
 def by_head(value: PerHead, like: Tensor) -> Tensor | float:
     """A parameter in a form that multiplies rows (..., L).
 
@@ -205,3 +237,26 @@ def by_head(value: PerHead, like: Tensor) -> Tensor | float:
 def _plain(value: object) -> object:
     """A value as JSON can hold it: tuples become lists."""
     return [_plain(part) for part in value] if isinstance(value, tuple) else value
+
+
+def arguments(kind: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with which a record's class is built, from what its ``to_dict`` wrote.
+
+    Raises:
+        ValueError: if a parameter is unknown, or one without a default is missing.
+    """
+    given = {key: value for key, value in record.items() if key != "name"}
+    known = [parameter.name for parameter in fields(kind)]
+    for key in given:
+        if key not in known:
+            takes = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
+            raise ValueError(f"{kind.name} has no {key!r}: {takes}")
+    missing = [name for name in required(kind) if name not in given]
+    if missing:
+        raise ValueError(f"{kind.name} needs {' and '.join(missing)}")
+    return given
+
+
+def required(kind: type[Any]) -> list[str]:
+    """The parameters of a record's class that have no default."""
+    return [parameter.name for parameter in fields(kind) if parameter.default is MISSING]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance.scaling.base import Rows, Scaling, gather_rows
-from acutance.scaling.logarithmic import ASEntmax, SSMax, power
-from acutance.scaling.tables import HeadTable
+from acutance.scaling.fitted import HeadTable
+from acutance.scaling.laws import ASEntmax, SSMax, power
 from acutance.shapes import check_count, check_number
 
 __all__ = ["LearnedASEntmax", "LearnedSSMax", "LearnedScaling", "LearnedTemperature"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from acutance.scaling.base import arguments
 from acutance.shapes import check_count, did_you_mean
 
 __all__ = ["Far", "SinkPositions", "Window"]
@@ -137,11 +138,4 @@ class Window:
             TypeError: if a field is of the wrong type.
             ValueError: if a field is unknown or out of range, or there is no size.
         """
-        known = [part.name for part in fields(cls)]
-        arguments = {key: value for key, value in record.items() if key != "name"}
-        for key in arguments:
-            if key not in known:
-                raise ValueError(f"window has no {key!r}: its parameters are {', '.join(known)}")
-        if "size" not in arguments:
-            raise ValueError("window needs size")
-        return cls(**arguments)
+        return cls(**arguments(cls, record))

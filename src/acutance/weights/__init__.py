@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from acutance.shapes import did_you_mean
 from acutance.weights.base import Weighting
-from acutance.weights.exponential import Exp, Sink, Softmax, SoftmaxOne, TopKSoftmax
 from acutance.weights.pointwise import L1, L2, Identity, Power, ReLU, ReLU2, Sigmoid
-from acutance.weights.sparse import Entmax, Entmax15, Sparsemax
+from acutance.weights.softmax import (
+    Entmax,
+    Entmax15,
+    Exp,
+    Sink,
+    Softmax,
+    SoftmaxOne,
+    Sparsemax,
+    TopKSoftmax,
+)
 
 __all__ = [
     "L1",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Jacobian", "Normalization", "Weighting", "count", "masked", "normalized"]
-
-#: What unnormalised weights are divided by: the number of visible keys, their sum, or nothing.
-Normalization = Literal["n", "sum", "none"]
+__all__ = ["Jacobian", "Weighting", "count", "inverse", "masked"]
 
 
 class Jacobian(NamedTuple):
@@ -36,20 +33,15 @@ class Weighting(ABC):
     Attributes:
         name: as in :data:`~acutance.weights.WEIGHTS`.
         source: article.
+        distribution: whether rows are distributions (non-negative, sum 1, with a sink's weight
+            where there is one), which have an entropy.
+        signed: whether weights can be negative.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def distribution(self) -> bool:
-        """Whether rows are distributions (non-negative, sum 1), which have an entropy."""
-
-    @property
-    def signed(self) -> bool:
-        """Whether weights can be negative."""
-        return False
+    distribution: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
 
     def __call__(self, scores: Tensor, visible: Tensor | None = None) -> Tensor:
         """Weights of whole rows.
@@ -104,49 +96,6 @@ def count(scores: Tensor, visible: Tensor | None) -> Tensor | int:
     return seen.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
 
 
-def normalized(
-    weights: Tensor, scores: Tensor, visible: Tensor | None, by: Normalization
-) -> Tensor:
-    """Divide non-negative weights by the number of visible keys n, by their sum, or not at all.
-
-    A row of zeros stays zero.
-    """
-    if visible is not None:
-        weights = torch.where(visible, weights, 0.0)
-    if by == "n":
-        return weights / count(scores, visible)
-    if by == "sum":
-        total = weights.sum(-1, keepdim=True)
-        return weights / torch.where(total > 0, total, 1.0)
-    return weights
-
-
 def inverse(total: Tensor) -> Tensor:
     """1 / total, and 0 where total is 0."""
     return torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
-
-
-def slopes(
-    slope: Tensor,
-    raw: Tensor,
-    weights: Tensor,
-    visible: Tensor | None,
-    by: Normalization,
-) -> Jacobian:
-    """The Jacobian of :func:`normalized` weights by the scores.
-
-    Args:
-        slope: derivative of each raw weight with respect to its score, (..., rows, S).
-        raw: the weights before they are divided.
-        weights: the weights after.
-        visible: True for visible keys; None: all.
-        by: what the raw weights were divided by.
-    """
-    if by == "n":
-        return Jacobian(slope / count(slope, visible))
-    if by == "none":
-        return Jacobian(slope)
-    if visible is not None:
-        raw = torch.where(visible, raw, 0.0)
-    part = slope * inverse(raw.sum(-1, keepdim=True))
-    return Jacobian(part, weights, part)

@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from acutance.shapes import check_number
-from acutance.weights.base import (
-    Jacobian,
-    Normalization,
-    Weighting,
-    count,
-    inverse,
-    normalized,
-    slopes,
-)
+from acutance.weights.base import Jacobian, Weighting, count, inverse
 
-__all__ = ["Identity", "L1", "L2", "Power", "ReLU", "ReLU2", "Sigmoid"]
+__all__ = ["L1", "L2", "Identity", "Power", "ReLU", "ReLU2", "Sigmoid"]
+
+#: What the values of a function are divided by: the number of visible keys, their sum, or nothing.
+Normalization = Literal["n", "sum", "none"]
 
 
-def _check_normalization(by: str) -> None:
-    if by not in get_args(Normalization):
-        raise ValueError(f"normalize must be 'n', 'sum' or 'none', got {by!r}")
+class Pointwise(Weighting):
+    """A function f of each score alone, whose values are then divided.
+
+    A weighting of this kind is a record with the field ``normalize`` that gives f and its
+    derivative. A row of zeros stays zero.
+    """
+
+    normalize: Normalization
+
+    @abstractmethod
+    def f(self, scores: Tensor) -> Tensor:
+        """F of each score."""
+
+    @abstractmethod
+    def df(self, scores: Tensor) -> Tensor:
+        """Derivative of f at each score."""
+
+    def __post_init__(self) -> None:
+        if self.normalize not in get_args(Normalization):
+            raise ValueError(f"normalize must be 'n', 'sum' or 'none', got {self.normalize!r}")
+
+    @property
+    def distribution(self) -> bool:  # type: ignore[override]
+        """True if divided by the sum: the weights are then non-negative and sum to 1."""
+        return self.normalize == "sum"
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """F of the scores, divided as ``normalize`` says."""
+        if self.normalize == "n":
+            return self.f(scores) / count(scores, visible)
+        if self.normalize == "sum":
+            values, total = self._sum(scores, visible)
+            return values / torch.where(total > 0, total, 1.0)
+        return self.f(scores)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The derivative of f, then that of the division."""
+        slope = self.df(scores)
+        if self.normalize == "n":
+            return Jacobian(slope / count(scores, visible))
+        if self.normalize == "sum":
+            slope = slope * inverse(self._sum(scores, visible)[1])
+            return Jacobian(slope, weights, slope)
+        return Jacobian(slope)
+
+    def _sum(self, scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """F of the scores, 0 at hidden keys, and its sum over each row, (..., rows, 1)."""
+        values = self.f(scores)
+        if visible is not None:
+            values = torch.where(visible, values, 0.0)
+        return values, values.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -47,11 +91,6 @@ class Sigmoid(Weighting):
     source: ClassVar[str] = "Ramapuram et al. (2024), arXiv:2409.04431"
     bias: float | Tensor | None = field(default=None, compare=False)
 
-    @property
-    def distribution(self) -> bool:
-        """False: weights do not sum to one."""
-        return False
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """The sigmoid of each score plus the bias b."""
         if self.bias is None:
@@ -72,7 +111,7 @@ class Sigmoid(Weighting):
 
 
 @dataclass(frozen=True)
-class ReLU(Weighting):
+class ReLU(Pointwise):
     r"""The positive part of each score, :math:`(s_j)_+`.
 
     Args:
@@ -90,26 +129,17 @@ class ReLU(Weighting):
     source: ClassVar[str] = "Wortsman et al. (2023), arXiv:2309.08586"
     normalize: Normalization = "n"
 
-    def __post_init__(self) -> None:
-        _check_normalization(self.normalize)
+    def f(self, scores: Tensor) -> Tensor:
+        """The positive part."""
+        return torch.relu(scores)
 
-    @property
-    def distribution(self) -> bool:
-        """True if divided by the sum: the weights are then non-negative and sum to 1."""
-        return self.normalize == "sum"
-
-    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """The positive parts of the scores, divided as ``normalize`` says."""
-        return normalized(torch.relu(scores), scores, visible, self.normalize)
-
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The derivative of the weights: 1 for positive scores, then that of the division."""
-        slope = (scores > 0).to(scores.dtype)
-        return slopes(slope, torch.relu(scores), weights, visible, self.normalize)
+    def df(self, scores: Tensor) -> Tensor:
+        """1 for positive scores, else 0."""
+        return (scores > 0).to(scores.dtype)
 
 
 @dataclass(frozen=True)
-class ReLU2(Weighting):
+class ReLU2(Pointwise):
     r"""The squared positive part of each score, :math:`(s_j)_+^2`.
 
     Args:
@@ -127,26 +157,17 @@ class ReLU2(Weighting):
     source: ClassVar[str] = "Hua et al. (2022), arXiv:2202.10447"
     normalize: Normalization = "n"
 
-    def __post_init__(self) -> None:
-        _check_normalization(self.normalize)
+    def f(self, scores: Tensor) -> Tensor:
+        """The squared positive part."""
+        return torch.relu(scores).square()
 
-    @property
-    def distribution(self) -> bool:
-        """True if divided by the sum: the weights are then non-negative and sum to 1."""
-        return self.normalize == "sum"
-
-    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """The squared positive parts of the scores, divided as ``normalize`` says."""
-        return normalized(torch.relu(scores).square(), scores, visible, self.normalize)
-
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The derivative of the weights: twice the positive part, then that of the division."""
-        part = torch.relu(scores)
-        return slopes(2.0 * part, part.square(), weights, visible, self.normalize)
+    def df(self, scores: Tensor) -> Tensor:
+        """Twice the positive part."""
+        return 2.0 * torch.relu(scores)
 
 
 @dataclass(frozen=True)
-class Power(Weighting):
+class Power(Pointwise):
     r"""A power of each score's absolute value, :math:`|s_j|^k`.
 
     Args:
@@ -168,26 +189,20 @@ class Power(Weighting):
 
     def __post_init__(self) -> None:
         check_number("k", self.k, above=0.0)
-        _check_normalization(self.normalize)
+        super().__post_init__()
 
-    @property
-    def distribution(self) -> bool:
-        """True if divided by the sum: the weights are then non-negative and sum to 1."""
-        return self.normalize == "sum"
+    def f(self, scores: Tensor) -> Tensor:
+        """The k-th power of the absolute value."""
+        return scores.abs().pow(self.k)
 
-    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """The k-th powers of the absolute scores, divided as ``normalize`` says."""
-        return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
-
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The derivative of the weights: k abs(s)^(k − 1) sign(s), then that of the division."""
+    def df(self, scores: Tensor) -> Tensor:
+        """K abs(s)^(k − 1) sign(s) of each score s, and 0 at 0."""
         size = scores.abs()
-        slope = self.k * torch.where(size > 0, size, 1.0).pow(self.k - 1) * scores.sign()
-        return slopes(slope, size.pow(self.k), weights, visible, self.normalize)
+        return self.k * torch.where(size > 0, size, 1.0).pow(self.k - 1) * scores.sign()
 
 
 @dataclass(frozen=True)
-class Identity(Weighting):
+class Identity(Pointwise):
     r"""The scores themselves, :math:`s_j / n` or :math:`s_j`.
 
     Args:
@@ -203,6 +218,7 @@ class Identity(Weighting):
 
     name: ClassVar[str] = "identity"
     source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
+    signed: ClassVar[bool] = True
     normalize: Normalization = "n"
 
     def __post_init__(self) -> None:
@@ -211,23 +227,13 @@ class Identity(Weighting):
                 f"normalize must be 'n' or 'none' for signed weights, got {self.normalize!r}"
             )
 
-    @property
-    def distribution(self) -> bool:
-        """False: weights have both signs."""
-        return False
+    def f(self, scores: Tensor) -> Tensor:
+        """The score itself."""
+        return scores
 
-    @property
-    def signed(self) -> bool:
-        """True: weights can be negative."""
-        return True
-
-    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """The scores, divided by n if normalised."""
-        return scores if self.normalize == "none" else scores / count(scores, visible)
-
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """A constant diagonal, since the weights are linear in the scores."""
-        return slopes(torch.ones_like(scores), scores, weights, visible, self.normalize)
+    def df(self, scores: Tensor) -> Tensor:
+        """1, since the weights are linear in the scores."""
+        return torch.ones_like(scores)
 
 
 @dataclass(frozen=True)
@@ -244,30 +250,23 @@ class L1(Weighting):
 
     name: ClassVar[str] = "l1"
     source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
+    signed: ClassVar[bool] = True
     order: ClassVar[int] = 1
-
-    @property
-    def distribution(self) -> bool:
-        """False: weights have both signs."""
-        return False
-
-    @property
-    def signed(self) -> bool:
-        """True: weights can be negative."""
-        return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Scores divided by their norm over the visible keys; a row of zeros stays zero."""
-        norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+        norm = self._norm(scores)
         return scores / torch.where(norm > 0, norm, 1.0)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
         """(diag 1 − w sign(s)ᵀ) / norm, with w the weights and s the scores."""
-        norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
-        unit = inverse(norm)
-        return Jacobian(
-            unit.expand_as(scores), weights, unit * (scores.sign() if self.order == 1 else weights)
-        )
+        unit = inverse(self._norm(scores))
+        slope = scores.sign() if self.order == 1 else weights
+        return Jacobian(unit.expand_as(scores), weights, unit * slope)
+
+    def _norm(self, scores: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+        return norm
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,42 @@
-"""Weightings by the exponential function: softmax and its relatives."""
+"""Softmax and its relatives: with a sink, of the largest scores, and sparse (from entmax)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from types import ModuleType
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
+from acutance.extras import install
 from acutance.shapes import check_count, check_number, check_tensor
-from acutance.weights.base import Jacobian, Weighting, masked
+from acutance.weights.base import Jacobian, Weighting, inverse, masked
 
-__all__ = ["Exp", "Sink", "Softmax", "SoftmaxOne", "TopKSoftmax"]
+__all__ = ["Entmax", "Entmax15", "Exp", "Sink", "Softmax", "SoftmaxOne", "Sparsemax", "TopKSoftmax"]
+
+#: Far below any score, and finite: the solvers subtract it.
+_HIDDEN = -1e9
+#: Keys that the exact solvers sort at first; they sort more of a row whose support is larger.
+_SORTED = 64
+
+
+class _Softmax(Weighting):
+    """Exponentials over their sum, in which a sink may take part."""
+
+    distribution: ClassVar[bool] = True
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The derivative of the weights p with respect to the scores s: diag p − p pᵀ.
+
+        With a temperature τ it is that with respect to s / τ, and the derivative with respect to
+        the scores themselves is 1/τ of it.
+        """
+        return Jacobian(weights, weights, weights)
 
 
 @dataclass(frozen=True)
-class Softmax(Weighting):
+class Softmax(_Softmax):
     r"""Exponentials that sum to one, :math:`p_j = e^{s_j/\tau} / \sum_k e^{s_k/\tau}`.
 
     Args:
@@ -39,25 +60,13 @@ class Softmax(Weighting):
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, above=0.0)
 
-    @property
-    def distribution(self) -> bool:
-        """True: weights are non-negative and sum to 1."""
-        return True
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax of the scores over the visible keys."""
         return torch.softmax(masked(scores / self.temperature, visible), -1)
 
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The derivative of the weights p with respect to scores / τ: diag p − p pᵀ.
-
-        τ is the temperature; the derivative with respect to the scores themselves is 1/τ of it.
-        """
-        return Jacobian(weights, weights, weights)
-
 
 @dataclass(frozen=True)
-class SoftmaxOne(Weighting):
+class SoftmaxOne(_Softmax):
     r"""Softmax with an additional outcome of score 0, :math:`e^{s_j} / (1 + \sum_k e^{s_k})`.
 
     A row can attend to nothing: its weights sum to less than one.
@@ -73,22 +82,13 @@ class SoftmaxOne(Weighting):
     name: ClassVar[str] = "softmax_one"
     source: ClassVar[str] = "Miller (2023), Attention is off by one"
 
-    @property
-    def distribution(self) -> bool:
-        """True: the weights of the keys and the sink sum to 1."""
-        return True
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax over the keys and a sink of score 0; only the keys' weights are returned."""
         return _softmax_with_sink(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ."""
-        return Jacobian(weights, weights, weights)
-
 
 @dataclass(frozen=True)
-class Sink(Weighting):
+class Sink(_Softmax):
     r"""Softmax over the keys and a sink, which has no value, of learned score b.
 
     .. math:: p_j = e^{s_j} \big/ \left(e^b + \textstyle\sum_k e^{s_k}\right)
@@ -119,11 +119,6 @@ class Sink(Weighting):
                 f"sinks must have shape (Hq,), one logit for each head, got {tuple(sinks.shape)}"
             )
 
-    @property
-    def distribution(self) -> bool:
-        """True: the weights of the keys and the sink sum to 1."""
-        return True
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax over the keys and the sink; only the keys' weights are returned."""
         if scores.dim() < 3 or self.sinks.shape[0] not in (1, scores.shape[-3]):
@@ -133,10 +128,6 @@ class Sink(Weighting):
             )
         sinks = self.sinks.to(scores.dtype).view(-1, 1, 1)
         return _softmax_with_sink(masked(scores, visible), sinks.expand_as(scores[..., :1]))
-
-    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ."""
-        return Jacobian(weights, weights, weights)
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
@@ -169,11 +160,6 @@ class Exp(Weighting):
         if self.normalize not in ("none", "l2"):
             raise ValueError(f"normalize must be 'none' or 'l2', got {self.normalize!r}")
 
-    @property
-    def distribution(self) -> bool:
-        """False: weights do not sum to one."""
-        return False
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """exp(scores), with "l2" divided by their norm, computed from scores less the maximum."""
         hidden = masked(scores, visible)
@@ -191,7 +177,7 @@ class Exp(Weighting):
 
 
 @dataclass(frozen=True)
-class TopKSoftmax(Weighting):
+class TopKSoftmax(_Softmax):
     r"""Softmax over the k largest scores of a row; of tied scores the earlier ones count.
 
     Args:
@@ -215,11 +201,6 @@ class TopKSoftmax(Weighting):
     def __post_init__(self) -> None:
         check_count("k", self.k, 1)
 
-    @property
-    def distribution(self) -> bool:
-        """True: weights are non-negative and sum to 1."""
-        return True
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax over the k largest visible scores; the other weights are 0."""
         hidden = masked(scores, visible)
@@ -234,6 +215,121 @@ class TopKSoftmax(Weighting):
             selected = above | (equal & (equal.cumsum(-1) <= room))
         return torch.softmax(torch.where(selected, hidden, -torch.inf), -1)
 
+
+def _entmax() -> ModuleType:
+    """Import and return the entmax package; ImportError says how to install it if it is missing."""
+    try:
+        import entmax
+    except ImportError as error:
+        raise ImportError(
+            "sparsemax and entmax weights need the entmax library; install it with: "
+            + install("entmax")
+        ) from error
+    return cast(ModuleType, entmax)
+
+
+def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
+    """Weights by the entmax function ``name``, computed in float32 at least.
+
+    In half precision its search for the threshold does not converge.
+    """
+    precise = scores if scores.dtype == torch.float64 else scores.float()
+    solver = getattr(_entmax(), name)
+    weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
+    return weights.to(scores.dtype)
+
+
+class _Entmax(Weighting):
+    """Entmax weights, a distribution with exact zeros, for some α."""
+
+    distribution: ClassVar[bool] = True
+    alpha: float
+
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ, with p the weights, which are 0 beyond the k largest."""
-        return Jacobian(weights, weights, weights)
+        """The derivative of the weights p with respect to the scores: diag g − g gᵀ / Σg.
+
+        Here g = p^(2 − α) where p > 0, else 0 (Peters et al. 2019, proposition 2).
+        """
+        some = weights > 0
+        slope = torch.where(some, torch.where(some, weights, 1.0).pow(2.0 - self.alpha), 0.0)
+        return Jacobian(slope, slope * inverse(slope.sum(-1, keepdim=True)), slope)
+
+
+@dataclass(frozen=True)
+class Sparsemax(_Entmax):
+    r"""The distribution nearest to the scores in Euclidean distance; most weights are exactly 0.
+
+    Raises:
+        ImportError: when called without the entmax library; it says what to install.
+
+    Example:
+        >>> Sparsemax()(torch.tensor([[1.0, 0.5, -1.0]]))
+        tensor([[0.7500, 0.2500, 0.0000]])
+
+    Source:
+        Martins & Astudillo (2016), arXiv:1602.02068.
+    """
+
+    name: ClassVar[str] = "sparsemax"
+    source: ClassVar[str] = "Martins & Astudillo (2016), arXiv:1602.02068"
+    alpha: ClassVar[float] = 2.0  # type: ignore[misc]
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Project the scores of the visible keys onto the probability distributions."""
+        return _solve("sparsemax", scores, visible, k=_SORTED)
+
+
+@dataclass(frozen=True)
+class Entmax15(_Entmax):
+    r"""Entmax with α = 1.5, between softmax and sparsemax.
+
+    Raises:
+        ImportError: when called without the entmax library; it says what to install.
+
+    Example:
+        >>> Entmax15()(torch.tensor([[1.0, 0.0, -4.0]])).sum()
+        tensor(1.)
+
+    Source:
+        Peters et al. (2019), arXiv:1905.05702.
+    """
+
+    name: ClassVar[str] = "entmax15"
+    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
+    alpha: ClassVar[float] = 1.5  # type: ignore[misc]
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Entmax weights of the visible keys, exact, by sorting the scores."""
+        return _solve("entmax15", scores, visible, k=_SORTED)
+
+
+@dataclass(frozen=True)
+class Entmax(_Entmax):
+    r"""Entmax of any α above 1, found by bisection; α = 2 is sparsemax.
+
+    Args:
+        alpha: α > 1.
+
+    Raises:
+        ValueError: if α is not a number above 1.
+        ImportError: when called without the entmax library; it says what to install.
+
+    Example:
+        >>> Entmax(alpha=2.0)(torch.tensor([[1.0, 0.5, -1.0]]))
+        tensor([[0.7500, 0.2500, 0.0000]])
+
+    Source:
+        Peters et al. (2019), arXiv:1905.05702.
+    """
+
+    name: ClassVar[str] = "entmax"
+    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
+    alpha: float = 1.5
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, above=1.0)
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Entmax weights of the visible keys, by bisection."""
+        steps = 60 if scores.dtype == torch.float64 else 40
+        return _solve("entmax_bisect", scores, visible, alpha=self.alpha, n_iter=steps)
