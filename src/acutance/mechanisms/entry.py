@@ -19,20 +19,6 @@ from acutance.scores import Features
 from acutance.shapes import check_count, check_flag, check_inputs
 from acutance.weights import Identity, ReLU, Sink
 
-__all__ = [
-    "Call",
-    "Decay",
-    "Form",
-    "Gated",
-    "Law",
-    "Linear",
-    "Mechanism",
-    "Recurrence",
-    "Rows",
-    "Sizes",
-    "Theory",
-]
-
 Statistics: TypeAlias = RowStatistics | WeightStatistics
 #: A function from (..., E) to features (..., F).
 FeatureMap: TypeAlias = Callable[[Tensor], Tensor]
@@ -47,6 +33,10 @@ class Sizes(NamedTuple):
     kv_heads: int
     keys: int
     width: int
+
+
+#: Options of ``acutance.attention``, or a function of sizes that returns them.
+Options: TypeAlias = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
 
 
 class Call(NamedTuple):
@@ -64,10 +54,16 @@ class Call(NamedTuple):
         """Hq, H, S, E."""
         return Sizes(self.query.shape[1], self.key.shape[1], self.key.shape[2], self.key.shape[3])
 
-    @property
-    def grouped(self) -> bool:
-        """Whether query heads share key heads."""
-        return self.query.shape[1] != self.key.shape[1]
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> tuple[Tensor, Statistics]:
+        """Attention of these tensors with the call's mask; ``options`` are of ``attention``."""
+        out, stats = attention(
+            query, key, value, is_causal=self.is_causal, query_offset=self.query_offset,
+            enable_gqa=query.shape[1] != key.shape[1], return_stats=True, noise=self.noise,
+            **options,
+        )  # fmt: skip
+        return out, stats
 
     def check_positions(self, mechanism: str) -> None:
         """Raise ValueError unless every query has the position of a key."""
@@ -99,12 +95,16 @@ class Rows(Form):
     """A mechanism defined by score, weighting and scaling, run by :func:`acutance.attention`.
 
     Args:
-        options: returns the options of ``attention`` for given sizes.
+        given: the options of ``attention``, or a function that returns them for given sizes.
         always_causal: whether rows never see later keys.
     """
 
-    options: Callable[[Sizes], Mapping[str, Any]]
+    given: Options
     always_causal: bool = field(default=False, kw_only=True)  # type: ignore[misc]
+
+    def options(self, sizes: Sizes) -> Mapping[str, Any]:
+        """The options of :func:`acutance.attention` for given sizes."""
+        return self.given(sizes) if callable(self.given) else self.given
 
     def options_for(self, call: Call) -> dict[str, Any]:
         """Options of :func:`acutance.attention`, parameters on the query's device and dtype."""
@@ -115,12 +115,7 @@ class Rows(Form):
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
         """Attention with these options."""
-        query, key, value, is_causal, offset, noise = call
-        out, stats = attention(
-            query, key, value, is_causal=is_causal, query_offset=offset, enable_gqa=call.grouped,
-            return_stats=True, noise=noise, **self.options_for(call),
-        )  # fmt: skip
-        return out, stats
+        return call.attend(call.query, call.key, call.value, **self.options_for(call))
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ def _weighted_by_features(
     Returns:
         The output (B, Hq, L, Ev), and the statistics of the weights.
     """
-    query, key, value, is_causal, offset, noise = call
+    query, key, value = call.query, call.key, call.value
     log_gate: Callable[[Tensor], Tensor] | None = None
     if decays is not None:
         call.check_positions("a mechanism with decays")
@@ -216,12 +211,9 @@ def _weighted_by_features(
         log_gate = lambda keys: rates.to(keys).expand(keys.shape[:3])  # noqa: E731
         if signed:
             query = query * query.shape[3] ** -0.5
-    out, stats = attention(
-        query, key, value, is_causal=is_causal, query_offset=offset, return_stats=True,
-        enable_gqa=query.shape[1] != key.shape[1], noise=noise,
-        score=Features(query_map, key_map, log_gate),
-        weights=Identity(normalize="none") if signed else ReLU(normalize="sum"),
-    )  # fmt: skip
+    weights = Identity(normalize="none") if signed else ReLU(normalize="sum")
+    score = Features(query_map, key_map, log_gate)
+    out, stats = call.attend(query, key, value, score=score, weights=weights)
     assert isinstance(stats, WeightStatistics)
     return out, WeightStatistics(stats.sums)  # of the weights: products of features are no scores
 
@@ -315,10 +307,7 @@ class Gated(Form):
         """Attention between the two maps, before the gate."""
         call.check_positions("a gated attention unit")
         query, key = self.images(call)
-        out, stats = attention(
-            query, key, call.value, is_causal=call.is_causal, query_offset=call.query_offset,
-            weights="relu2", return_stats=True, noise=call.noise,
-        )  # fmt: skip
+        out, stats = call.attend(query, key, call.value, weights="relu2")
         group = call.query.shape[1] // key.shape[1]
         return out.repeat_interleave(group, 1), stats
 

@@ -329,16 +329,10 @@ def interpolate(log_n: Tensor, lengths: Sequence[int], table: Tensor) -> Tensor:
         The factors, shaped as ``log_n``, or (..., Hq, L) for a table with heads.
     """
     knots = [math.log(n) for n in lengths]
-    heads = table.dim() > 1
-
-    def column(values: Tensor) -> Tensor:
-        return values.unsqueeze(-1) if heads else values
-
-    result = column(table[..., 0]) + torch.zeros_like(log_n)
-    for i in range(len(knots) - 1):
-        width = knots[i + 1] - knots[i]
-        slope = column((table[..., i + 1] - table[..., i]) / width)
-        last = i == len(knots) - 2
-        part = log_n - knots[i]
-        result = result + slope * part.clamp(min=0.0, max=None if last else width)
+    columns = table.unsqueeze(-1).unbind(-2) if table.dim() > 1 else table.unbind()
+    result = columns[0] + torch.zeros_like(log_n)
+    for i, (left, right) in enumerate(pairwise(knots)):
+        slope = (columns[i + 1] - columns[i]) / (right - left)
+        end = None if i == len(knots) - 2 else right - left
+        result = result + slope * (log_n - left).clamp(min=0.0, max=end)
     return result.clamp(min=0.0)

@@ -32,24 +32,6 @@ from acutance.scaling.base import (
 )
 from acutance.shapes import check_number
 
-__all__ = [
-    "ASEntmax",
-    "AdaptivePoly",
-    "ClipLogN",
-    "CosScale",
-    "CosineLogN",
-    "Critical",
-    "InfoScale",
-    "Llama4",
-    "LogN",
-    "Mistral3",
-    "NoScaling",
-    "SSMax",
-    "SqrtLogN",
-    "Yarn",
-    "power",
-]
-
 
 @dataclass(frozen=True)
 class NoScaling(Scaling):

@@ -11,16 +11,6 @@ from torch import Tensor
 
 from acutance.shapes import FLOATS, check_tensor, describe
 
-__all__ = [
-    "DotScore",
-    "FunctionScore",
-    "TileScore",
-    "check_pair",
-    "check_parameter",
-    "dot_tile",
-    "precise",
-]
-
 
 @runtime_checkable
 class DotScore(Protocol):
@@ -54,13 +44,23 @@ class TileScore(Protocol):
 
         Returns:
             Another score, and the query and key to cut into blocks for it; its tiles are those of
-            this score. Without it, :meth:`tile` gives the same result more slowly.
+            this score. Without it, :meth:`tile` gives the same result more slowly. By default
+            there is nothing to prepare.
         """
-        ...
+        return self, query, key
+
+
+class PreparedScore(TileScore, Protocol):
+    """A score whose every tile is that of the score which :meth:`prepare` returns."""
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """Scores (B, Hq, l, s) of a block of queries and of keys, in float32 at least."""
+        score, query, key = self.prepare(query, key)
+        return score.tile(query, key, key_start)
 
 
 @dataclass(frozen=True)
-class FunctionScore:
+class FunctionScore(TileScore):
     """Any function of a block of queries and a block of keys, as a :class:`TileScore`.
 
     Args:
@@ -98,10 +98,6 @@ class FunctionScore:
             )
         return scores
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Return this score, query and key unchanged: there is nothing to prepare."""
-        return self, query, key
-
 
 def dot_tile(score: DotScore, query: Tensor, key: Tensor) -> Tensor:
     """All scores (B, Hq, L, S) of a :class:`DotScore`, in float32 at least.
@@ -112,11 +108,14 @@ def dot_tile(score: DotScore, query: Tensor, key: Tensor) -> Tensor:
         torch.Size([1, 2, 1, 3])
     """
     query, key, scale = score.transform(query, key)
-    query, key = precise(query), precise(key)
-    heads = key.shape[1]
-    grouped = query.unflatten(1, (heads, query.shape[1] // heads))
+    return products(precise(query), precise(key)) * scale
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """Dot products (B, Hq, L, S); the query heads that share a key head are neighbours."""
+    grouped = query.unflatten(1, (key.shape[1], query.shape[1] // key.shape[1]))
     scores: Tensor = (grouped @ key.unsqueeze(2).mT).flatten(1, 2)
-    return scores * scale
+    return scores
 
 
 def precise(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from acutance.scores.base import TileScore
+from acutance.scores.base import PreparedScore, TileScore
 from acutance.scores.products import General, Location
 from acutance.scores.tiles import Additive
 from acutance.shapes import check_count, check_flag
@@ -22,7 +22,31 @@ __all__ = ["AdditiveScore", "GeneralScore", "Init", "LocationScore"]
 Init = Literal["xavier", "paper"]
 
 
-class GeneralScore(nn.Module):
+class _Bilinear(nn.Module):
+    """A trained W, (rows, columns), or one for each head."""
+
+    def __init__(
+        self, shape: tuple[int, ...], init: Init, device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.init: Init = _check_init(init)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set W to new random values, as ``init`` says."""
+        if self.init == "xavier":
+            _xavier(self.weight)
+        else:
+            nn.init.uniform_(self.weight, -0.1, 0.1)
+
+    def extra_repr(self) -> str:
+        """The shape of W, for ``print``."""
+        return _described(self.weight)
+
+
+class GeneralScore(_Bilinear):
     r"""Trained bilinear scores, :math:`q^\top W k`.
 
     Args:
@@ -51,27 +75,16 @@ class GeneralScore(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         key_width = query_width if key_width is None else key_width
         shape = _shape(num_heads, query_width=query_width, key_width=key_width)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.init: Init = _check_init(init)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set W to new random values, as ``init`` says."""
-        _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
+        super().__init__(shape, init, device, dtype)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         """The query times W (B, Hq, L, Ek), the key unchanged, and the scale 1."""
         return General(self.weight).transform(query, key)
 
-    def extra_repr(self) -> str:
-        """The shape of W, for ``print``."""
-        return _described(self.weight)
 
-
-class AdditiveScore(nn.Module):
+class AdditiveScore(nn.Module, PreparedScore):
     r"""Trained additive scores, :math:`v^\top \tanh(W_q q + W_k k + b)`.
 
     Args:
@@ -144,10 +157,6 @@ class AdditiveScore(nn.Module):
         _xavier(self.key_weight)
         _xavier(self.vector.unsqueeze(-2))
 
-    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """Scores (B, Hq, l, s) of a block of queries and of keys, in float32 at least."""
-        return self._score().tile(query, key, key_start)
-
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Project queries to (B, Hq, L, hidden) and keys to (B, H, S, hidden), once per call."""
         return self._score().prepare(query, key)
@@ -160,7 +169,7 @@ class AdditiveScore(nn.Module):
         return Additive(self.query_weight, self.key_weight, self.vector, self.bias)
 
 
-class LocationScore(nn.Module):
+class LocationScore(_Bilinear, TileScore):
     r"""Trained scores by position, :math:`(W q)_j`.
 
     Args:
@@ -190,15 +199,8 @@ class LocationScore(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         shape = _shape(num_kv_heads, max_keys=max_keys, width=width)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.init: Init = _check_init(init)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set W to new random values, as ``init`` says."""
-        _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
+        super().__init__(shape, init, device, dtype)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         """The query unchanged, rows of W as keys (B, H, S, E), and the scale 1."""
@@ -207,14 +209,6 @@ class LocationScore(nn.Module):
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
         """Scores (B, Hq, l, s) of a block of queries for the s keys from ``key_start`` on."""
         return Location(self.weight).tile(query, key, key_start)
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Return this score, query and key unchanged: there is nothing to prepare."""
-        return self, query, key
-
-    def extra_repr(self) -> str:
-        """The shape of W, for ``print``."""
-        return _described(self.weight)
 
 
 def _shape(heads: int | None, **sizes: int) -> tuple[int, ...]:
@@ -229,16 +223,10 @@ def _check_init(init: Init) -> Init:
     return init
 
 
-def _luong(weight: Tensor) -> None:
-    with torch.no_grad():
-        weight.uniform_(-0.1, 0.1)
-
-
 def _xavier(weight: Tensor) -> None:
     """Glorot uniform initialisation over the last two dimensions."""
     bound = (6 / (weight.shape[-1] + weight.shape[-2])) ** 0.5
-    with torch.no_grad():
-        weight.uniform_(-bound, bound)
+    nn.init.uniform_(weight, -bound, bound)
 
 
 def _described(weight: Tensor) -> str:

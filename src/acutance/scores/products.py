@@ -7,22 +7,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from acutance.scores.base import TileScore, check_pair, check_parameter, dot_tile, precise
+from acutance.scores.base import (
+    TileScore,
+    check_pair,
+    check_parameter,
+    dot_tile,
+    precise,
+    products,
+)
 from acutance.scores.qk_norm import l2_norm
 from acutance.shapes import check_number, describe
-
-__all__ = [
-    "Cosine",
-    "Dot",
-    "General",
-    "Location",
-    "ScaledDot",
-    "cosine",
-    "dot",
-    "general",
-    "location",
-    "scaled_dot",
-]
 
 
 @dataclass(frozen=True)
@@ -206,7 +200,7 @@ def general(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Location:
+class Location(TileScore):
     r"""Scores by position alone, :math:`s_{ij} = (W q_i)_j`.
 
     They are dot products of the query with the rows of W, which take the place of the keys, and
@@ -244,15 +238,7 @@ class Location:
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
         """Scores (B, Hq, l, s) of a block of queries for the keys from ``key_start`` on."""
         check_pair(query, key, same_width=False)
-        rows = self._rows(query, key, key_start)
-        rows, query = precise(rows), precise(query)
-        grouped = query.unflatten(1, (rows.shape[1], query.shape[1] // rows.shape[1]))
-        scores: Tensor = (grouped @ rows.unsqueeze(2).mT).flatten(1, 2)
-        return scores
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Return this score, query and key unchanged: there is nothing to prepare."""
-        return self, query, key
+        return products(precise(query), precise(self._rows(query, key, key_start)))
 
     def _rows(self, query: Tensor, key: Tensor, start: int) -> Tensor:
         """The rows of W for the given keys, as keys (..., S, E); raises if there are too few."""

@@ -16,8 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from acutance.scores.base import TileScore, check_pair, check_parameter, dot_tile, precise
-from acutance.scores.products import Dot
+from acutance.scores.base import (
+    PreparedScore,
+    TileScore,
+    check_pair,
+    check_parameter,
+    precise,
+    products,
+)
 from acutance.shapes import check_count, check_number, describe
 
 __all__ = ["Additive", "Features", "ScaleInvariant", "additive", "scale_invariant"]
@@ -28,7 +34,7 @@ CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Additive:
+class Additive(PreparedScore):
     r"""A network of one hidden layer on query and key, :math:`v^\top \tanh(W_q q + W_k k + b)`.
 
     Args:
@@ -65,11 +71,6 @@ class Additive:
         if self.bias is not None:
             check_parameter("bias", self.bias, f"(hidden,) = ({hidden},)", (hidden,))
 
-    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """Scores (B, Hq, l, s) of blocks of queries and keys, in float32 at least."""
-        score, query, key = self.prepare(query, key)
-        return score.tile(query, key, key_start)
-
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Project queries (B, Hq, L, hidden) and keys (B, H, S, hidden), in float32 at least."""
         check_pair(query, key, same_width=False)
@@ -105,7 +106,7 @@ class Additive:
 
 
 @dataclass(frozen=True)
-class _Projected:
+class _Projected(TileScore):
     """Additive scores of queries and keys that are already projected to the hidden width."""
 
     vector: Tensor  # (Hq, hidden)
@@ -116,9 +117,6 @@ class _Projected:
         vector = self.vector.unflatten(0, (heads, -1))
         scores: Tensor = _AdditiveTile.apply(grouped, key, vector)  # type: ignore[no-untyped-call]
         return scores.flatten(1, 2)
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        return self, query, key
 
 
 class _AdditiveTile(torch.autograd.Function):
@@ -132,7 +130,7 @@ class _AdditiveTile(torch.autograd.Function):
         ctx.save_for_backward(a, b, v)
         scores = a.new_zeros(*a.shape[:4], b.shape[2])
         for part in _chunks(a, b):
-            torch.add(scores, _weigh(_hidden(a, b, part), v[..., part]), out=scores)
+            scores += torch.einsum("bhglsc,hgc->bhgls", _hidden(a, b, part), v[..., part])
         return scores
 
     @staticmethod
@@ -169,10 +167,6 @@ def _hidden(a: Tensor, b: Tensor, part: slice) -> Tensor:
     return (a[..., part].unsqueeze(4) + b[:, :, None, None, :, part]).tanh_()
 
 
-def _weigh(t: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhglsc,hgc->bhgls", t, v)
-
-
 def additive(
     query: Tensor,
     key: Tensor,
@@ -192,7 +186,7 @@ def additive(
 
 
 @dataclass(frozen=True)
-class ScaleInvariant:
+class ScaleInvariant(PreparedScore):
     r"""Scale-invariant attention: a factor and a shift by the distance t between query and key.
 
     .. math:: s_{ij} = a_t \, c\, q_i \cdot k_j + m_t, \qquad
@@ -239,11 +233,6 @@ class ScaleInvariant:
         if self.offset is not None:
             check_count("offset", self.offset, 0)
 
-    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """Scores (B, Hq, l, s), in float32 at least; ``offset`` is the first query's position."""
-        score, query, key = self.prepare(query, key)
-        return score.tile(query, key, key_start)
-
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Append its position to each query as a component, and a 0 to each key."""
         check_pair(query, key)
@@ -255,22 +244,16 @@ class ScaleInvariant:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Placed(TileScore):
     """Scale-invariant scores of queries with their position as the last component."""
 
     tau: float
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        grouped = query.unflatten(1, (key.shape[1], query.shape[1] // key.shape[1]))
-        products = (grouped @ key.unsqueeze(2).mT).flatten(1, 2)
         at = torch.arange(key_start, key_start + key.shape[2], device=key.device, dtype=key.dtype)
         distance = (query[0, 0, :, -1:].detach() - at).abs()
         growth = 2 * torch.log1p(distance / self.tau)
-        scores: Tensor = (growth + 1).sqrt() * products - growth
-        return scores
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        return self, query, key
+        return (growth + 1).sqrt() * products(query, key) - growth
 
 
 def scale_invariant(
@@ -286,7 +269,7 @@ def scale_invariant(
 
 
 @dataclass(frozen=True)
-class Features:
+class Features(PreparedScore):
     r"""The weights of linear attention as scores: a feature map each for query and key, and gates.
 
     .. math:: s_{ij} = \phi_q(q_i) \cdot \phi_k(k_j) \prod_{t=j+1}^{i} \lambda_t
@@ -322,11 +305,6 @@ class Features:
     log_gate: Callable[[Tensor], Tensor] | None = None
     offset: int | None = None
 
-    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """Scores (B, Hq, l, s) of queries and of all keys, in float32 at least."""
-        score, query, key = self.prepare(query, key)
-        return score.tile(query, key, key_start)
-
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Features, with the summed log gates appended in two parts, as float32 alone is coarse."""
         check_pair(query, key)
@@ -358,23 +336,19 @@ def _with(features: Tensor, total: Tensor) -> Tensor:
     return torch.cat((features, torch.stack((high, (total - high).to(features.dtype)), -1)), -1)
 
 
-@dataclass(frozen=True)
-class _Products:
+class _Products(TileScore):
     """Products of features."""
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        return dot_tile(Dot(), query, key)
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        return self, query, key
+        return products(query, key)
 
 
-class _Gated(_Products):
+class _Gated(TileScore):
     """Products of features, times the exponential of minus the difference of their last two."""
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        products = dot_tile(Dot(), query[..., :-2], key[..., :-2])
+        scores = products(query[..., :-2], key[..., :-2])
         own = query[..., None, -2:].unflatten(1, (key.shape[1], -1))
         high, low = (own - key[:, :, None, None, :, -2:]).flatten(1, 2).unbind(-1)
-        scores: Tensor = products * (high + low).abs().neg().exp()
-        return scores
+        decay: Tensor = (high + low).abs().neg().exp()
+        return scores * decay
