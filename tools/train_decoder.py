@@ -32,7 +32,7 @@ WINDOWS = 256
 def held_out_loss(model: torch.nn.Module, text: torch.Tensor, length: int) -> float:
     """Mean loss of the last bytes of windows of a length; the same bytes at every length."""
     generator = torch.Generator().manual_seed(0)
-    ids = texts.windows(text, max(LENGTHS) + 1, WINDOWS, generator)[:, -(length + 1) :]
+    ids = texts.sample_windows(text, max(LENGTHS) + 1, WINDOWS, generator)[:, -(length + 1) :]
     with torch.no_grad():
         parts = [trained.next_byte_losses(model, part)[:, -LAST:] for part in ids.split(8)]
     return float(torch.cat(parts).mean())
