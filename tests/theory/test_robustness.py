@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from acutance.theory import noise_error, noise_estimates, noise_laws
-from acutance.theory.noise_error import (
-    exact_noise_mse,
-    first_order_bias,
-)
+from acutance.theory import noise as noise_module
+from acutance.theory import noise_laws
+from acutance.theory.noise import exact_noise_mse, first_order_bias
 from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
 from tests.contract.theory.test_robustness import KINDS, moment, softmax_row
 
@@ -37,7 +35,7 @@ def test_samples_follow_the_law(kind):
 
 def test_blocks_of_keys_add_up():
     p, v = softmax_row(7, 100_000, 3.0, 2)
-    assert p.size > noise_error._KEY_BLOCK
+    assert p.size > noise_module._KEY_BLOCK
     value = exact_noise_mse(p, v, "laplace", 0.7)
     there = exact_noise_mse(p[::-1], v[::-1], "laplace", 0.7)
     assert there == pytest.approx(value, rel=1e-13, abs=0)
@@ -46,7 +44,7 @@ def test_blocks_of_keys_add_up():
 def test_blocks_of_nodes_add_up(limits):
     p, v = softmax_row(7, 300, 3.0, 2)
     value = exact_noise_mse(p, v, "laplace", 0.7)
-    limits(noise_error, _WINDOW=1_000)  # the usual one holds all nodes of this row
+    limits(noise_module, _WINDOW=1_000)  # the usual one holds all nodes of this row
     assert exact_noise_mse(p, v, "laplace", 0.7) == pytest.approx(value, rel=1e-13, abs=0)
 
 
@@ -64,8 +62,8 @@ def test_bias_pulls_towards_the_plain_average():
 
 def test_quantised_numbers_are_integers_of_the_width():
     x = np.array([[0.1, -0.7, 0.33], [0.0, 0.0, 0.0]])
-    rounded, step = noise_estimates._quantized(x, 3, "row")
+    rounded, step = noise_module._quantized(x, 3, "row")
     assert step[:, 0] == pytest.approx([0.7 / 3, 0])
     assert rounded[0] == pytest.approx(np.array([0, -3, 1]) * 0.7 / 3)
     assert (rounded[1] == 0).all()
-    assert noise_estimates._quantized(x, 3, "tensor")[1][:, 0] == pytest.approx([0.7 / 3] * 2)
+    assert noise_module._quantized(x, 3, "tensor")[1][:, 0] == pytest.approx([0.7 / 3] * 2)

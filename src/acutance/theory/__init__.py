@@ -27,8 +27,8 @@ from acutance.theory.cosine import (
     cosine_best_count,
     cosine_entropy_lower_bound,
     information_range_limit,
+    tau_for_information,
 )
-from acutance.theory.cosine_temperature import tau_for_information
 from acutance.theory.entropy import (
     jacobian_fro2,
     jacobian_trace,
@@ -39,25 +39,23 @@ from acutance.theory.entropy import (
     softmax_entropy,
     uniform_entropy_drop,
 )
-from acutance.theory.extremes import expected_max, gauss_hazard_scale, hazard_scale
+from acutance.theory.finite_n.expected import (
+    expected_collision,
+    expected_effective_keys,
+    expected_entropy,
+    expected_jacobian_fro2,
+    expected_logsumexp,
+    expected_max,
+    expected_power_sum,
+    expected_sparsity,
+    expected_varentropy,
+    expected_weighted_mean,
+)
 from acutance.theory.finite_n.gaussian import (
     expected_collision_gauss,
     expected_entropy_gauss,
     expected_logsumexp_gauss,
     expected_max_gauss,
-)
-from acutance.theory.finite_n.iid import (
-    expected_collision,
-    expected_entropy,
-    expected_logsumexp,
-    expected_power_sum,
-    expected_weighted_mean,
-)
-from acutance.theory.finite_n.row_means import (
-    expected_effective_keys,
-    expected_jacobian_fro2,
-    expected_sparsity,
-    expected_varentropy,
 )
 from acutance.theory.finite_n.top_weight import expected_top_weight
 from acutance.theory.inverse import (
@@ -65,38 +63,22 @@ from acutance.theory.inverse import (
     scale_for_entropy,
     scale_for_information,
 )
-from acutance.theory.laws import ScalingLaw, scaling_exponent
-from acutance.theory.linear_and_decay import (
-    effective_keys_decay,
-    log_sparsity_decay,
-    log_sparsity_linear,
-    log_sparsity_linear_iid,
-    sparsity_decay,
-    sparsity_linear,
-    sparsity_linear_iid,
-)
-from acutance.theory.noise_error import (
-    exact_noise_mse,
-    first_order_bias,
-    first_order_mse,
-    second_order_mse,
-)
-from acutance.theory.noise_estimates import (
+from acutance.theory.laws import ScalingLaw, gauss_hazard_scale, hazard_scale, scaling_exponent
+from acutance.theory.noise import (
     NoiseSample,
     QuantizationNoise,
     asymptotic_noise_mse,
+    exact_noise_mse,
+    first_order_bias,
+    first_order_mse,
     monte_carlo_mse,
     noise_tail_rate,
     quantization_noise,
+    second_order_mse,
 )
 from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
-from acutance.theory.prediction import (
-    KINDS,
-    PREDICTED_MECHANISMS,
-    MetricRecord,
-    Prediction,
-    predict,
-)
+from acutance.theory.prediction.mechanisms import PREDICTED_MECHANISMS, predict
+from acutance.theory.prediction.record import KINDS, MetricRecord, Prediction
 from acutance.theory.rounding import RoundingError, rounding_error
 from acutance.theory.scales import (
     critical_scale,
@@ -109,11 +91,18 @@ from acutance.theory.scales import (
 )
 from acutance.theory.sparsity import (
     effective_keys,
+    effective_keys_decay,
+    log_sparsity_decay,
     log_sparsity_exp,
     log_sparsity_identity,
+    log_sparsity_linear,
+    log_sparsity_linear_iid,
     log_sparsity_relu2,
+    sparsity_decay,
     sparsity_exp,
     sparsity_identity,
+    sparsity_linear,
+    sparsity_linear_iid,
     sparsity_relu2,
 )
 from acutance.theory.trained_heads import HeadMetrics, expected_head_metrics

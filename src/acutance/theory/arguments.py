@@ -11,20 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "Array",
-    "checked",
-    "checked_dimension",
-    "checked_keys",
-    "log_probability",
-    "needed_number",
-    "one_number",
-    "pointwise",
-    "pointwise_rows",
-    "require",
-    "result",
-]
-
 Array = NDArray[np.float64]
 
 
@@ -124,18 +110,15 @@ def log_probability(below: Array, above: Array) -> Array:
     return np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
 
 
+def normal_density(z: Array) -> Array:
+    """Density of the standard normal distribution."""
+    with np.errstate(over="ignore"):
+        return np.asarray(np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi))
+
+
 def one_number(name: str, value: Any, least: float, rule: str, most: float = math.inf) -> float:
     """Convert to a float; ValueError unless it is one finite number within [least, most]."""
     values = np.asarray(value, dtype=np.float64)
     if values.ndim or not (np.isfinite(values) and least <= values <= most):
         raise ValueError(f"{name}: {rule}, got {name}={value!r}")
     return float(values)
-
-
-def needed_number(
-    mechanism: str, name: str, value: Any, least: float, rule: str, most: float = math.inf
-) -> float:
-    """:func:`one_number` of an argument that ``mechanism`` needs; ValueError if it is None."""
-    if value is None:
-        raise ValueError(f'{name}: "{mechanism}" needs {name}, got None')
-    return one_number(name, value, least, rule, most)

@@ -14,25 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 from scipy.special import betaincinv, betaln, expit, log_expit, ndtri_exp
 
-from acutance.theory.arguments import Array
-
-__all__ = [
-    "FAMILIES",
-    "Cosine",
-    "Exponential",
-    "Family",
-    "FamilyParameter",
-    "Gaussian",
-    "Gumbel",
-    "Laplace",
-    "Logistic",
-    "Pareto",
-    "Scipy",
-    "Stretched",
-    "Uniform",
-    "as_family",
-    "name_and_parameter",
-]
+from acutance.theory.arguments import Array, normal_density
 
 _LOG_2 = float(np.log(2.0))
 
@@ -106,8 +88,7 @@ class Gaussian(_Symmetric):
 
     def pdf(self, x: Array) -> Array:
         """Density exp(-x²/2) / sqrt(2 pi)."""
-        density: Array = np.exp(-0.5 * x * x) / np.sqrt(2 * np.pi)
-        return density
+        return normal_density(x)
 
     def _upper(self, log_sf: Array) -> Array:
         return np.asarray(-ndtri_exp(log_sf))

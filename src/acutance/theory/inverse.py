@@ -5,7 +5,7 @@ With the scores of n keys independent and of a common law, the expected entropy 
 expected collision probability rises from 1/n to 1: row by row the derivatives are
 :math:`-\gamma \mathrm{Var}_p(s)` and :math:`2 \mathrm{Cov}_p(p, s)`. So each target has one scale.
 It is found by bracketing and Brent's method on the exact finite-n expectations of
-``acutance.theory.finite_n.iid``; the laws of ``acutance.theory.laws`` are what it tends to.
+``acutance.theory.finite_n.expected``; the laws of ``acutance.theory.laws`` are what it tends to.
 
 Sources: Derrida (1981), Phys. Rev. B 24, 2613 (entropy along the scale); Brent (1973), Algorithms
 for Minimization without Derivatives, chapter 4.
@@ -22,17 +22,11 @@ from numpy.typing import ArrayLike
 
 from acutance.theory.arguments import Array, checked, pointwise
 from acutance.theory.families import Family, FamilyParameter, as_family
+from acutance.theory.finite_n.expected import expected_collision, expected_entropy
 from acutance.theory.finite_n.grid import grid
-from acutance.theory.finite_n.iid import expected_collision, expected_entropy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = [
-    "scale_for_effective_keys",
-    "scale_for_entropy",
-    "scale_for_information",
-]
 
 _STEP = 1.5  # of the logarithm of the scale, to find a bracket, at first
 _REACH = 400.0  # its distance from that of one over the quartiles' distance that is tried

@@ -7,7 +7,7 @@ changes no weight, so the mean of the noise is irrelevant and only :math:`w / E 
 
 The right tails of Laplace and Gumbel noise fall like :math:`e^{-x/b}`, so their
 :math:`E w^k` is finite for k b < 1 only. The Laplace transform :math:`L(s) = E e^{-s w}` is
-finite always; this file tabulates what :mod:`acutance.theory.noise_error` integrates.
+finite always; this file tabulates what :mod:`acutance.theory.noise` integrates.
 
 Sources: Su (2023), https://kexue.fm/archives/9593 (softmax under noise); NIST DLMF, sections 4.19
 and 5.7 (the series of the hyperbolic cotangent and of the log-gamma function).
@@ -24,8 +24,6 @@ from numpy.typing import ArrayLike
 from scipy.special import bernoulli, ndtr, zeta, zetac
 
 from acutance.theory.arguments import Array, checked, log_probability, result
-
-__all__ = ["noise_central_moment", "noise_variance_ratio"]
 
 NoiseKind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 

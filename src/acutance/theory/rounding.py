@@ -22,9 +22,7 @@ from numpy.typing import ArrayLike
 from scipy.special import softmax
 
 from acutance.theory.arguments import Array
-from acutance.theory.noise_error import finite
-
-__all__ = ["RoundingError", "rounding_error"]
+from acutance.theory.noise import finite
 
 _BLOCK = 256  # rows computed at a time
 

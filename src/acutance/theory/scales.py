@@ -28,16 +28,6 @@ from acutance.theory.arguments import (
     result,
 )
 
-__all__ = [
-    "critical_scale",
-    "gap_count",
-    "gauss_invariant_scale",
-    "match_dimension",
-    "needle_scale",
-    "needle_scale_for_entropy",
-    "retrieval_capacity",
-]
-
 _EPS = float(np.finfo(np.float64).eps)
 
 

@@ -50,8 +50,6 @@ from scipy.special import expit, ndtri, xlogy
 
 from acutance.theory.arguments import Array, checked, result
 
-__all__ = ["HeadMetrics", "expected_head_metrics", "two_sided_normal"]
-
 _LARGEST_ASYMMETRY = 2.0  # the widths of both sides differ by a factor e^4 there
 _REACH = 9.0  # widths of a half normal, beyond which nothing is left
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)

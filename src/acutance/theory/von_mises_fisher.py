@@ -18,10 +18,6 @@ from scipy.special import bernoulli
 
 from acutance.theory.arguments import Array, checked, checked_dimension, pointwise
 
-__all__ = [
-    "vmf_entropy_drop",
-]
-
 #: log Γ(v + 1) less Stirling's formula, times v, in powers of 1/v², for v >= 30.
 _STIRLING = [bernoulli(12)[2 * j] / (2 * j * (2 * j - 1)) for j in range(1, 7)]
 _DEBYE_FROM = 30.0  # the order of the Bessel function, and its argument, for Debye's expansion
@@ -142,6 +138,7 @@ def _debye_polynomials() -> list[tuple[list[float], list[float]]]:
 
 
 def horner(coefficients: list[float], x: float) -> float:
+    """A polynomial of one number, its coefficients in ascending order."""
     total = 0.0
     for c in reversed(coefficients):
         total = total * x + c

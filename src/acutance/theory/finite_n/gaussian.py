@@ -29,22 +29,14 @@ Trefethen & Weideman (2014), SIAM Review 56, 385 (the trapezoid rule).
 
 from collections.abc import Callable
 from functools import lru_cache
-from math import factorial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import exp1, log_ndtr, ndtr
+from scipy.special import log_ndtr, ndtr
 
-from acutance.theory.arguments import Array, log_probability, pointwise_rows
-
-__all__ = [
-    "expected_collision_gauss",
-    "expected_entropy_gauss",
-    "expected_logsumexp_gauss",
-    "expected_max_gauss",
-]
-
+from acutance.theory.arguments import Array, log_probability, normal_density, pointwise_rows
+from acutance.theory.finite_n.row import gumbel_tail_mean
 
 _SCAN_POINTS = 120  # to find where the integrand lives
 
@@ -62,10 +54,6 @@ _NODE_STEP = 0.2  # inner trapezoid steps: in the Gumbel variable ...
 
 
 _NORMAL_STEP = 0.4  # ... and in the Gaussian one
-
-
-#: Ein(a) = a - a²/4 + a³/18 - ..., 18 terms: enough for a <= 1.
-EIN = [0.0] + [-((-1.0) ** k) / (k * factorial(k)) for k in range(1, 19)]
 
 
 def expected_max_gauss(n: ArrayLike) -> float | Array:
@@ -271,15 +259,17 @@ def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, 
             g = y - gamma * z
             a = np.exp(-g)
             below = np.exp(-a)
-            factors = (below, -np.expm1(-a), a * below, _gumbel_tail_mean(g), a * a * below)
+            tail = gumbel_tail_mean(g, a, below)
+            factors = (below, -np.expm1(-a), a * below, tail, a * a * below)
             return tuple(factor @ weight for factor in factors)
 
         return over_normal
 
     g = np.arange(-4.5, max(45.0, highest - gamma * (gamma - 10)), _NODE_STEP)
     a = np.exp(-g)
-    gumbel = _NODE_STEP * a * np.exp(-a)
-    kernel = _NODE_STEP * _gumbel_tail_mean(g)
+    below = np.exp(-a)
+    gumbel = _NODE_STEP * a * below
+    kernel = _NODE_STEP * gumbel_tail_mean(g, a, below)
 
     def over_gumbel(y: Array) -> tuple[Array, ...]:
         z = (y - g) / gamma
@@ -293,26 +283,6 @@ def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, 
         )
 
     return over_gumbel
-
-
-def normal_density(z: Array) -> Array:
-    """Density of the standard normal distribution."""
-    density: Array = np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
-    return density
-
-
-def _gumbel_tail_mean(g: Array) -> Array:
-    """K(g), the part of a centred Gumbel variable's mean that lies above g.
-
-    K = e^-a (log a + c) + E1(a) at a = e^-g; below a = 1 as (e^-a - 1)(log a + c) + Ein(a),
-    with the series of Ein, because there E1 is about -log a - c.
-    """
-    a = np.exp(-g)
-    small = np.minimum(a, 1.0)
-    series = np.polynomial.polynomial.polyval(small, EIN)
-    low = np.expm1(-small) * (np.euler_gamma - g) + series
-    high = np.exp(-a) * (np.euler_gamma - g) + exp1(np.maximum(a, 1.0))
-    return np.where(a < 1.0, low, high)
 
 
 def _integrate(integrand: Callable[[Array], Array], lowest: float, highest: float) -> float:

@@ -15,9 +15,6 @@ from scipy.special import expit
 from acutance.theory.arguments import Array
 from acutance.theory.families import Family
 
-__all__ = ["LEGENDRE", "NODES", "WEIGHTS", "Grid", "gauss", "grid"]
-
-
 _EPS = float(np.finfo(np.float64).eps)
 
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import exp1
 
 from acutance.theory.arguments import Array, log_probability, pointwise_rows
 from acutance.theory.families import Family, FamilyParameter, as_family
 from acutance.theory.finite_n.grid import LEGENDRE, NODES, WEIGHTS, grid
-
-__all__ = ["Kernel", "RowQuadrature", "expectation", "kernel_panels", "small_power"]
-
 
 Integrand = Callable[[Array], Array]
 
@@ -40,6 +38,10 @@ _RESOLVED = 3.0  # logits across a cell, up to which its own nodes are enough
 
 
 _EMPTY = 42.0  # beyond this g + log n, all keys together have a = e^-g = 0
+
+
+#: Coefficients of Ein(a) = a - a²/4 + a³/18 - ..., to the last bit for a <= 1.
+_EIN = [0.0] + [-((-1.0) ** k) / (k * math.factorial(k)) for k in range(1, 19)]
 
 
 _MOST_PANELS = 1 << 13  # in all; more are requested only by rounding
@@ -141,6 +143,21 @@ class RowQuadrature:
                 rows = slice(begin, begin + block)
                 self._add_wide(y[rows], sums[:, rows], values)
         return sums
+
+    def mean(
+        self,
+        kernels: list[Kernel],
+        product: Callable[..., Array],
+        chosen: int = 1,
+        moment: bool = False,
+    ) -> float:
+        """Integral over y of F^(n - chosen) times a ``product`` of the means of the kernels."""
+
+        def integrand(y: Array) -> Array:
+            below, above, *means = self.average(y, kernels, moment)
+            return np.asarray(self.others(below, above, chosen) * product(*means))
+
+        return self.integrate(integrand)
 
     def _add_narrow(
         self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
@@ -251,6 +268,33 @@ def small_power(a: Array, power: float) -> Array:
     if power == 2:
         return square
     return square * (a if power == 3 else square)
+
+
+def power_kernel(power: float, degree: int = 0) -> Kernel:
+    """The kernel g^degree a^power e^-a."""
+
+    def values(g: Array, a: Array, below: Array) -> Array:
+        kernel = small_power(a, power) * below
+        return kernel * g**degree if degree else kernel
+
+    return values
+
+
+def gumbel_tail_mean(g: Array, a: Array, below: Array) -> Array:
+    """K(g) = E (G - c) over G > g, for a standard Gumbel variable G with mean c.
+
+    By a power series for g >= 0 and with the exponential integral below.
+    """
+    small = np.minimum(a, 1.0)
+    values = np.zeros_like(a)  # Ein(small)
+    for coefficient in reversed(_EIN):
+        values *= small
+        values += coefficient
+    values += np.expm1(-small) * (np.euler_gamma - g)
+    near = g < 0
+    if near.any():
+        values[near] = below[near] * (np.euler_gamma - g[near]) + exp1(a[near])
+    return values
 
 
 def kernel_panels(power: float, reach: float) -> Array:

@@ -29,9 +29,6 @@ from acutance.theory.finite_n.row import expectation
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["expected_top_weight"]
-
-
 _STEP = 0.35  # of log t: the trapezoid rule is then right to exp(-pi²/0.35) = 6e-13
 
 

@@ -19,11 +19,9 @@ import math
 from acutance.theory.finite_n.gaussian import (
     expected_entropy_gauss,
 )
-from acutance.theory.linear_and_decay import effective_keys_decay, sparsity_decay
 from acutance.theory.prediction.softmax import ONE_KEY, Formulas
 from acutance.theory.prediction.weighted import constant
-
-__all__ = ["decay_formulas"]
+from acutance.theory.sparsity import effective_keys_decay, sparsity_decay
 
 _SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a series
 

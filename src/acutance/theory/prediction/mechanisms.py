@@ -7,35 +7,87 @@ finite n; formulas for infinitely many keys are in ``Prediction.population``.
 Sources: Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from acutance.theory.arguments import one_number
-from acutance.theory.prediction.cases import (
-    Case,
-    cosine_case,
-    decay_case,
-    dot_case,
-    linear_case,
-    normal_scores_case,
-    softmax_case,
-    trained_head_case,
+from acutance.theory.families import Family, Gaussian, as_family
+from acutance.theory.prediction.decay import decay_formulas
+from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction, wanted_names
+from acutance.theory.prediction.softmax import (
+    Formulas,
+    score_moments,
+    softmax_formulas,
+    softmax_population,
+    sparse_population,
 )
-from acutance.theory.prediction.record import NAMES, Kind, Prediction, wanted_names
-from acutance.theory.prediction.weighted import HEAD_NUMBERS
+from acutance.theory.prediction.weighted import (
+    HEAD_NUMBERS,
+    head_formulas,
+    linear_formulas,
+    relu2_formulas,
+    size_formulas,
+)
+from acutance.theory.sparsity import (
+    sparsity_decay,
+    sparsity_identity,
+    sparsity_linear,
+    sparsity_linear_iid,
+    sparsity_relu2,
+)
 
-__all__ = ["PREDICTED_MECHANISMS", "predict"]
+
+class _Request(NamedTuple):
+    """What is to be predicted: the mechanism, its number of keys, and the parameters given."""
+
+    mechanism: str
+    n: float
+    value_variance: float
+    given: dict[str, Any]
+
+    def number(
+        self,
+        name: str,
+        least: float,
+        rule: str,
+        default: float | None = None,
+        most: float = math.inf,
+    ) -> float:
+        """One parameter; ValueError unless it is given, or has a default, and is in its range."""
+        value = self.given.get(name, default)
+        if value is None:
+            raise ValueError(f'{name}: "{self.mechanism}" needs {name}, got None')
+        return one_number(name, value, least, rule, most)
+
+    def logit_mean(self) -> float:
+        """The parameter of that name, 0 by default."""
+        return self.number("logit_mean", -math.inf, "the mean of the logits must be finite", 0.0)
+
+
+class _Case(NamedTuple):
+    """Formulas of one prediction, their limits for many keys, and the parameters."""
+
+    formulas: Formulas
+    population: MetricRecord
+    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Mechanism:
-    """Names of a mechanism's parameters, and the function that reads them."""
+    """How one mechanism is predicted.
+
+    Attributes:
+        takes: Its parameters.
+        build: Makes its case from a request.
+    """
 
     takes: tuple[str, ...]
-    build: Callable[..., Case]
+    build: Callable[[_Request], _Case]
 
 
 def predict(
@@ -140,6 +192,7 @@ def predict(
         "Sigma": Sigma, "sigma": sigma, "first_gap": first_gap, "first_gap_std": first_gap_std,
         "rest_logit_std": rest_logit_std, "rest_jensen_gap": rest_jensen_gap,
     }  # fmt: skip
+    given = {name: value for name, value in arguments.items() if value is not None}
     if mechanism not in PREDICTED_MECHANISMS:
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
         raise ValueError(f"mechanism: must be one of {known}, got {mechanism!r}")
@@ -148,14 +201,13 @@ def predict(
     variance = one_number(
         "value_variance", value_variance, 0.0, "a variance must be finite and at least 0"
     )
-    for name, value in arguments.items():
-        if value is not None and name not in entry.takes:
+    for name, value in given.items():
+        if name not in entry.takes:
             raise ValueError(
                 f'{name}: "{mechanism}" takes {", ".join(entry.takes)}, got {name}={value!r}'
             )
     requested = wanted_names(metrics)
-    chosen = {name: value for name, value in arguments.items() if value is not None}
-    case = entry.build(mechanism, keys, variance, **chosen)
+    case = entry.build(_Request(mechanism, keys, variance, given))
     values: dict[str, float] = {}
     kinds: dict[str, Kind] = {}
     why: dict[str, str] = {}
@@ -178,17 +230,152 @@ def predict(
     )
 
 
-#: Every mechanism that can be predicted, with the parameters it takes.
+def _softmax(request: _Request) -> _Case:
+    """Softmax of independent logits."""
+    given = request.given
+    family = given.get("family", "gaussian")
+    law = as_family(family, d=given.get("d"), rho=given.get("rho"), a=given.get("a"))
+    mean, variance = score_moments(law)
+    if ("logit_std" in given) == ("scale" in given):
+        raise ValueError(
+            f'logit_std, scale: "{request.mechanism}" needs exactly one of the two, got '
+            f"logit_std={given.get('logit_std')!r} and scale={given.get('scale')!r}"
+        )
+    if "logit_std" in given:
+        rule = "the deviation of the logits must be finite and at least 0"
+        deviation = request.number("logit_std", 0.0, rule)
+        if math.isnan(variance):
+            raise ValueError(
+                f"logit_std: the variance of the scores' distribution {law} is infinite, or "
+                "dominated by scores beyond float64; give scale"
+            )
+        gamma = deviation / math.sqrt(variance)
+    else:
+        gamma = request.number(
+            "scale", 0.0, "the scale of the logits must be finite and at least 0"
+        )
+    shift = 0.0
+    if "logit_mean" in given:
+        if math.isnan(mean):
+            raise ValueError(
+                f"logit_mean: the mean of the scores' distribution {law} is infinite, or dominated "
+                "by scores beyond float64; omit logit_mean"
+            )
+        shift = request.logit_mean() - gamma * mean
+    parameters = {"family": family, "logit_std" if isinstance(law, Gaussian) else "scale": gamma}
+    shown = ("d", "rho", "a", "logit_mean")
+    parameters |= {name: given[name] for name in shown if name in given}
+    return _independent_logits(request, gamma, law, parameters, shift)
+
+
+def _dot(request: _Request) -> _Case:
+    """Scaled and plain dot products with Gaussian keys."""
+    d = request.number("d", 1.0, "the dimension must be finite and at least 1")
+    usual = 1.0 if request.mechanism == "dot" else d**-0.5
+    scale = request.number("scale", 0.0, "a scale must be at least 0", usual)
+    rule = "a length must be finite and at least 0"
+    norm = request.number("query_norm", 0.0, rule, math.sqrt(d))
+    parameters = {"d": d, "scale": scale, "query_norm": norm}
+    return _independent_logits(request, scale * norm, Gaussian(), parameters)
+
+
+def _cosine(request: _Request) -> _Case:
+    """A softmax of cosines."""
+    d = request.number("d", 2.0, "the dimension must be finite and at least 2")
+    tau = request.number("tau", 1e-300, "the temperature must be finite and greater than 0")
+    law = as_family("cosine", d=d)
+    return _independent_logits(request, 1 / tau, law, {"tau": tau, "d": d})
+
+
+def _independent_logits(
+    request: _Request,
+    gamma: float,
+    law: Family,
+    parameters: dict[str, Any],
+    shift: float = 0.0,
+) -> _Case:
+    """A softmax row with logits shift + gamma s, s drawn from ``law``."""
+    row = request.n, gamma, law, shift, request.value_variance
+    return _Case(softmax_formulas(*row), softmax_population(*row), parameters)
+
+
+def _normal_scores(request: _Request) -> _Case:
+    """Weights relu² and identity of normal scores."""
+    rule = "the deviation of the scores must be finite and greater than 0"
+    deviation = request.number("logit_std", 1e-300, rule)
+    mean = request.logit_mean()
+    if request.mechanism == "relu2":
+        formulas, population = relu2_formulas, sparsity_relu2
+    else:
+        formulas, population = size_formulas, sparsity_identity
+    parameters = {"logit_mean": mean, "logit_std": deviation}
+    sparsity = float(population(mean, deviation))
+    return _Case(
+        formulas(request.n, mean, deviation),
+        sparse_population(request.n, sparsity, **parameters),
+        parameters,
+    )
+
+
+def _linear(request: _Request) -> _Case:
+    """Linear attention, from mean and covariance of the key features."""
+    given = request.given
+    missing = [name for name in ("q", "mu") if name not in given]
+    if missing or ("Sigma" in given) == ("sigma" in given):
+        named = ", ".join(missing) or "Sigma, sigma"
+        raise ValueError(f'{named}: "{request.mechanism}" needs q, mu and one of Sigma and sigma')
+    query = np.asarray(given["q"], np.float64)
+    if query.ndim != 1:
+        raise ValueError(f"q: the features of one query must have shape (d,), got {query.shape}")
+    if "Sigma" in given:
+        sparsity = float(sparsity_linear(query, given["mu"], given["Sigma"]))
+        mean = float(query @ np.asarray(given["mu"], np.float64))
+    else:
+        rule = "beside sigma it must be one number, the mean of every key component"
+        component = request.number("mu", -math.inf, rule)
+        sparsity = float(sparsity_linear_iid(query, component, given["sigma"]))
+        mean = float(query.sum()) * component
+    population = sparse_population(request.n, sparsity, logit_mean=mean)
+    return _Case(linear_formulas(request.n, mean, sparsity), population, dict(given))
+
+
+def _decay(request: _Request) -> _Case:
+    """Weights that fall by a factor from key to key."""
+    lam = request.number("lam", 1e-300, "a decay must be above 0 and at most 1", most=1.0)
+    return _Case(
+        decay_formulas(request.n, lam, request.value_variance),
+        sparse_population(request.n, float(sparsity_decay(lam, request.n))),
+        {"lam": lam},
+    )
+
+
+def _trained_head(request: _Request) -> _Case:
+    """A head of a trained model, for n >= 3 keys.
+
+    Its parameters are those of :func:`~acutance.theory.expected_head_metrics`.
+    """
+    keys = one_number("n", request.n, 3.0, "a trained head has a first key and at least two others")
+    rule = "a deviation or a Jensen gap must be finite and at least 0"
+    numbers = {
+        "first_gap": request.number("first_gap", -math.inf, "the log-odds must be finite"),
+        "first_gap_std": request.number("first_gap_std", 0.0, rule, 0.0),
+        "rest_logit_std": request.number("rest_logit_std", 0.0, rule),
+        "rest_jensen_gap": request.number("rest_jensen_gap", 0.0, rule),
+    }
+    return _Case(head_formulas(keys, numbers), MetricRecord(), dict(numbers))
+
+
+#: Every mechanism that :func:`predict` takes.
 PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
     "softmax": _Mechanism(
-        ("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), softmax_case
+        ("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), _softmax
     ),
-    "scaled_dot": _Mechanism(("d", "scale", "query_norm"), dot_case),
-    "dot": _Mechanism(("d", "scale", "query_norm"), dot_case),
-    "cosine": _Mechanism(("tau", "d"), cosine_case),
-    "relu2": _Mechanism(("logit_std", "logit_mean"), normal_scores_case),
-    "identity": _Mechanism(("logit_std", "logit_mean"), normal_scores_case),
-    "linear": _Mechanism(("q", "mu", "Sigma", "sigma"), linear_case),
-    "decay": _Mechanism(("lam",), decay_case),
-    "trained_head": _Mechanism(HEAD_NUMBERS, trained_head_case),
+    "scaled_dot": _Mechanism(("d", "scale", "query_norm"), _dot),
+    "dot": _Mechanism(("d", "scale", "query_norm"), _dot),
+    "cosine": _Mechanism(("tau", "d"), _cosine),
+    "relu2": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
+    "identity": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
+    "linear": _Mechanism(("q", "mu", "Sigma", "sigma"), _linear),
+    "decay": _Mechanism(("lam",), _decay),
+    "trained_head": _Mechanism(HEAD_NUMBERS, _trained_head),
 }

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = ["KINDS", "Kind", "MetricRecord", "Prediction", "wanted_names"]
-
 Kind = Literal["fixed", "mean", "plug-in"]
 
 #: What kind of number a predicted metric is.

@@ -23,8 +23,18 @@ import numpy as np
 from scipy.special import gammaincinv, log_expit, ndtr, poch
 
 from acutance.theory.arguments import Array
-from acutance.theory.extremes import expected_max
 from acutance.theory.families import Family, Gaussian
+from acutance.theory.finite_n.expected import (
+    expected_collision,
+    expected_effective_keys,
+    expected_entropy,
+    expected_jacobian_fro2,
+    expected_logsumexp,
+    expected_max,
+    expected_sparsity,
+    expected_varentropy,
+    expected_weighted_mean,
+)
 from acutance.theory.finite_n.gaussian import (
     expected_collision_gauss,
     expected_entropy_gauss,
@@ -32,31 +42,8 @@ from acutance.theory.finite_n.gaussian import (
     expected_max_gauss,
 )
 from acutance.theory.finite_n.grid import NODES, WEIGHTS, grid
-from acutance.theory.finite_n.iid import (
-    expected_collision,
-    expected_entropy,
-    expected_logsumexp,
-    expected_weighted_mean,
-)
-from acutance.theory.finite_n.row_means import (
-    expected_effective_keys,
-    expected_jacobian_fro2,
-    expected_sparsity,
-    expected_varentropy,
-)
 from acutance.theory.finite_n.top_weight import expected_top_weight
 from acutance.theory.prediction.record import Kind, MetricRecord
-
-__all__ = [
-    "ONE_KEY",
-    "Formulas",
-    "gaussian_break_points",
-    "gaussian_deviation",
-    "score_moments",
-    "softmax_formulas",
-    "softmax_population",
-    "sparse_population",
-]
 
 #: For each metric, what kind of number it is and how to compute it; or why there is none.
 Formulas = dict[str, tuple[Kind, Callable[[], float]] | str]

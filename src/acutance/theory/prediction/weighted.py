@@ -10,25 +10,13 @@ from functools import cache, cached_property
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
 
-from acutance.theory.arguments import Array, log_probability
-from acutance.theory.finite_n.gaussian import expected_max_gauss, normal_density
+from acutance.theory.arguments import Array, log_probability, normal_density
+from acutance.theory.finite_n.gaussian import expected_max_gauss
 from acutance.theory.finite_n.grid import gauss
 from acutance.theory.finite_n.top_weight import Scratch, laplace_power
 from acutance.theory.prediction.record import NAMES, Kind
 from acutance.theory.prediction.softmax import ONE_KEY, Formulas, gaussian_deviation
 from acutance.theory.trained_heads import expected_head_metrics
-
-__all__ = [
-    "HEAD_NUMBERS",
-    "WeightedRow",
-    "head_formulas",
-    "linear_formulas",
-    "relu2_formulas",
-    "relu2_top_weight",
-    "size_formulas",
-    "size_top_weight",
-]
-
 
 _NO_SOFTMAX = "Only softmax weights have it."
 
@@ -118,6 +106,7 @@ def _without_softmax() -> Formulas:
 
 
 def constant(value: float) -> Callable[[], float]:
+    """A formula of a number that is known."""
     return lambda: value
 
 
