@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
@@ -55,11 +55,6 @@ _ROW = (
     "scores: the query's norm times the standard deviation of a key's component, times the "
     "scale"
 )
-_FREE = (
-    "Yes, without limit: for Gaussian scores with standard deviation γ the sparsity is "
-    "exp(−γ²/2) as long as γ is well below √(log n / 2), and a larger scale always brings a "
-    "row closer to a single key."
-)
 _FLOOR = (
     "No: for Gaussian keys its sparsity is never below √(2/π) = 0.798, the value for scores of"
     " mean 0, whatever their scale."
@@ -73,10 +68,8 @@ _NO_SINK = (
     'predict("softmax", n, logit_std=γ) is its limit for many keys; the score of a sink beside n'
     " keys has no finite-n form here."
 )
-_VASWANI = "Vaswani et al. (2017), arXiv:1706.03762"
 _LUONG = "Luong et al. (2015), arXiv:1508.04025"
 _SU = "Su Jianlin (2023), https://kexue.fm/archives/9889"
-_GRAVES = "Graves et al. (2014), arXiv:1410.5401"
 _IN_ROWS = (
     "In blocks of whole rows, with every statistic: O(n²) time and O(n) memory plus one block. Its"
     " output alone could be had from sums over keys in O(n)."
@@ -123,6 +116,10 @@ _MAPS = {
         " It is meant to be trained to imitate softmax; here its projection is the identity.",
     ),
 }  # fmt: skip
+_LATEST = (
+    "Only on the latest keys: effective keys never exceed (1 + λ)/(1 − λ); sparsity falls to 0 as "
+    "n grows only because the row gains zeros."
+)
 _THRESHOLD = "Its threshold depends on all scores at once; no function predicts it."
 _BUT_FOR_A_FACTOR = (
     "Yes, without limit, like softmax: the weights differ from softmax only by a factor per row."
@@ -136,6 +133,10 @@ _OF_RELU2: _Known = (
 )  # fmt: skip
 _OF_IDENTITY: _Known = (
     ("sparsity_identity",), "identity", 'predict("identity", n, logit_mean=β, logit_std=γ).',
+)  # fmt: skip
+_OF_DECAY: _Known = (
+    ("sparsity_decay", "effective_keys_decay"), "decay",
+    'predict("decay", n, lam=λ), the same for every row.',
 )  # fmt: skip
 _BY_SUM = weights.ReLU(normalize="sum")
 _ELU1 = FEATURE_MAPS["elu1"]
@@ -199,33 +200,15 @@ def _linear(name: str) -> Mechanism:
     )  # fmt: skip
 
 
-def _decay(name: str, title: str, formula: str, source: str, more: str,
-           of: Callable[[int], Tensor]) -> Mechanism:  # fmt: skip
-    """The table entry of a mechanism whose weights λ^distance do not depend on the tokens.
-
-    Args:
-        name: name of the mechanism.
-        title: title of its page.
-        formula: formula in LaTeX.
-        source: paper or article.
-        more: a sentence to append on where it can concentrate; may be empty.
-        of: returns the decays of a given number of heads, (heads,).
-    """
-    return _entry(
-        name, title, formula, source,
-        "Only on the latest keys: effective keys never exceed (1 + λ)/(1 − λ); sparsity "
-        f"falls to 0 as n grows only because the row gains zeros.{more}",
-        (("sparsity_decay", "effective_keys_decay"), "decay",
-         'predict("decay", n, lam=λ), the same for every row.'),
-        _CLOSED, Decay(of),
-    )  # fmt: skip
-
-
 #: Entries in reading order.
 _ENTRIES = (
     _entry(
         "scaled_dot", "Softmax of scaled dot products",
-        r"p_j \propto e^{s_j}, \quad s_j = q \cdot k_j / \sqrt{d}", _VASWANI, _FREE,
+        r"p_j \propto e^{s_j}, \quad s_j = q \cdot k_j / \sqrt{d}",
+        "Vaswani et al. (2017), arXiv:1706.03762",
+        "Yes, without limit: for Gaussian scores with standard deviation γ the sparsity is "
+        "exp(−γ²/2) as long as γ is well below √(log n / 2), and a larger scale always brings a "
+        "row closer to a single key.",
         (_SOFTMAX, "softmax", _ROW + " d^(−1/2)."), _STREAMED, {},
     ),
     _entry(
@@ -235,7 +218,8 @@ _ENTRIES = (
         (_SOFTMAX, "softmax", _ROW + " 1."), _STREAMED, {"score": "dot"},
     ),
     _entry(
-        "cosine", "Softmax of cosines at temperature 1", r"p_j \propto e^{\cos(q, k_j)}", _GRAVES,
+        "cosine", "Softmax of cosines at temperature 1", r"p_j \propto e^{\cos(q, k_j)}",
+        "Graves et al. (2014), arXiv:1410.5401",
         "No: a cosine lies in [−1, 1], so no row of any length has an entropy below log n − "
         "0.4745 nat.",
         (_COSINE, "cosine", 'predict("cosine", n, tau=1, d=d), for keys in uniform directions.'),
@@ -248,7 +232,7 @@ _ENTRIES = (
         "key among n random ones has half of the maximal information; rows without a match stay "
         "diffuse.",
         (_COSINE, "cosine", 'predict("cosine", n, tau=τ, d=d), for keys in uniform directions.'),
-        _STREAMED, lambda s: {"score": scores.Cosine(_half_tau(s))},
+        _STREAMED, lambda sizes: {"score": scores.Cosine(_half_tau(sizes))},
         "score=acutance.scores.Cosine(acutance.theory.tau_for_information(key.shape[2], 0.5, "
         'setting="random_keys", d=key.shape[3]))',
     ),
@@ -258,7 +242,7 @@ _ENTRIES = (
         "Yes, like softmax of dot products with the query qᵀW: γ is its norm times the standard "
         "deviation of a key's component, and W can make it arbitrarily large.",
         (_SOFTMAX, "softmax", _ROW + " 1, the query being Wᵀq."), _STREAMED,
-        lambda s: {"score": scores.GeneralScore(s.width, init="paper")},
+        lambda sizes: {"score": scores.GeneralScore(sizes.width, init="paper")},
         'score=acutance.scores.GeneralScore(key.shape[3], init="paper")',
     ),
     _entry(
@@ -272,7 +256,7 @@ _ENTRIES = (
          "whose distribution is not known in general."),
         "In tiles, with the tanh of a few hidden units at a time: O(n² h) time for h hidden "
         "units, O(n) memory plus one block.",
-        lambda s: {"score": scores.AdditiveScore(s.width)},
+        lambda sizes: {"score": scores.AdditiveScore(sizes.width)},
         "score=acutance.scores.AdditiveScore(key.shape[3])",
     ),
     _entry(
@@ -283,7 +267,7 @@ _ENTRIES = (
         (_SOFTMAX, "softmax",
          'predict("softmax", n, logit_std=γ) with the measured deviation γ of the scores.'),
         _STREAMED + " The rows of W serve as keys.",
-        lambda s: {"score": scores.LocationScore(s.width, s.keys, init="paper")},
+        lambda sizes: {"score": scores.LocationScore(sizes.width, sizes.keys, init="paper")},
         'score=acutance.scores.LocationScore(key.shape[3], key.shape[2], init="paper")',
     ),
     _entry(
@@ -311,7 +295,7 @@ _ENTRIES = (
         "Yes, like softmax if the logsumexp of a row's scores is well above b; well below b the "
         "row attends to almost nothing.",
         (_SOFTMAX, None, _NO_SINK), _STREAMED,
-        lambda s: {"weights": weights.Sink(torch.zeros(s.heads))},
+        lambda sizes: {"weights": weights.Sink(torch.zeros(sizes.heads))},
         "weights=acutance.weights.Sink(torch.zeros(query.shape[1]).to(query))",
     ),
     _entry(
@@ -481,16 +465,16 @@ _ENTRIES = (
          "of all keys, positions included: exact for that row, not a prediction."),
         _IN_ROWS, Linear("cosformer"),
     ),
-    _decay(
-        "decay", "One decay, λ = 0.9", r"a_j = \lambda^{n - j}",
-        "Su Jianlin (2023), https://kexue.fm/archives/9889", "",
-        lambda heads: torch.full((heads,), 0.9, dtype=torch.float64),
+    _entry(
+        "decay", "One decay, λ = 0.9", r"a_j = \lambda^{n - j}", _SU, _LATEST, _OF_DECAY, _CLOSED,
+        Decay(lambda heads: torch.full((heads,), 0.9, dtype=torch.float64)),
     ),
-    _decay(
+    _entry(
         "alibi_decay", "ALiBi's slopes as decays",
         r"a_j = e^{-m_h (n - j)}, \quad m_h = 2^{-8(h+1)/H}",
-        "Press, Smith & Lewis (2021), arXiv:2108.12409", " Here λ = exp(−m) in each head.",
-        partial(alibi_decays, dtype=torch.float64),
+        "Press, Smith & Lewis (2021), arXiv:2108.12409",
+        _LATEST + " Here λ = exp(−m) in each head.", _OF_DECAY, _CLOSED,
+        Decay(partial(alibi_decays, dtype=torch.float64)),
     ),
     _entry(
         "retention", "Retention: signed scores times RetNet's decays",

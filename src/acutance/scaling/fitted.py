@@ -13,12 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from acutance.scaling.base import (
-    PerHead,
-    Rows,
-    Scaling,
-    check_per_head,
-)
+from acutance.scaling.base import POSITIVE_BY_HEAD, Checks, PerHead, Rows, Scaling, check_per_head
 from acutance.shapes import check_count, check_number, check_tensor
 
 __all__ = ["EntropyTarget", "HeadTable", "fit_entropy", "newton_step"]
@@ -104,19 +99,19 @@ class EntropyTarget(Scaling):
 
     name: ClassVar[str] = "entropy_target"
     source: ClassVar[str] = "Su (2021), https://kexue.fm/archives/8823; fitted by measuring"
+    checks: ClassVar[Checks] = {"target": POSITIVE_BY_HEAD}
     lengths: Sequence[int]
     factors: Sequence[float] | Sequence[Sequence[float]] | Tensor
     target: PerHead | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         lengths = check_lengths(self.lengths)
         if lengths is None:
             raise ValueError("entropy_target must have the lengths it was fitted at, got None")
         rows = check_table(self.factors)
         check_widths(rows if rows and isinstance(rows[0], tuple) else (rows,), lengths)
         self._set(lengths=lengths, factors=rows)
-        if self.target is not None:
-            self._set(target=check_per_head("target", self.target, above=0.0))
 
     def law(self, rows: Rows) -> Tensor:
         """The fitted factor of each row, linear in log n between the fitted lengths."""
@@ -146,7 +141,7 @@ class EntropyTarget(Scaling):
         Raises:
             ValueError: if the target is not below log n at the shortest length.
         """
-        targets = check_per_head("target", target, above=0.0)
+        targets = POSITIVE_BY_HEAD("target", target)
         places = check_lengths(lengths)
         if places is None:
             raise ValueError("lengths must be given for a fit, got None")
@@ -331,8 +326,8 @@ def interpolate(log_n: Tensor, lengths: Sequence[int], table: Tensor) -> Tensor:
     knots = [math.log(n) for n in lengths]
     columns = table.unsqueeze(-1).unbind(-2) if table.dim() > 1 else table.unbind()
     result = columns[0] + torch.zeros_like(log_n)
-    for i, (left, right) in enumerate(pairwise(knots)):
-        slope = (columns[i + 1] - columns[i]) / (right - left)
-        end = None if i == len(knots) - 2 else right - left
-        result = result + slope * (log_n - left).clamp(min=0.0, max=end)
+    for (left, low), (right, high) in pairwise(zip(knots, columns, strict=True)):
+        width = right - left
+        past = (log_n - left).clamp(min=0.0, max=None if right == knots[-1] else width)
+        result = result + (high - low) / width * past
     return result.clamp(min=0.0)

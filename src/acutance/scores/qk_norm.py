@@ -7,7 +7,6 @@ A normalisation removes whatever multiplied the query before it: a scaling comes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -250,9 +249,8 @@ class QKNorm(nn.Module):
 
     def _normalise(self, x: Tensor, side: str) -> Tensor:
         weight, bias = getattr(self, f"{side}_weight"), getattr(self, f"{side}_bias")
-        kinds: dict[str, Callable[[], Tensor]] = {
-            "l2": lambda: l2_norm(x, self.eps),
-            "rms": lambda: rms_norm(x, weight, self.eps),
-            "layer": lambda: layer_norm(x, weight, bias, self.eps),
-        }
-        return kinds[self.kind]()
+        if self.kind == "l2":
+            return l2_norm(x, self.eps)
+        if self.kind == "rms":
+            return rms_norm(x, weight, self.eps)
+        return layer_norm(x, weight, bias, self.eps)

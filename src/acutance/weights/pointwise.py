@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.shapes import check_number
 from acutance.weights.base import Jacobian, Weighting, count, inverse
 
-__all__ = ["L1", "L2", "Identity", "Power", "ReLU", "ReLU2", "Sigmoid"]
+__all__ = ["L1", "L2", "Identity", "Pointwise", "Power", "ReLU", "ReLU2", "Sigmoid"]
 
 #: What the values of a function are divided by: the number of visible keys, their sum, or nothing.
 Normalization = Literal["n", "sum", "none"]
@@ -21,7 +21,7 @@ Normalization = Literal["n", "sum", "none"]
 class Pointwise(Weighting):
     """A function f of each score alone, whose values are then divided.
 
-    A weighting of this kind is a record with the field ``normalize`` that gives f and its
+    A weighting of this kind is a record with the field ``normalize`` that gives f and df, its
     derivative. A row of zeros stays zero.
     """
 
@@ -29,11 +29,11 @@ class Pointwise(Weighting):
 
     @abstractmethod
     def f(self, scores: Tensor) -> Tensor:
-        """F of each score."""
+        """The function of each score."""
 
     @abstractmethod
     def df(self, scores: Tensor) -> Tensor:
-        """Derivative of f at each score."""
+        """The derivative of the function at each score."""
 
     def __post_init__(self) -> None:
         if self.normalize not in get_args(Normalization):
@@ -45,7 +45,7 @@ class Pointwise(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """F of the scores, divided as ``normalize`` says."""
+        """The function of the scores, divided as ``normalize`` says."""
         if self.normalize == "n":
             return self.f(scores) / count(scores, visible)
         if self.normalize == "sum":
@@ -54,7 +54,7 @@ class Pointwise(Weighting):
         return self.f(scores)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The derivative of f, then that of the division."""
+        """The derivative of the function, then that of the division."""
         slope = self.df(scores)
         if self.normalize == "n":
             return Jacobian(slope / count(scores, visible))
@@ -64,7 +64,7 @@ class Pointwise(Weighting):
         return Jacobian(slope)
 
     def _sum(self, scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """F of the scores, 0 at hidden keys, and its sum over each row, (..., rows, 1)."""
+        """The function of the scores, 0 at hidden keys, and its row sums, (..., rows, 1)."""
         values = self.f(scores)
         if visible is not None:
             values = torch.where(visible, values, 0.0)
