@@ -1,7 +1,7 @@
 """What to do after an alarm: trainings with a fault, and a remedy from the alarm on.
 
 The alarm is that of :class:`acutance.training.AttentionMonitor`, measured every :data:`BETWEEN`
-steps: :class:`~acutance.training.growth.LogitGrowth` with the limit of the recorded results. Faults
+steps: :class:`~acutance.training.alarms.LogitGrowth` with the limit of the recorded results. Faults
 begin after its silence, at step :data:`BEGIN`, and go on to the end. Every remedy continues a copy
 of the same training from the step after the alarm, on the same batches, and is judged by the
 held-out loss after :data:`STEPS` steps.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.training import AttentionWatch, EntropyRegularizer, QKClip, ZLoss
-from acutance.training.growth import LogitGrowth
+from acutance.training.alarms import LogitGrowth
 from benchmarks.instability.decoder import MEANS, Decoder
 from benchmarks.instability.report import EARLIER_LIMIT
 from benchmarks.instability.runs import BARE, RATE, Run

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
-from acutance.training.growth import FEWEST, LIMITS, SETTLING, STORED, LogitGrowth, growth_limit
+from acutance.training.alarms import FEWEST, LIMITS, SETTLING, STORED, LogitGrowth, growth_limit
 from acutance.training.replay import read_log, replay
 from benchmarks.instability.analysis import growth
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
-from acutance.training.growth import SETTLING, growth_limit
+from acutance.training.alarms import SETTLING, growth_limit
 from acutance.training.replay import read_log, replay
 from tests.contract.training.test_replay import run
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from acutance.kernels.call import accumulate_dtype
+
 __all__ = [
     "ExactMaxima",
     "gather_rows",
@@ -189,8 +191,10 @@ def _local_entries(weight: Any, dim: int) -> Tensor:
                 f"a weight placed as {_placements(weight)} cannot be scaled by head: it is not "
                 f"known how its {placement.split_factor} parts are ordered"
             )
-        first, last = _mine(len(entries), mesh.size(axis), mesh.get_local_rank(axis))
-        entries, count = entries[first:last], count * mesh.size(axis)
+        rank, size = mesh.get_local_rank(axis), mesh.size(axis)
+        chunks = entries.chunk(size)  # fewer than ranks, if there are fewer entries
+        entries = chunks[rank] if rank < len(chunks) else entries[:0]
+        count *= size
     return entries
 
 
@@ -221,15 +225,9 @@ def _placements(weight: Any) -> str:
     return ", ".join(map(str, weight.placements))
 
 
-def _mine(entries: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First entry and end of this rank's entries, if split as by ``torch.chunk``."""
-    share = -(-entries // ranks)
-    return min(rank * share, entries), min((rank + 1) * share, entries)
-
-
 def _times(part: Tensor, factor: float) -> Tensor:
     """A tensor times a factor, computed in float32 or float64."""
-    wide = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
+    wide = part.to(accumulate_dtype(part.dtype))
     return (wide * factor).to(part.dtype)  # a factor in the dtype of part would be rounded too
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.capture.module_stack import follow_outputs
+from acutance.kernels.call import accumulate_dtype
 from acutance.training.across_ranks import is_sharded
 from acutance.training.projections import HeadSlices, Projections
 
@@ -134,36 +135,27 @@ def _fits(
     scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], first: int, last: int
 ) -> bool | None:
     """Whether the norms of some entries of all heads agree up to one scale."""
-    lengths = [_length(output, slices, head, first, last) for head in range(scored.shape[1])]
-    expected_part = scored[..., first:last]
-    expected = torch.linalg.vector_norm(expected_part, dim=-1, dtype=_wide(scored)).transpose(1, 2)
+    entries = [
+        torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)[..., first:last]
+        for head in range(scored.shape[1])
+    ]
+    lengths = torch.stack([_norm(of_head) for of_head in entries], -1)
+    expected = _norm(scored[..., first:last]).transpose(1, 2)
     eps = max(torch.finfo(part.dtype).eps for part in (scored, output))
     tolerance = max(1e-3, 4 * eps)
     worst = [
         float(left.abs().max())
-        for left, residual in _centred_log_ratios(
-            torch.stack(lengths, -1).double(), expected.double()
-        )
-        if residual.numel()
-        and bool(residual.abs().max() > tolerance)  # else any lengths would agree
+        for left, residual in _centred_log_ratios(lengths, expected)
+        if residual.numel() and bool(residual.abs().max() > tolerance)  # else any would agree
     ]
     return min(worst) <= tolerance if worst else None
 
 
-def _length(
-    output: Tensor, slices: Sequence[HeadSlices], head: int, first: int, last: int
-) -> Tensor:
-    """Norm of some entries of one head in a projection's output."""
-    entries = torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)
-    lengths: Tensor = torch.linalg.vector_norm(
-        entries[..., first:last], dim=-1, dtype=_wide(output)
-    )
-    return lengths
-
-
-def _wide(part: Tensor) -> torch.dtype:
-    """float64 for float64 tensors, else float32."""
-    return torch.float64 if part.dtype == torch.float64 else torch.float32
+def _norm(vectors: Tensor) -> Tensor:
+    """Euclidean norm over the last dimension, float64."""
+    wide = accumulate_dtype(vectors.dtype)
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide)
+    return norms.double()
 
 
 def _clear(lengths: Tensor) -> Tensor:

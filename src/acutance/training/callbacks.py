@@ -18,17 +18,17 @@ from acutance.capture.torch_modes import unwatched
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from acutance.training.reports import MonitorRecord
+    from acutance.training.logs import MonitorRecord
 
-__all__ = ["LightningEvents", "OptimizerEvents", "TrainerEvents"]
+__all__ = ["TrainingEvents"]
 
 #: Under which name the Trainer's own state keeps ours, and so its checkpoints.
 STATE_KEY = "acutance.AttentionMonitor"
 _FRAMES = 8
 
 
-class _Events:
-    """Base of the callbacks for both trainers."""
+class TrainingEvents:
+    """What a monitor does at the events of two trainers, and of the optimiser of any loop."""
 
     steps: int
     last: MonitorRecord | None
@@ -44,11 +44,15 @@ class _Events:
     if TYPE_CHECKING:
 
         @property
-        def due(self) -> bool: ...
+        def due(self) -> bool:
+            """Whether the current step is to be measured."""
+            ...
 
     def __init__(self) -> None:
         self._open = ExitStack()  # what is watched or wrapped now
         self._optimizers: tuple[Any, ...] = ()
+        self._hooks: tuple[Any, ...] = ()  # of the optimisers
+        self._trainer: Any = None  # that of transformers
 
     @property
     def learning_rate(self) -> float | None:
@@ -71,13 +75,7 @@ class _Events:
         """Close the monitor."""
         self.close()
 
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Ignore an event."""
-
-
-class TrainerEvents(_Events):
-    """Callback for ``transformers.Trainer``."""
+    # -- transformers' Trainer --------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Find the Trainer, and restore the state from a checkpoint."""
@@ -142,35 +140,7 @@ class TrainerEvents(_Events):
             if writer is not None:
                 self.write_histograms(writer, record)
 
-    _trainer: Any = None
-
-
-def _calling_trainer(callback: object) -> Any:
-    """Find the Trainer that is calling this callback; the event does not pass it."""
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
-        owner = frame.f_locals.get("self")
-        handler = getattr(owner, "callback_handler", None)
-        theirs = getattr(handler, "callbacks", ())
-        if hasattr(owner, "training_step") and any(candidate is callback for candidate in theirs):
-            return owner
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
-
-
-def _prints(callback: object) -> bool:
-    """Whether a Trainer callback prints logs to the terminal."""
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
-    return isinstance(callback, PrinterCallback | ProgressCallback)
-
-
-class LightningEvents(_Events):
-    """Callback for Lightning's ``Trainer``."""
-
-    _batch: AbstractContextManager[None] | None = None
+    # -- Lightning's Trainer ----------------------------------------------------------------------
 
     @property
     def state_key(self) -> str:
@@ -211,19 +181,15 @@ class LightningEvents(_Events):
             if trainer.is_global_zero and hasattr(writer, "add_histogram_raw"):
                 self.write_histograms(writer, record)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching the model."""
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Close the monitor."""
         self.close()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Stop watching the model."""
+        """Close the monitor."""
         self.close()
 
-
-class OptimizerEvents(_Events):
-    """Connects a monitor to a training loop by hooks of its optimiser."""
-
-    _hooks: tuple[Any, ...] = ()
+    # -- hooks of an optimiser --------------------------------------------------------------------
 
     def attach(
         self,
@@ -294,6 +260,32 @@ class OptimizerEvents(_Events):
         hooks, self._hooks, self._optimizers = self._hooks, (), ()
         for hook in hooks:
             hook.remove()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Ignore an event."""
+
+
+def _calling_trainer(callback: object) -> Any:
+    """Find the Trainer that is calling this callback; the event does not pass it."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        owner = frame.f_locals.get("self")
+        handler = getattr(owner, "callback_handler", None)
+        theirs = getattr(handler, "callbacks", ())
+        if hasattr(owner, "training_step") and any(candidate is callback for candidate in theirs):
+            return owner
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def _prints(callback: object) -> bool:
+    """Whether a Trainer callback prints logs to the terminal."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    return isinstance(callback, PrinterCallback | ProgressCallback)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,21 +19,26 @@ from acutance.rowstats import METRICS, metric
 from acutance.shapes import check_count, check_flag
 from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
-from acutance.training.callbacks import LightningEvents, OptimizerEvents, TrainerEvents
-from acutance.training.growth import LogitGrowth
-from acutance.training.logs import Log, destinations, send, write
-from acutance.training.reports import (
-    LEARNING_RATE,
-    ROLLOUT,
+from acutance.training.alarms import (
     Alarm,
     AttentionWarning,
-    MonitorRecord,
+    LogitGrowth,
     Thresholds,
-    scalars,
     summed_up,
 )
+from acutance.training.callbacks import TrainingEvents
+from acutance.training.logs import (
+    LEARNING_RATE,
+    ROLLOUT,
+    Log,
+    MonitorRecord,
+    destinations,
+    scalars,
+    send,
+    write,
+)
 
-__all__ = ["AttentionMonitor", "Histograms", "MonitorRecord"]
+__all__ = ["AttentionMonitor", "Histograms"]
 
 Histograms = Literal["layer", "head", "none"]
 #: Most steps between two measurements in the first steps, and how many steps these are.
@@ -52,7 +56,7 @@ def _possibly_empty(opened: Probe) -> Iterator[None]:
             opened.__exit__(*sys.exc_info())
 
 
-class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
+class AttentionMonitor(TrainingEvents):
     r"""Measures a model's attention every ``every`` optimiser steps, and warns.
 
     The object is a callback of ``transformers.Trainer``, of TRL's trainers and of Lightning's
@@ -347,12 +351,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents, OptimizerEvents):
     def __enter__(self) -> AttentionMonitor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:

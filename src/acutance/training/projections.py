@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from acutance import scores
 from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
-from acutance.training.across_ranks import head_shards
-from acutance.training.projection_tensors import scaled_tensors
+from acutance.training.across_ranks import head_shards, is_sharded
 
 __all__ = [
     "LAYOUTS",
     "NAMES",
     "HeadSlices",
+    "NoProjectionsError",
     "Projections",
     "all_heads",
     "find_layouts",
@@ -58,6 +58,10 @@ _NORMS = tuple(
     for part in ("q", "k", "qk", "query", "key")
     for form in ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
 )
+
+
+class NoProjectionsError(ValueError):
+    """Raised for a module that has no projections under a known name."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,9 @@ def find_layouts(
         One layout; of a fused projection every possible one, the most common for its name first.
 
     Raises:
-        ValueError: if they are unknown or computed from other weights, or a later normalisation
-            would undo a factor.
+        NoProjectionsError: if it has no projections under a known name.
+        ValueError: if they are computed from other weights, or a later normalisation would undo a
+            factor.
     """
     kind = type(module).__name__
     for name in _NORMS:
@@ -161,31 +166,28 @@ def find_layouts(
             raise ValueError(
                 f"{kind}.{name} normalises queries or keys, which undoes any factor on the weights"
             )
-    limit = getattr(module, "clip_qkv", None) or getattr(
-        getattr(module, "config", None), "clip_qkv", None
-    )
+    config = getattr(module, "config", None)
+    limit = getattr(module, "clip_qkv", None) or getattr(config, "clip_qkv", None)
     if limit is not None:
         raise ValueError(
             f"{kind} clamps queries and keys at clip_qkv={limit!r} after the projections"
         )
-    if isinstance(module, MultiheadAttention):
-        return (_ours(module),)
-    if isinstance(module, nn.MultiheadAttention):
-        return (_torch(module),)
+    if isinstance(module, MultiheadAttention | nn.MultiheadAttention):
+        return (_parameters(module),)
     if hasattr(module, "kv_b_proj"):
         return (_latent(module, heads, width),)
-    crossing, both = getattr(module, "q_attn", None), getattr(module, "c_attn", None)
-    if isinstance(crossing, nn.Module) and isinstance(both, nn.Module):  # GPT-2's cross-attention
-        return (_pair(kind, crossing, both, heads, width, keys=heads),)
-    for first, second in _PAIRS:
+    # GPT-2's cross-attention has its keys and values in a projection that is else packed
+    for first, second, keys in (("q_attn", "c_attn", heads), *((*pair, None) for pair in _PAIRS)):
         query, key = getattr(module, first, None), getattr(module, second, None)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
-            return (_pair(kind, query, key, heads, width, local=local),)
+            query_projection = _Projection(f"{kind}'s query projection", query, local)
+            key_projection = _Projection(f"{kind}'s key projection", key, local)
+            return (_pair(query_projection, key_projection, heads, width, keys),)
     for name in (*_PACKED, *_BY_HEAD):
         if isinstance(packed := getattr(module, name, None), nn.Module):
-            both_ways = _packed(f"{kind}.{name}", packed, heads, width)
-            return both_ways if name in _PACKED else both_ways[::-1]
-    raise ValueError(
+            layouts = _packed(_Projection(f"{kind}.{name}", packed), heads, width)
+            return layouts if name in _PACKED else layouts[::-1]
+    raise NoProjectionsError(
         f"{kind} has no known projections: it has none of {', '.join((a for a, _ in _PAIRS))}, "
         f"{', '.join((*_PACKED, *_BY_HEAD))}"
     )
@@ -211,106 +213,84 @@ def all_heads(module: nn.Module, heads: int, width: int) -> tuple[int, int]:
     return heads, 0
 
 
-def _slices(
-    name: str,
-    module: Any,
-    start: int,
-    stride: int,
-    size: int,
-    group: int = 1,
-    local: bool = False,
-) -> Iterator[tuple[HeadSlices, int]]:
-    """Slices of a weight and its bias along the output dimension, with the dimension's size."""
-    for tensor, dim, is_base in scaled_tensors(name, module, local):
-        yield HeadSlices(tensor, dim, start, stride, size, group, is_base), tensor.shape[dim]
+@dataclass(frozen=True)
+class _Projection:
+    """A projection of queries or keys, with its name for messages.
 
+    ``local`` takes this rank's part of weights that are distributed.
+    """
 
-def _cut(
-    name: str,
-    module: Any,
-    start: int,
-    stride: int,
-    size: int,
-    whole: int,
-    group: int = 1,
-    local: bool = False,
-) -> tuple[HeadSlices, ...]:
-    """Slices of a weight and its bias, checked against the number of outputs."""
-    slices = tuple(_slices(name, module, start, stride, size, group, local))
-    for _, length in slices:
-        if length != whole:
-            raise ValueError(f"{name} has {length} outputs, expected {whole}")
-    return tuple(part for part, _ in slices)
+    name: str
+    module: Any
+    local: bool = False
+
+    def tensors(self) -> Iterator[tuple[Tensor, int, bool]]:
+        """Tensors that multiply the outputs, as of :func:`scaled_tensors`."""
+        for tensor, dim, is_base in scaled_tensors(self.name, self.module):
+            part: Any = tensor
+            yield part.to_local() if self.local and is_sharded(tensor) else part, dim, is_base
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        tensor, dim, _ = next(self.tensors())
+        return tensor.shape[dim]
+
+    def slices(
+        self, start: int, stride: int, size: int, outputs: int, group: int = 1
+    ) -> tuple[HeadSlices, ...]:
+        """Slices by head of the weight and the bias, which must have this number of outputs."""
+        slices = []
+        for tensor, dim, is_base in self.tensors():
+            if tensor.shape[dim] != outputs:
+                raise ValueError(f"{self.name} has {tensor.shape[dim]} outputs, expected {outputs}")
+            slices.append(HeadSlices(tensor, dim, start, stride, size, group, is_base))
+        return tuple(slices)
 
 
 def _pair(
-    kind: str,
-    query: nn.Module,
-    key: nn.Module,
-    heads: int,
-    width: int,
-    keys: int | None = None,
-    local: bool = False,
+    query: _Projection, key: _Projection, heads: int, width: int, keys: int | None = None
 ) -> Projections:
     """Which rows of separate query and key projections belong to each head.
 
-    Args:
-        kind: class of the attention module, for messages.
-        query: projection of the queries.
-        key: projection of the keys.
-        heads: number of query heads.
-        width: components of a head.
-        keys: number of key heads; None: as many as the key projection has outputs for.
-        local: see :func:`find_layouts`.
+    ``keys`` is the number of key heads; None: as many as the key projection has outputs for.
     """
-    slices = tuple(_slices(f"{kind}'s key projection", key, 0, width, width, local=local))
-    rows = slices[0][1]
+    rows = key.outputs
     count = rows // width if keys is None else keys
     if rows % width or count == 0 or heads % count:
         raise ValueError(
-            f"{kind}'s key projection must have {width} outputs for each key head, and as many key "
+            f"{key.name} must have {width} outputs for each key head, and as many key "
             f"heads as divide the {heads} query heads, got {rows} outputs"
         )
     return Projections(
         heads,
         heads // count,
-        _cut(f"{kind}'s query projection", query, 0, width, width, heads * width, local=local),
-        tuple(part for part, _ in slices),
-        makers=(query, key),
+        query.slices(0, width, width, heads * width),
+        key.slices(0, width, width, rows),
+        makers=(query.module, key.module),
     )
 
 
-def _packed(name: str, packed: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
+def _packed(packed: _Projection, heads: int, width: int) -> tuple[Projections, ...]:
     """Layouts of a fused projection: all queries, keys, values; or interleaved by key head."""
-    rows = next(_slices(name, packed, 0, width, width))[1]
+    rows = packed.outputs
     rest = rows - heads * width
     keys = rest // (2 * width)
     if rest <= 0 or rest % (2 * width) or heads % keys:
         raise ValueError(
-            f"{name} has {rows} outputs, which are not queries of {heads} heads of width "
+            f"{packed.name} has {rows} outputs, which are not queries of {heads} heads of width "
             f"{width} followed by keys and values of as many heads or a divisor"
         )
-    group, makers = heads // keys, (packed, packed)
-    blocks = Projections(
-        heads,
-        group,
-        _cut(name, packed, 0, width, width, rows),
-        _cut(name, packed, heads * width, width, width, rows),
-        layout="blocks",
-        makers=makers,
-    )
+    group, makers = heads // keys, (packed.module, packed.module)
+    query = packed.slices(0, width, width, rows)
+    key = packed.slices(heads * width, width, width, rows)
+    blocks = Projections(heads, group, query, key, layout="blocks", makers=makers)
     if keys == 1:
         return (blocks,)  # the two are one
     stride = (group + 2) * width
-    interleaved = Projections(
-        heads,
-        group,
-        _cut(name, packed, 0, stride, width, rows, group),
-        _cut(name, packed, group * width, stride, width, rows),
-        layout="interleaved",
-        makers=makers,
-    )
-    return blocks, interleaved
+    query = packed.slices(0, stride, width, rows, group)
+    key = packed.slices(group * width, stride, width, rows)
+    return blocks, Projections(heads, group, query, key, layout="interleaved", makers=makers)
 
 
 def _latent(module: Any, heads: int, width: int) -> Projections:
@@ -324,64 +304,109 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
             f"width {width}"
         )
     unrotated, rotary, value = sizes
-    query: Any = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
-    rows = heads * width
+    maker = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
+    query = _Projection(f"{kind}'s query projection", maker)
+    key = _Projection(f"{kind}.kv_b_proj", module.kv_b_proj)
+    stride = unrotated + value
     return Projections(
         heads,
         1,
-        _cut(f"{kind}'s query projection", query, 0, width, unrotated, rows),
-        _cut(
-            f"{kind}.kv_b_proj",
-            module.kv_b_proj,
-            0,
-            unrotated + value,
-            unrotated,
-            heads * (unrotated + value),
-        ),
-        _cut(f"{kind}'s query projection", query, unrotated, width, rotary, rows),
+        query.slices(0, width, unrotated, heads * width),
+        key.slices(0, stride, unrotated, heads * stride),
+        query.slices(unrotated, width, rotary, heads * width),
         layout="latent",
-        makers=(query, module.kv_b_proj),
+        makers=(query.module, key.module),
     )
 
 
-def _torch(module: nn.MultiheadAttention) -> Projections:
-    """The projections of ``torch.nn.MultiheadAttention``."""
-    return _packed_parameters(module, module.num_heads, module.num_heads, module.head_dim)
-
-
-def _ours(module: MultiheadAttention) -> Projections:
-    """The projections of the library's own ``acutance.nn.MultiheadAttention``.
+def _parameters(module: Any) -> Projections:
+    """The parameters of ``torch.nn.MultiheadAttention`` or :class:`acutance.nn.MultiheadAttention`.
 
     Raises:
-        ValueError: if its scores are not dot products, or are normalised.
+        ValueError: if they are computed from others, or the scores are not dot products.
     """
-    score = module.score
-    if isinstance(score, QKNorm) or not isinstance(
-        scores.get(score), scores.Dot | scores.ScaledDot
-    ):
-        raise ValueError(
-            f"{type(module).__name__}'s score is {score!r}: scaling weights scales logits only "
-            "for dot and scaled dot products"
-        )
-    return _packed_parameters(module, module.num_heads, module.num_kv_heads, module.head_dim)
-
-
-def _packed_parameters(module: Any, heads: int, keys: int, width: int) -> Projections:
-    """The layout of ``nn.MultiheadAttention``."""
+    kind, heads, width = type(module).__name__, module.num_heads, module.head_dim
+    if isinstance(module, MultiheadAttention):
+        dots = isinstance(scores.get(module.score), scores.Dot | scores.ScaledDot)
+        if isinstance(module.score, QKNorm) or not dots:
+            raise ValueError(
+                f"{kind}'s score is {module.score!r}: scaling weights scales logits only for dot "
+                "and scaled dot products"
+            )
     if hasattr(module, "parametrizations"):
-        raise ValueError(
-            f"{type(module).__name__} is computed by a parametrization: remove it before clipping"
-        )
-    first = heads * width
+        raise ValueError(f"{kind} is computed by a parametrization: remove it before clipping")
+    keys_start = heads * width
     if module.in_proj_weight is not None:
         query = [HeadSlices(module.in_proj_weight, 0, 0, width, width)]
-        key = [HeadSlices(module.in_proj_weight, 0, first, width, width)]
+        key = [HeadSlices(module.in_proj_weight, 0, keys_start, width, width)]
     else:
         query = [HeadSlices(module.q_proj_weight, 0, 0, width, width)]
         key = [HeadSlices(module.k_proj_weight, 0, 0, width, width)]
     if module.in_proj_bias is not None:
         query.append(HeadSlices(module.in_proj_bias, 0, 0, width, width))
-        key.append(HeadSlices(module.in_proj_bias, 0, first, width, width))
+        key.append(HeadSlices(module.in_proj_bias, 0, keys_start, width, width))
     if module.bias_k is not None:
         key.append(HeadSlices(module.bias_k, 2, 0, width, width))
-    return Projections(heads, heads // keys, tuple(query), tuple(key))
+    group = heads // getattr(module, "num_kv_heads", heads)
+    return Projections(heads, group, tuple(query), tuple(key))
+
+
+def scaled_tensors(name: str, module: Any) -> Iterator[tuple[Tensor, int, bool]]:
+    """Tensors whose entries along a dimension multiply a projection's outputs.
+
+    Args:
+        name: name of the projection, for messages.
+        module: the projection: a linear layer, transformers' Conv1D, or one with adapters of PEFT.
+
+    Yields:
+        Each tensor with the dimension, and whether it lies under an adapter.
+
+    Raises:
+        ValueError: if the outputs are not multiplied by entries of parameters.
+
+    Example:
+        >>> linear = nn.Linear(3, 2)
+        >>> [(tuple(tensor.shape), dim) for tensor, dim, _ in scaled_tensors("linear", linear)]
+        [((2, 3), 0), ((2,), 0)]
+    """
+    if hasattr(module, "parametrizations"):
+        raise ValueError(f"{name} is computed by a parametrization: remove it before clipping")
+    if isinstance(module._modules.get("base_layer"), nn.Module):
+        yield from _adapted(name, module)
+        return
+    # a weight that is no parameter is made from others at each forward (weight_norm, FSDP)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has no floating-point weight matrix that could be "
+            "scaled"
+        )
+    # transformers' Conv1D is (in, out); fully_shard makes a subclass
+    is_conv = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+    yield weight, int(is_conv), False
+    if isinstance(bias := getattr(module, "bias", None), Tensor):
+        yield bias, 0, False
+
+
+def _adapted(name: str, module: Any) -> Iterator[tuple[Tensor, int, bool]]:
+    """Tensors of a projection with adapters of PEFT: W + s·B·A, or m·(W + s·B·A) / norm (DoRA).
+
+    W and B are scaled in LoRA, m in DoRA, the bias in both.
+    """
+    expanding = module._modules.get("lora_B")
+    variants = {type(each).__name__ for each in getattr(module, "lora_variant", {}).values()}
+    known = variants <= {"DoraLinearVariant", "NoneType"}
+    if not isinstance(expanding, nn.ModuleDict) or not known or not len(expanding):
+        kinds = ", ".join(sorted(variants - {"NoneType"})) or type(module).__name__
+        raise ValueError(f"{name} has an adapter other than LoRA and DoRA ({kinds})")
+    magnitudes = module._modules.get("lora_magnitude_vector") or {}
+    if len(magnitudes) and (len(magnitudes) != len(expanding) or module.merged):
+        raise ValueError(f"{name} has DoRA adapters that are merged, or LoRA ones beside them")
+    for tensor, dim, _ in scaled_tensors(name, module.base_layer):
+        if not len(magnitudes) or tensor.dim() == 1:  # DoRA divides by the weights' norm
+            yield tensor, dim, True
+    adapters: Any = magnitudes or expanding
+    for adapter in adapters.values():
+        yield adapter.weight, 0, False
+        if isinstance(bias := getattr(adapter, "bias", None), Tensor):
+            yield bias, 0, False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +20,60 @@ from acutance.training.projections import (
     LAYOUTS,
     NAMES,
     HeadSlices,
+    NoProjectionsError,
     Projections,
     all_heads,
     find_layouts,
 )
-from acutance.training.reports import ClipReport, LayerClip
 from acutance.training.watch import AttentionWatch, WatchedRows
 
-__all__ = ["QKClip"]
+__all__ = ["ClipReport", "LayerClip", "QKClip"]
 
 _UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known; none of them
+
+
+@dataclass(frozen=True)
+class LayerClip:
+    """The effect of one step on one layer.
+
+    Attributes:
+        module: qualified name of the module.
+        max_logit: largest logit of each head since the last step, over all ranks.
+        factor: γ of each head; 1 for unchanged heads.
+    """
+
+    module: str
+    max_logit: tuple[float, ...]
+    factor: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ClipReport:
+    """The effect of one step of :class:`acutance.training.QKClip`.
+
+    Attributes:
+        layers: the layers that ran since the last step.
+        not_finite: heads, as ``(module, head)``, whose largest logit was not finite. They were not
+            changed.
+    """
+
+    layers: tuple[LayerClip, ...]
+    not_finite: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def max_logit(self) -> float:
+        """The largest logit of all heads; −inf without rows."""
+        return max((value for layer in self.layers for value in layer.max_logit), default=-math.inf)
+
+    @property
+    def clipped(self) -> tuple[tuple[str, int], ...]:
+        """Heads that were scaled, as ``(module, head)``."""
+        return tuple(
+            (layer.module, head)
+            for layer in self.layers
+            for head, factor in enumerate(layer.factor)
+            if factor != 1.0
+        )
 
 
 class QKClip:
@@ -128,14 +172,9 @@ class QKClip:
             self._outputs = Outputs(untold)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         try:
-            self._watch.__exit__(kind, error, trace)
+            self._watch.__exit__(kind, *details)
         finally:
             rows, self._watch.rows, self._modules = self._watch.rows, [], {}
             if self._outputs is not None:
@@ -177,7 +216,7 @@ class QKClip:
             ways = self._weights(name, query.shape[1], query.shape[-1], local=True)
         except ValueError:
             return  # step() says so
-        holder = self._holder(self._modules, name)
+        holder = self._holder(name)
         rotary = 0 if holder is None else rotary_width(holder, query.shape[-1])
         agreements = [agrees(way, query, key, self._outputs, rotary) for way in ways]
         right = [way.layout for way, verdict in zip(ways, agreements, strict=True) if verdict]
@@ -193,10 +232,11 @@ class QKClip:
 
     def _with_unknown_layout(self) -> set[torch.nn.Module]:
         """Projections, in the chosen modules, whose weight layout is unknown."""
-        modules = dict(named_modules(self._model))
-        known = {self._holder(modules, name) for name in self._layouts}
+        known = {self._holder(name) for name in self._layouts}
         chosen = {
-            self._holder(modules, name) for name in modules if self._watch.captures_module(name)
+            self._holder(name)
+            for name, _ in named_modules(self._model)
+            if self._watch.captures_module(name)
         }
         return {
             part
@@ -206,16 +246,20 @@ class QKClip:
             if name in NAMES
         } - self._aside
 
-    def _holder(self, modules: Mapping[str, torch.nn.Module], name: str) -> torch.nn.Module | None:
+    def _enclosing(self, name: str) -> Iterator[torch.nn.Module]:
+        """The named module and the two around it, the innermost first."""
+        self._modules = self._modules or dict(named_modules(self._model))
+        if name in self._modules:
+            yield self._modules[name]
+            for _ in range(2 if name else 0):
+                name = name.rpartition(".")[0]
+                yield self._modules.get(name, self._model)
+
+    def _holder(self, name: str) -> torch.nn.Module | None:
         """The nearest enclosing module that has an attribute with a projection's name."""
-        module = modules.get(name)
-        for _ in range(3):
-            if module is None or any(part in NAMES for part, _ in module.named_children()):
+        for module in self._enclosing(name):
+            if any(child in NAMES for child, _ in module.named_children()):
                 return module
-            if not name:
-                return None
-            name = name.rpartition(".")[0]
-            module = modules.get(name, self._model)
         return None
 
     def step(self) -> ClipReport:
@@ -228,37 +272,28 @@ class QKClip:
             ValueError: if a layer's weights cannot be determined or scaled.
         """
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        shapes = {
-            name: values.new_tensor([*self._shapes[name], self._layouts.get(name, _UNTOLD)])
-            for name, values in self._maxima.items()
-        }
         reshard(self._model)
-        mine = {
-            name: torch.cat([self._of_all_heads(name, values), shapes[name]])
-            for name, values in self._maxima.items()
-        }
-        layers, odd = [], []
+        mine = {}
+        for name, values in self._maxima.items():
+            about = [*self._shapes[name], self._layouts.get(name, _UNTOLD)]
+            mine[name] = torch.cat([self._of_all_heads(name, values), values.new_tensor(about)])
+        layers, not_finite = [], []
         smallest: dict[tuple[int, ...], tuple[HeadSlices, float]] = {}
         for name, values in self._exact(mine, device).items():
             *largest, width, eps, layout = values.tolist()
             if width < 0:
                 continue  # in the layout of the ranks, but none saw it since the last step
             factors = [1.0] * len(largest)
-            over = [
-                h for h, value in enumerate(largest) if math.isfinite(value) and value > self.tau
-            ]
-            odd += [
-                (name, h)
-                for h, value in enumerate(largest)
-                if math.isnan(value) or value == math.inf
-            ]
             weights = self._split_projections(name, len(largest), int(width), int(layout))
-            for head in over:
-                factors[head] = self.tau / largest[head] * (1 - _margin(max(eps, weights.eps)))
-                for part, factor in weights.factors(head, factors[head], self.alpha):
-                    place = (id(part.tensor), part.dim, part.offset(head), part.size)
-                    before = smallest.get(place, (part, 1.0))[1]
-                    smallest[place] = (part, min(before, factor))
+            for head, logit in enumerate(largest):
+                if math.isnan(logit) or logit == math.inf:
+                    not_finite.append((name, head))
+                elif logit > self.tau:
+                    factors[head] = self.tau / logit * (1 - _margin(max(eps, weights.eps)))
+                    for part, factor in weights.factors(head, factors[head], self.alpha):
+                        place = (id(part.tensor), part.dim, part.offset(head), part.size)
+                        before = smallest.get(place, (part, 1.0))[1]
+                        smallest[place] = (part, min(before, factor))
             counts = self.clips.setdefault(name, torch.zeros(len(largest), dtype=torch.int64))
             counts += torch.tensor([factor != 1.0 for factor in factors])
             layers.append(LayerClip(name, tuple(largest), tuple(factors)))
@@ -271,12 +306,11 @@ class QKClip:
             multiply(part.tensor, dim, start, size, factor)
         self.steps += 1
         self._maxima, self._modules = {}, {}
-        return ClipReport(tuple(layers), tuple(odd))
+        return ClipReport(tuple(layers), tuple(not_finite))
 
     def _of_all_heads(self, name: str, values: Tensor) -> Tensor:
         """Maxima (heads,) of a layer's heads on all tensor-parallel ranks; −∞ on other ranks."""
-        self._modules = self._modules or dict(named_modules(self._model))
-        holder = self._holder(self._modules, name)
+        holder = self._holder(name)
         width, _ = self._shapes[name]
         total, first = (len(values), 0) if holder is None else all_heads(holder, len(values), width)
         whole = values.new_full((total,), -torch.inf)
@@ -317,11 +351,11 @@ class QKClip:
             >>> handle = clip.after(torch.optim.SGD(layer.parameters(), lr=0.1))
             >>> handle.remove()
         """
-        return optimizer.register_step_post_hook(lambda *_: self._hooked())
 
-    def _hooked(self) -> None:
-        """Optimiser hook: take a step."""
-        self.step()
+        def after_step(*_: Any) -> None:
+            self.step()
+
+        return optimizer.register_step_post_hook(after_step)
 
     def _split_projections(self, name: str, heads: int, width: int, layout: int) -> Projections:
         """The query and key weights of a module, split in the layout seen in a forward pass."""
@@ -345,18 +379,15 @@ class QKClip:
         self, name: str, heads: int, width: int, local: bool = False
     ) -> tuple[Projections, ...]:
         """The weights of a module, or of the nearest enclosing module that has them."""
-        if not self._modules:
-            self._modules = dict(named_modules(self._model))
-        module, reason, place = self._modules[name], None, name
-        for _ in range(3):
+        reason: ValueError | None = None
+        for module in self._enclosing(name):
             try:
                 return find_layouts(module, heads, width, local)
-            except ValueError as problem:
+            except NoProjectionsError as problem:
                 reason = reason or problem
-                if "has no projections" not in str(problem) or not place:
-                    break
-                place = place.rpartition(".")[0]
-                module = self._modules.get(place, self._model)
+            except ValueError as problem:
+                reason = problem
+                break
         raise ValueError(f"{name} cannot be clipped: {reason}; exclude it with layers=")
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from acutance.files import check_regular, finite
 from acutance.from_json import MOST, whole_number
-from acutance.training.growth import LogitGrowth
-from acutance.training.reports import KINDS, LEARNING_RATE, Kind
+from acutance.training.alarms import KINDS, Kind, LogitGrowth
+from acutance.training.logs import LEARNING_RATE
 
 __all__ = ["LayerAlarm", "Replay", "read_log", "replay"]
 

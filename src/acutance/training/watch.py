@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -105,14 +104,9 @@ class AttentionWatch:
         self._listener.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         listener = self._listener
-        listener.__exit__(kind, error, trace)
+        listener.__exit__(kind, *details)
         if kind is None and not self.rows:
             if listener.attention_modules and not self.unread:
                 raise ProbeError(

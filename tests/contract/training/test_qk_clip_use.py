@@ -78,6 +78,39 @@ class Normed(nn.Module):
         return nn.functional.scaled_dot_product_attention(self.q_norm(q), k, v)
 
 
+class Scored(nn.Module):
+    """Attention of queries and keys that the module around it projects."""
+
+    def forward(self, *heads: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*heads)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+        self.scored = Scored()
+
+    def forward(self, x: Tensor) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        heads = [project(x).unflatten(-1, (4, 8)).transpose(1, 2) for project in projections]
+        return self.scored(*heads)
+
+
+def test_projections_of_the_module_around_attention_are_scaled() -> None:
+    torch.manual_seed(0)
+    model, x = Around(), 4 * torch.randn(2, 9, 32)
+    clip = training.QKClip(model, 1.0)
+    with clip:
+        model(x)
+    report = clip.step()
+    assert [layer.module for layer in report.layers] == ["scored"]
+    assert report.max_logit > 1.0
+    with clip:
+        model(x)
+    assert clip.step().max_logit == pytest.approx(1.0, rel=1e-4)
+
+
 class Strange(nn.Module):
     def __init__(self) -> None:
         super().__init__()
