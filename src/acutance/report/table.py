@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.style import Style
 from rich.text import Text
 
 from acutance.escapes import printable
@@ -93,10 +94,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with a style of its own, as rich names styles."""
+    """A value with a style of its own: of rich, or its name there."""
 
     value: Any
-    style: str = ""
+    style: str | Style = ""
 
 
 def styled(values: Iterable[Any], style: str) -> tuple[Cell, ...]:
@@ -286,6 +287,6 @@ def _value(cell: Any) -> Any:
     return cell.value if isinstance(cell, Cell) else cell
 
 
-def _style(cell: Any) -> str:
+def _style(cell: Any) -> str | Style:
     """The style of a cell, empty if it has none of its own."""
     return cell.style if isinstance(cell, Cell) else ""

@@ -16,6 +16,7 @@ from acutance.diagnose.classes import CLASSES, classify
 from acutance.diagnose.sentences import crossing, ranges
 from acutance.escapes import printable
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
+from acutance.report.table import Cell, Column, Table
 from acutance.structure import describe
 from acutance.summary.head_summary import STATUSES, HeadSummary, Layer
 from acutance.summary.layer import notices
@@ -77,7 +78,10 @@ class _HeadTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         coloured = console.color_system in ("256", "truecolor")
-        for line in self._lines(options.max_width):
+        for line in self._lines(options.max_width, coloured):
+            if isinstance(line, Table):
+                yield line
+                continue
             text = Text()
             for part, style in line:
                 bare = style is not None and style.bgcolor is not None and not coloured
@@ -86,7 +90,7 @@ class _HeadTable:
                 text.no_wrap, text.overflow = True, "crop"
             yield text
 
-    def _lines(self, width: int) -> Iterator[_Line]:
+    def _lines(self, width: int, coloured: bool) -> Iterator[_Line | Table]:
         """All lines: notices, title, table and notes."""
         for notice in notices(self.summary.about):
             yield [(f"! {notice}", Style(bold=True, color="red"))]
@@ -94,7 +98,7 @@ class _HeadTable:
         if any(self.grid):
             yield from self._head(width)
             yield []
-            yield from self._body(width)
+            yield from self._body(width, coloured)
             yield []
         for line, style in _footnotes(self.summary):
             yield [(line, style)]
@@ -122,7 +126,7 @@ class _HeadTable:
         ramp: _Line = [(text, self._style(tick)) for text, tick in zip(texts, ticks, strict=True)]
         yield [(f"{ends[0]} ", dim), *ramp, (f" {ends[1]}", dim)]
 
-    def _body(self, width: int) -> Iterator[_Line]:
+    def _body(self, width: int, coloured: bool) -> Iterator[_Line | Table]:
         """The heat map of the heads, or the distribution in each layer if it does not fit."""
         widest = max(len(row) for row in self.grid)
         texts = [self._text(value) for row in self.grid for value in row]
@@ -138,7 +142,12 @@ class _HeadTable:
                 chunk = _chunk(widest, max(1, (width - label - 1 - cell - 3) // cell))
         lines = sum(max(1, math.ceil(len(row) / chunk)) for row in self.grid)
         if chunk < widest and lines > MOST_LINES:
-            yield from self._digest(cell - 1, width)
+            said = (
+                "The heads do not fit side by side, so this shows their distribution in each layer."
+            )
+            yield [(said, Style(dim=True))]
+            yield []
+            yield self._digest(coloured)
         else:
             yield from self._folded(chunk, widest, cell, label)
 
@@ -174,59 +183,28 @@ class _HeadTable:
                     line.append((f"{self._text(mean)}{pad}".rjust(cell), self._style(mean)))
                 yield line
 
-    def _digest(self, cell: int, width: int) -> Iterator[_Line]:
-        """One line for each layer: the distribution over its heads, and the extreme ones.
-
-        If it does not fit, quartiles, median and extremes are dropped in this order until only the
-        mean is left, and a sentence says so.
-        """
-        bold, dim = Style(bold=True), Style(dim=True)
-        wide = max(cell, 6) + 2
-        sizes = {"lowest": wide + 5, "25 %": wide, "median": wide, "75 %": wide}
-        sizes["highest"] = wide + 6
-        missing: list[str] = []
-        columns = list(sizes)
-        for names in (("25 %", "75 %"), ("median",), ("lowest", "highest")):
-            if 5 + sum(sizes[name] for name in columns) + 3 + cell + 1 > width:
-                columns = [name for name in columns if name not in names]
-                missing += names
-        left = f" No room for: {', '.join(missing)}." if missing else ""
-        yield [
-            (
-                "The heads do not fit side by side, so this shows their distribution "
-                "in each layer." + left,
-                dim,
+    def _digest(self, coloured: bool) -> Table:
+        """One line for each layer: the distribution over its heads, and the extreme ones."""
+        rows = []
+        for index, row in enumerate(self.grid):
+            numbers = self.summary.layers[index].numbers
+            pairs = zip(row, numbers, strict=True)
+            ranked = sorted(pair for pair in pairs if math.isfinite(pair[0]))
+            values = [value for value, _ in ranked]
+            quarters = [math.nan] * 3
+            if values:
+                quarters = quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+            ends = [values[0], values[-1]] if values else [math.nan] * 2
+            heads = [Cell(f"h{ranked[at][1]}" if ranked else "", "dim") for at in (0, -1)]
+            low, high, *middle, mean = (
+                Cell(value, (coloured and self._style(value)) or "")
+                for value in (*ends, *quarters, _mean(row))
             )
-        ]
-        yield []
-        header: _Line = [("layer", bold)]
-        for name in columns:
-            ends = name in ("lowest", "highest")
-            header.append((name.rjust(sizes[name] - 5 * ends), dim))
-            if ends:
-                header.append(("head".rjust(5), dim))
-        yield [*header, (" │ ", dim), ("mean".rjust(cell + 1), bold)]
-        for layer, row in enumerate(self.grid):
-            ranked = sorted((value, head) for head, value in enumerate(row) if math.isfinite(value))
-            line: _Line = [(str(layer).rjust(5), bold)]
-            if ranked:
-                values = [value for value, _ in ranked]
-                quarters = (
-                    quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-                )
-                numbers = self.summary.layers[layer].numbers
-                extremes = {"lowest": ranked[0], "highest": ranked[-1]}
-                middle = dict(zip(("25 %", "median", "75 %"), quarters, strict=True))
-                for name in columns:
-                    value, head = extremes.get(name) or (middle[name], None)
-                    room = sizes[name] - 5 * (head is not None)
-                    line.append((self._text(value).rjust(room), self._style(value)))
-                    if head is not None:
-                        line.append((f"h{numbers[head]}".rjust(5), dim))
-            else:
-                line.append(("–".rjust(wide).ljust(sum(sizes[name] for name in columns)), None))
-            mean = _mean(row)
-            yield [*line, (" │ ", dim), (self._text(mean).rjust(cell + 1), self._style(mean))]
+            rows.append((index, low, heads[0], *middle, high, heads[1], Cell("│", "dim"), mean))
+        names = ("lowest", "head", "25 %", "median", "75 %", "highest", "head", "mean")
+        *heads_of_layer, mean_of_layer = (Column(name, format=self._text) for name in names)
+        columns = [Column("layer"), *heads_of_layer, Column("│", "name"), mean_of_layer]
+        return Table("", columns, rows)
 
     def _text(self, value: float) -> str:
         """A value as text for a cell."""
