@@ -28,6 +28,7 @@ from acutance.theory.cosine import (
     cosine_entropy_lower_bound,
     information_range_limit,
     tau_for_information,
+    vmf_entropy_drop,
 )
 from acutance.theory.entropy import (
     jacobian_fro2,
@@ -48,6 +49,7 @@ from acutance.theory.finite_n.expected import (
     expected_max,
     expected_power_sum,
     expected_sparsity,
+    expected_top_weight,
     expected_varentropy,
     expected_weighted_mean,
 )
@@ -57,16 +59,11 @@ from acutance.theory.finite_n.gaussian import (
     expected_logsumexp_gauss,
     expected_max_gauss,
 )
-from acutance.theory.finite_n.top_weight import expected_top_weight
-from acutance.theory.inverse import (
-    scale_for_effective_keys,
-    scale_for_entropy,
-    scale_for_information,
-)
 from acutance.theory.laws import ScalingLaw, gauss_hazard_scale, hazard_scale, scaling_exponent
 from acutance.theory.noise import (
     NoiseSample,
     QuantizationNoise,
+    RoundingError,
     asymptotic_noise_mse,
     exact_noise_mse,
     first_order_bias,
@@ -74,12 +71,12 @@ from acutance.theory.noise import (
     monte_carlo_mse,
     noise_tail_rate,
     quantization_noise,
+    rounding_error,
     second_order_mse,
 )
 from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
 from acutance.theory.prediction.mechanisms import PREDICTED_MECHANISMS, predict
 from acutance.theory.prediction.record import KINDS, MetricRecord, Prediction
-from acutance.theory.rounding import RoundingError, rounding_error
 from acutance.theory.scales import (
     critical_scale,
     gap_count,
@@ -88,6 +85,9 @@ from acutance.theory.scales import (
     needle_scale,
     needle_scale_for_entropy,
     retrieval_capacity,
+    scale_for_effective_keys,
+    scale_for_entropy,
+    scale_for_information,
 )
 from acutance.theory.sparsity import (
     effective_keys,
@@ -106,9 +106,6 @@ from acutance.theory.sparsity import (
     sparsity_relu2,
 )
 from acutance.theory.trained_heads import HeadMetrics, expected_head_metrics
-from acutance.theory.von_mises_fisher import (
-    vmf_entropy_drop,
-)
 
 __all__ = [
     "EntropyBounds",

@@ -1,18 +1,27 @@
-r"""Scales in closed form: for one match above the other keys, Gaussian rows and measured scores.
+r"""Scales of the logits that give a row what is wanted: a match its weight, a row its entropy.
 
 A match above a narrow bulk needs a scale that grows as log n; Gaussian logits keep the entropy of
 the population formula with one that grows as the root of log n. For measured scores, with N(t) the
 number of keys within t of the row's maximum, :math:`\Lambda = \sup_t \log N(t) / t` is the scale
 above which the maximum stands alone.
 
+For independent scores the expected entropy of :math:`\mathrm{softmax}(\gamma s)` falls strictly
+with :math:`\gamma`, from log n to 0, and the expected collision probability rises from 1/n to 1:
+row by row the derivatives are :math:`-\gamma \mathrm{Var}_p(s)` and :math:`2 \mathrm{Cov}_p(p, s)`.
+So each target has one scale. It is found by bracketing and Brent's method on the exact finite-n
+expectations; the laws of ``acutance.theory.laws`` are what it tends to.
+
 Sources: Derrida (1981), Phys. Rev. B 24, 2613 (planted match, entropy along the scale); Su (2021),
 https://kexue.fm/archives/8823 (why a scale that grows with n); Hayase & Karakida (2026),
-arXiv:2605.12697 (the critical scale).
+arXiv:2605.12697 (the critical scale); Brent (1973), Algorithms for Minimization without
+Derivatives, chapter 4.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +36,12 @@ from acutance.theory.arguments import (
     require,
     result,
 )
+from acutance.theory.families import Family, FamilyParameter, as_family
+from acutance.theory.finite_n.expected import expected_collision, expected_entropy
+from acutance.theory.finite_n.grid import grid
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -69,10 +84,7 @@ def needle_scale(
     top = checked("gap", gap, "the gap must be finite and greater than 0", above=0.0)
     spread = checked("sigma", sigma, "the standard deviation must be finite and at least 0", 0.0)
     keys, top, spread, weight = np.broadcast_arrays(keys, top, spread, weight)
-    require(
-        "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass must be in [1/n, 1)"
-    )
-    c = np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight))
+    c = _match_logit(keys, weight)
     room = 1 - 2 * c * (spread / top) ** 2
     require(
         "gap",
@@ -216,13 +228,16 @@ def match_dimension(n: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
         The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613; the
         growth with log n is that of Johnson & Lindenstrauss, see https://kexue.fm/archives/9588.
     """
-    keys, weight = np.asarray(n, np.float64), np.asarray(mass, np.float64)
-    require("n", keys, (keys >= 2) & np.isfinite(keys), "the number of keys must be at least 2")
-    keys, weight = np.broadcast_arrays(keys, weight)
+    keys, weight = checked_keys("n", n), np.asarray(mass, np.float64)
+    return result(2 * _match_logit(*np.broadcast_arrays(keys, weight)))
+
+
+def _match_logit(keys: Array, weight: Array) -> Array:
+    """log(n - 1) + log(p / (1 - p)), for a match of the weight p among n keys; checks p."""
     require(
         "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass must be in [1/n, 1)"
     )
-    return result(2 * np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight)))
+    return np.asarray(np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight)))
 
 
 def retrieval_capacity(d: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
@@ -368,3 +383,201 @@ def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:
         np.subtract(np.where(np.isinf(top), 0.0, top), gaps, out=gaps)
         gaps.sort(axis=-1)
         yield block, gaps
+
+
+_STEP = 1.5  # of the logarithm of the scale, to find a bracket, at first
+_REACH = 400.0  # its distance from that of one over the quartiles' distance that is tried
+_LOG_MOST = 700.0  # for float64 to hold the scale
+
+
+def scale_for_entropy(
+    n: ArrayLike, entropy: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
+) -> float | Array:
+    r"""Scale of the logits at which a row of n keys has a given expected entropy.
+
+    .. math:: E H(n, \gamma) = H
+
+    For Gaussian scores it is near sqrt(2 (log n - H)) while that is well under sqrt(2 log n).
+
+    Args:
+        n: Number of keys, n >= 2; it need not be an integer.
+        entropy: The entropy H in nats, 0 < entropy < log n.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
+
+    Returns:
+        γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
+        The entropy there is right to 1e-10.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If n is below 2, or no scale gives the entropy: it is 0 or less, log n or more.
+
+    Example:
+        >>> scale_for_entropy(4096, 2.0)
+        5.185714204618
+        >>> scale_for_entropy([1024, 4096], 2.0, "uniform")  # proportional to n
+        array([191.50958334, 765.78233789])
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    return _solve(_entropy_scale, n, entropy, family, parameter)
+
+
+def scale_for_effective_keys(
+    n: ArrayLike,
+    effective_keys: ArrayLike,
+    family: Any = "gaussian",
+    **parameter: Unpack[FamilyParameter],
+) -> float | Array:
+    r"""Scale of the logits at which a row of n keys has a given number of effective keys.
+
+    .. math:: \frac{1}{E \sum_j p_j^2} = N_{\mathrm{eff}}
+
+    Args:
+        n: Number of keys, n >= 2; it need not be an integer.
+        effective_keys: One over the expected collision probability, 1 < effective_keys < n.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
+
+    Returns:
+        γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
+        The collision probability there is right to 1e-10 of its value.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If n is below 2, or no scale gives the number: it is 1 or less, n or more.
+
+    Example:
+        >>> scale_for_effective_keys([16, 4096], 2.0)
+        array([3.18024289, 7.04946158])
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    return _solve(_effective_scale, n, effective_keys, family, parameter)
+
+
+def scale_for_information(
+    n: ArrayLike,
+    fraction: ArrayLike,
+    family: Any = "gaussian",
+    **parameter: Unpack[FamilyParameter],
+) -> float | Array:
+    r"""Scale of the logits at which the information of a row is a given fraction of log n.
+
+    .. math:: \log n - E H(n, \gamma) = f \log n
+
+    The temperature is one over it. ``tau_for_information`` gives the temperature at which cosine
+    logits of chosen keys, not random ones, can carry that information.
+
+    Args:
+        n: Number of keys, n >= 2; it need not be an integer.
+        fraction: The share f, 0 < fraction < 1.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
+
+    Returns:
+        γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
+        The information there is right to 1e-10 nats.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If n is below 2, or a fraction is not between 0 and 1.
+
+    Example:
+        >>> scale_for_information(65536, [0.1, 0.5])
+        array([1.48948555, 3.50024163])
+
+    Source:
+        Su (2023), https://kexue.fm/archives/9593, for the information of a row.
+    """
+    return _solve(_information_scale, n, fraction, family, parameter)
+
+
+def _entropy_scale(n: float, entropy: float, family: Family) -> float:
+    """Scale at which a row of n logits from the family has this expected entropy.
+
+    Raises:
+        ValueError: if no scale gives this entropy.
+    """
+    if not 0 < entropy < math.log(n):
+        raise ValueError(
+            "entropy: must be strictly between 0 (one key has all the weight) and log n = "
+            f"{math.log(n):.6g} (uniform weights), got entropy={entropy:g}"
+        )
+    return _scale_of_entropy(n, entropy, family)
+
+
+def _effective_scale(n: float, effective_keys: float, family: Family) -> float:
+    """The scale at which 1 / (expected collision probability) is ``effective_keys``."""
+    if not 1 < effective_keys < n:
+        raise ValueError(
+            "effective_keys: must be strictly between 1 (one key has all the weight) and n = "
+            f"{n:g} (uniform weights), got effective_keys={effective_keys:g}"
+        )
+
+    def ratio(scale: float) -> float:
+        return 1 / (effective_keys * float(expected_collision(n, scale, family)))
+
+    return _root(ratio, family)
+
+
+def _information_scale(n: float, fraction: float, family: Family) -> float:
+    """The scale at which the entropy is (1 - ``fraction``) log n."""
+    if not 0 < fraction < 1:
+        raise ValueError(
+            "fraction: must be strictly between 0 (uniform weights) and 1 (one key has all "
+            f"the weight), got fraction={fraction:g}"
+        )
+    return _scale_of_entropy(n, (1 - fraction) * math.log(n), family)
+
+
+def _scale_of_entropy(n: float, entropy: float, family: Family) -> float:
+    """The scale at which a row of n logits has this expected entropy."""
+    return _root(lambda scale: float(expected_entropy(n, scale, family)) / entropy, family)
+
+
+def _root(ratio: Callable[[float], float], family: Family) -> float:
+    """Scale at which the function ``ratio`` of the scale is 1; it falls from above 1 to 0."""
+
+    def value(log_scale: float) -> float:
+        return math.log(max(ratio(math.exp(log_scale)), 1e-300))
+
+    low = high = start = -math.log(grid(family).unit)
+    step, most = _STEP, min(start + _REACH, _LOG_MOST)
+    while value(high) > 0:
+        if high == most:
+            raise ValueError(
+                f"family: with scores of {family} the target needs a scale above "
+                f"{math.exp(most):g}; choose a less sharp one"
+            )
+        low, high, step = high, min(high + step, most), 2 * step
+    while low == high or value(low) <= 0:
+        low, high, step = low - step, low, 2 * step
+        if low < start - _REACH:
+            return 0.0  # the target is within rounding of what scale 0 gives
+    from scipy.optimize import brentq  # takes its time to load
+
+    return math.exp(brentq(value, low, high, xtol=1e-14, rtol=4 * _EPS))
+
+
+def _solve(
+    point: Callable[[float, float, Family], float],
+    n: ArrayLike,
+    target: ArrayLike,
+    family: Any,
+    parameter: FamilyParameter,
+) -> float | Array:
+    """Check n, then evaluate ``point(n, target, family)`` at each pair of n and target.
+
+    Returns:
+        float64 of the broadcast shape; a float for scalars.
+    """
+    law = as_family(family, **parameter)
+    keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
+    return pointwise(
+        lambda count, aim: point(count, aim, law),
+        *np.broadcast_arrays(keys, np.asarray(target, dtype=np.float64)),
+    )

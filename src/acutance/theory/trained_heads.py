@@ -50,6 +50,9 @@ from scipy.special import expit, ndtri, xlogy
 
 from acutance.theory.arguments import Array, checked, result
 
+#: The numbers of a head, as :func:`expected_head_metrics` names them.
+HEAD_NUMBERS = ("first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap")
+
 _LARGEST_ASYMMETRY = 2.0  # the widths of both sides differ by a factor e^4 there
 _REACH = 9.0  # widths of a half normal, beyond which nothing is left
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
@@ -133,18 +136,11 @@ def expected_head_metrics(
         The module's derivation; see "Trained heads" in the documentation's mathematics.
     """
     keys = checked("n", n, "there are a first key and at least two others", 3.0)
-    given = {
-        "first_gap": first_gap,
-        "first_gap_std": first_gap_std,
-        "rest_logit_std": rest_logit_std,
-        "rest_jensen_gap": rest_jensen_gap,
-    }
-    values = [np.asarray(value, dtype=np.float64) for value in given.values()]
-    for name, value in zip(given, values, strict=True):
-        least = -np.inf if name == "first_gap" else 0.0
-        checked(
-            name, np.nan_to_num(value), "it must be finite, and not negative but for a gap", least
-        )
+    given = first_gap, first_gap_std, rest_logit_std, rest_jensen_gap
+    values = [np.asarray(value, dtype=np.float64) for value in given]
+    rule = "it must be finite, and not negative but for a gap"
+    for name, value in zip(HEAD_NUMBERS, values, strict=True):
+        checked(name, np.nan_to_num(value), rule, -np.inf if name == "first_gap" else 0.0)
     keys, gap, spread, std, jensen = np.broadcast_arrays(keys, *values)
     shape = keys.shape
     keys, gap, spread, std, jensen = (part.ravel() for part in (keys, gap, spread, std, jensen))

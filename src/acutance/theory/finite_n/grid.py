@@ -237,10 +237,7 @@ def _unresolved(family: Family, unit: float, start: Array, stop: Array) -> NDArr
     rough = missed > 8 * blur * spread / half + noise
     rough &= np.minimum(np.abs(start), np.abs(stop)) < 30
     inward, outward = values[:, 1] - values[:, 0], values[:, -1] - values[:, -2]
-    inward, outward = (
-        np.where(start < 0, outward, inward),
-        np.where(start < 0, inward, outward),
-    )
+    inward, outward = (np.where(start < 0, outward, inward), np.where(start < 0, inward, outward))
     known = (spread > 1e4 * noise) & (inward > 0) & (outward > 0)
     uneven = (outward > 4 * inward) | (inward > 12 * outward)
     finest = np.where(spread > 1e-3 * unit, _FINEST_GAP, _FINEST)

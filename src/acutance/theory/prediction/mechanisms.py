@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 
 from acutance.theory.arguments import one_number
 from acutance.theory.families import Family, Gaussian, as_family
-from acutance.theory.prediction.decay import decay_formulas
 from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction, wanted_names
 from acutance.theory.prediction.softmax import (
     Formulas,
@@ -27,7 +26,7 @@ from acutance.theory.prediction.softmax import (
     sparse_population,
 )
 from acutance.theory.prediction.weighted import (
-    HEAD_NUMBERS,
+    decay_formulas,
     head_formulas,
     linear_formulas,
     relu2_formulas,
@@ -40,6 +39,7 @@ from acutance.theory.sparsity import (
     sparsity_linear_iid,
     sparsity_relu2,
 )
+from acutance.theory.trained_heads import HEAD_NUMBERS
 
 
 class _Request(NamedTuple):
@@ -218,8 +218,8 @@ def predict(
         elif name not in requested:
             why[name] = "It was not requested."
         else:
-            kinds[name], compute = formula
-            values[name] = float(compute())
+            kinds[name], number = formula
+            values[name] = float(number() if callable(number) else number)
     return Prediction(
         **values,
         mechanism=mechanism,
@@ -288,11 +288,7 @@ def _cosine(request: _Request) -> _Case:
 
 
 def _independent_logits(
-    request: _Request,
-    gamma: float,
-    law: Family,
-    parameters: dict[str, Any],
-    shift: float = 0.0,
+    request: _Request, gamma: float, law: Family, parameters: dict[str, Any], shift: float = 0.0
 ) -> _Case:
     """A softmax row with logits shift + gamma s, s drawn from ``law``."""
     row = request.n, gamma, law, shift, request.value_variance

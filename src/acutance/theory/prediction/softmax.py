@@ -32,6 +32,7 @@ from acutance.theory.finite_n.expected import (
     expected_logsumexp,
     expected_max,
     expected_sparsity,
+    expected_top_weight,
     expected_varentropy,
     expected_weighted_mean,
 )
@@ -42,11 +43,11 @@ from acutance.theory.finite_n.gaussian import (
     expected_max_gauss,
 )
 from acutance.theory.finite_n.grid import NODES, WEIGHTS, grid
-from acutance.theory.finite_n.top_weight import expected_top_weight
 from acutance.theory.prediction.record import Kind, MetricRecord
 
-#: For each metric, what kind of number it is and how to compute it; or why there is none.
-Formulas = dict[str, tuple[Kind, Callable[[], float]] | str]
+#: For each metric, what kind of number it is, and the number or how to compute it; or why there is
+#: none.
+Formulas = dict[str, tuple[Kind, float | Callable[[], float]] | str]
 
 
 _NO_MEAN = "The scores' law has no mean within float64, so neither has this."
@@ -115,7 +116,7 @@ def softmax_formulas(
 
     # What cancels at its end is kept from rounding below it.
     formulas: Formulas = {
-        "n_keys": ("fixed", lambda: n),
+        "n_keys": ("fixed", n),
         "entropy": ("mean", entropy),
         "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
         "information": ("mean", lambda: max(log_n - entropy(), 0.0)),
@@ -123,11 +124,11 @@ def softmax_formulas(
         "sparsity": ("mean", lambda: float(expected_sparsity(n, gamma, family))),
         "collision": ("mean", collision),
         "top_weight": ("mean", lambda: float(expected_top_weight(n, gamma, family))),
-        "first_weight": ("mean", lambda: 1 / n),
-        "sink_mass": ("fixed", lambda: 0.0),
+        "first_weight": ("mean", 1 / n),
+        "sink_mass": ("fixed", 0.0),
         "max_logit": ("mean", lambda: shift + top()),
         "lse": ("mean", lambda: shift + log_sum()),
-        "logit_mean": ("mean", lambda: shift + gamma * mean),
+        "logit_mean": ("mean", shift + gamma * mean),
         "logit_std": ("mean" if normal else "plug-in", deviation),
         "varentropy": ("mean", varentropy),
         "entropy_slope": ("mean", lambda: 0.0 - varentropy()),

@@ -1,9 +1,23 @@
-r"""Rows that are no softmax of iid logits, predicted: relu², identity, linear, trained heads."""
+r"""Rows other than a softmax of iid logits, predicted: relu², identity, linear, decay, heads.
+
+The weights of a decay, :math:`\lambda^{n-1}, \dots, \lambda, 1`, are the softmax of the logits
+:math:`-\theta k`, :math:`\theta = -\log\lambda`, k = 0 … n - 1. With Langevin's function
+:math:`\mathcal L(x) = \coth x - 1/x` and :math:`x = \theta / 2`, the attended position has
+
+.. math::
+
+    \langle k \rangle = \frac{n - 1}{2} - \frac{n \mathcal L(nx) - \mathcal L(x)}{2}, \qquad
+    \operatorname{Var}_p k = \frac{n^2 \mathcal L'(nx) - \mathcal L'(x)}{4},
+
+and everything else follows, the same for every row.
+
+Source: Su Jianlin, kexue.fm/archives/9889.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -11,11 +25,12 @@ import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
 
 from acutance.theory.arguments import Array, log_probability, normal_density
-from acutance.theory.finite_n.gaussian import expected_max_gauss
+from acutance.theory.finite_n.expected import Maximum, mean_top_weight
+from acutance.theory.finite_n.gaussian import expected_entropy_gauss, expected_max_gauss
 from acutance.theory.finite_n.grid import gauss
-from acutance.theory.finite_n.top_weight import Scratch, laplace_power
 from acutance.theory.prediction.record import NAMES, Kind
 from acutance.theory.prediction.softmax import ONE_KEY, Formulas, gaussian_deviation
+from acutance.theory.sparsity import effective_keys_decay, sparsity_decay
 from acutance.theory.trained_heads import expected_head_metrics
 
 _NO_SOFTMAX = "Only softmax weights have it."
@@ -32,37 +47,40 @@ _NO_LAW = "Mean and covariance of the keys do not determine it."
 
 def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
     """Formulas for a row with weights max(s, 0)², s normal; means are over rows with weight."""
-    row, log_n = WeightedRow.relu2(n, mean / deviation), math.log(n)
+    u, log_n = mean / deviation, math.log(n)
+    row = WeightedRow.relu2(n, u)
     entropy = cache(row.entropy)
-    formulas = _score_formulas(n, mean, deviation)
-    formulas |= {
+    formulas: Formulas = {
         "entropy": ("mean", entropy),
         "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
         "information": ("mean", lambda: log_n - entropy()),
-        "effective_keys": ("mean", row.effective_keys),
-        "sparsity": ("mean", row.sparsity),
-        "collision": ("mean", row.collision),
-        "top_weight": ("mean", lambda: relu2_top_weight(n, mean / deviation)),
-        "first_weight": ("mean", lambda: 1 / n),
+        **_weight_formulas(row, lambda: relu2_top_weight(n, u)),
     }
     if not row.has_rows:
         reason = f"Practically no row has a positive score: P = {row.active:.1g}."
-        names = ("entropy", "normalized_entropy", "information", "effective_keys", "sparsity")
-        formulas.update(dict.fromkeys((*names, "collision", "top_weight", "first_weight"), reason))
-    return formulas
+        formulas = dict.fromkeys(formulas, reason)
+    return _score_formulas(n, mean, deviation) | formulas
 
 
 def size_formulas(n: float, mean: float, deviation: float) -> Formulas:
     """Formulas for a row whose weights are normal scores; metrics use their absolute values."""
-    row = WeightedRow.size(n, mean / deviation)
+    u = mean / deviation
     names = ("entropy", "normalized_entropy", "information")
-    return _score_formulas(n, mean, deviation) | {
+    return {
+        **_score_formulas(n, mean, deviation),
         **dict.fromkeys(names, _SIGNED),
+        **_weight_formulas(WeightedRow.size(n, u), lambda: size_top_weight(n, u)),
+    }
+
+
+def _weight_formulas(row: WeightedRow, top_weight: Callable[[], float]) -> Formulas:
+    """Formulas of the metrics of independent weights that are not their entropy."""
+    return {
         "effective_keys": ("mean", row.effective_keys),
         "sparsity": ("mean", row.sparsity),
         "collision": ("mean", row.collision),
-        "top_weight": ("mean", lambda: size_top_weight(n, mean / deviation)),
-        "first_weight": ("mean", lambda: 1 / n),
+        "top_weight": ("mean", top_weight),
+        "first_weight": ("mean", 1 / row.n),
     }
 
 
@@ -73,24 +91,24 @@ def linear_formulas(n: float, mean: float, sparsity: float) -> Formulas:
     names = ("entropy", "normalized_entropy", "information", "top_weight", "max_logit")
     return _without_softmax() | {
         **dict.fromkeys(names, _NO_LAW),
-        "n_keys": ("fixed", lambda: n),
-        "effective_keys": ("plug-in", lambda: keys),
-        "sparsity": ("plug-in", lambda: sparsity),
-        "collision": ("plug-in", lambda: 1 / keys),
-        "first_weight": ("mean", lambda: 1 / n),
-        "sink_mass": ("fixed", lambda: 0.0),
-        "logit_mean": ("mean", lambda: mean),
-        "logit_std": ("plug-in", lambda: spread * math.sqrt((n - 1) / n)),
+        "n_keys": ("fixed", n),
+        "effective_keys": ("plug-in", keys),
+        "sparsity": ("plug-in", sparsity),
+        "collision": ("plug-in", 1 / keys),
+        "first_weight": ("mean", 1 / n),
+        "sink_mass": ("fixed", 0.0),
+        "logit_mean": ("mean", mean),
+        "logit_std": ("plug-in", spread * math.sqrt((n - 1) / n)),
     }
 
 
 def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
     """Formulas for the metrics that depend on the scores alone."""
     return _without_softmax() | {
-        "n_keys": ("fixed", lambda: n),
-        "sink_mass": ("fixed", lambda: 0.0),
+        "n_keys": ("fixed", n),
+        "sink_mass": ("fixed", 0.0),
         "max_logit": ("mean", lambda: mean + deviation * float(expected_max_gauss(n))),
-        "logit_mean": ("mean", lambda: mean),
+        "logit_mean": ("mean", mean),
         "logit_std": ("mean", lambda: gaussian_deviation(n, deviation)),
     }
 
@@ -103,11 +121,6 @@ def _without_softmax() -> Formulas:
     )
     formulas: Formulas = dict.fromkeys(names, _NO_SOFTMAX)
     return {**formulas, "jacobian_trace": _MEASURED, "noise_gain": _MEASURED}
-
-
-def constant(value: float) -> Callable[[], float]:
-    """A formula of a number that is known."""
-    return lambda: value
 
 
 _STEP = 0.3  # of log t: the trapezoid rule is then right to exp(-pi²/0.3) = 5e-15
@@ -234,18 +247,15 @@ def relu2_top_weight(n: float, u: float) -> float:
         measure = np.full(v.shape, _TOP_STEP)
     chance = measure * np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v))
     live = measure * _largest(n, v) > 1e-18 * row.active
-    t = np.exp(np.arange(-math.log(n) - 35, 4.0, _STEP))
-    outer = _STEP * t * np.exp(-t)
-    total, scratch = 0.0, Scratch()
-    for at, factor in zip(v[live], chance[live], strict=True):
-        below, mass = _panels(lowest, float(at))
-        mass = mass * expit(below) * expit(-below)
-        scores, top = _score(below, u), _score(np.array([at]), u)[0]
-        factors = np.clip(scores / top, 0.0, 1.0) ** 2
-        above = float(expit(-at))
-        transform = laplace_power(n, t, factors, mass, scratch, above, zero=row.idle)
-        total += factor * float(outer @ transform)
-    return total / row.active
+
+    def maxima() -> Iterator[Maximum]:
+        for at, factor in zip(v[live], chance[live], strict=True):
+            below, mass = _panels(lowest, float(at))
+            scores, top = _score(below, u), _score(np.array([at]), u)[0]
+            factors = np.clip(scores / top, 0.0, 1.0) ** 2
+            yield Maximum(factor, factors, mass * expit(below) * expit(-below), float(expit(-at)))
+
+    return mean_top_weight(n, maxima(), _STEP, reach=35.0, zero=row.idle) / row.active
 
 
 def _largest(n: float, v: Array) -> Array:
@@ -269,13 +279,13 @@ def size_top_weight(n: float, u: float) -> float:
     above = ndtr(u - tops) + ndtr(-u - tops)
     chance = n * mass * np.exp((n - 1) * np.log1p(-np.minimum(above, 1 - 1e-16)))
     live = chance > 1e-18
-    t = np.exp(np.arange(-math.log(n) - 35, 4.0, _STEP))
-    outer = _STEP * t * np.exp(-t)
-    total, scratch = 0.0, Scratch()
-    for top, factor, beyond in zip(tops[live], n * mass[live], above[live], strict=True):
-        sizes, part = nodes(np.append(edges[edges < top], top))
-        total += factor * float(outer @ laplace_power(n, t, sizes / top, part, scratch, beyond))
-    return total
+
+    def maxima() -> Iterator[Maximum]:
+        for top, factor, beyond in zip(tops[live], n * mass[live], above[live], strict=True):
+            sizes, weights = nodes(np.append(edges[edges < top], top))
+            yield Maximum(factor, sizes / top, weights, beyond)
+
+    return mean_top_weight(n, maxima(), _STEP, reach=35.0)
 
 
 def _score(v: Array, u: float) -> Array:
@@ -310,9 +320,6 @@ def _positive_nodes(u: float) -> tuple[Array, Array]:
     return scores, widths * normal_density(scores - u)
 
 
-#: The numbers of a head, as :func:`acutance.theory.expected_head_metrics` names them.
-HEAD_NUMBERS = ("first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap")
-
 _REASON = "The four numbers of a trained head do not determine it."
 _IMPOSSIBLE = (
     "No independent logits with a skewness within ±1.62 have this Jensen gap at this deviation: a "
@@ -342,6 +349,100 @@ def head_formulas(n: float, numbers: dict[str, float]) -> Formulas:
     }
     formulas: Formulas = dict.fromkeys(NAMES, _REASON)
     return formulas | {
-        name: _IMPOSSIBLE if math.isnan(value) else (kind, constant(value))
+        name: _IMPOSSIBLE if math.isnan(value) else (kind, value)
         for name, (kind, value) in values.items()
     }
+
+
+_SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a series
+
+
+def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
+    """For each metric, its formula for a row of n weights that decay by ``lam`` per key.
+
+    ``value_variance`` is the variance of a value, summed over its components.
+    """
+    theta = -math.log(lam)
+    x, log_n = theta / 2, math.log(n)
+    keys = float(effective_keys_decay(lam, n))
+    collision = 1 / keys
+    mean, spread = _position(n, x)
+    variance = theta * theta * spread
+    log_sum = _log_sum(theta, n)
+    entropy = log_sum + theta * mean
+    plain, deviation = -theta * (n - 1) / 2, theta * math.sqrt((n * n - 1) / 12)
+    top = math.exp(-log_sum)
+    cubes = n if theta == 0 else math.expm1(-3 * n * theta) / math.expm1(-3 * theta)
+    noise = collision - 2 * cubes * top**3 + collision**2
+    values = {
+        "n_keys": n,
+        "entropy": entropy,
+        "information": log_n - entropy,
+        "effective_keys": keys,
+        "sparsity": float(sparsity_decay(lam, n)),
+        "collision": collision,
+        "top_weight": top,
+        "first_weight": math.exp(-theta * (n - 1) - log_sum),
+        "sink_mass": 0.0,
+        "max_logit": 0.0,
+        "lse": log_sum,
+        "logit_mean": plain,
+        "logit_std": deviation,
+        "varentropy": variance,
+        "entropy_slope": 0.0 - variance,
+        "mean_field_entropy": log_n + plain,
+        "jensen_gap": log_sum - log_n - plain,
+        "max_gap": theta * mean,
+        "gaussian_entropy": float(expected_entropy_gauss(n, deviation)),
+        "jacobian_trace": 1 - collision,
+        "noise_gain": value_variance * noise,
+    }
+    if n > 1:
+        values["normalized_entropy"] = entropy / log_n
+    if n >= 2:
+        others = _log_sum(theta, n - 1)
+        values["first_gap"] = -theta * (n - 1) - others
+        values["rest_logit_std"] = theta * math.sqrt(n * (n - 2) / 12)
+        values["rest_jensen_gap"] = max(others - math.log(n - 1) + theta * (n - 2) / 2, 0.0)
+    formulas: Formulas = {name: ("fixed", value) for name, value in values.items()}
+    names = ("normalized_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
+    return dict.fromkeys(names, ONE_KEY) | formulas
+
+
+def _log_sum(theta: float, n: float) -> float:
+    """Logarithm of 1 + λ + … + λ^(n-1), λ = e^-θ."""
+    return math.log(n if theta == 0 else math.expm1(-n * theta) / math.expm1(-theta))
+
+
+def _position(n: float, x: float) -> tuple[float, float]:
+    """Mean and variance of j = 0 … n − 1 under weights proportional to e^(−θj), with θ = 2x.
+
+    j is the distance of a key from the query; θ = −log λ is the decay per key.
+    """
+    if n * x > _SERIES_TO:
+        mean = _one_over_expm1(2 * x) - n * _one_over_expm1(2 * n * x)
+        return mean, (_one_over_sinh2(x) - n * n * _one_over_sinh2(n * x)) / 4
+    mean = (n - 1) / 2 - (n * _langevin(n * x) - _langevin(x)) / 2
+    return mean, (n * n * _langevin_slope(n * x) - _langevin_slope(x)) / 4
+
+
+def _one_over_expm1(x: float) -> float:
+    """1 / (e^x − 1) without overflow."""
+    return math.exp(-x) / -math.expm1(-x)
+
+
+def _one_over_sinh2(x: float) -> float:
+    """1 / sinh²(x) without overflow."""
+    return 4 * math.exp(-2 * x) / math.expm1(-2 * x) ** 2
+
+
+def _langevin(x: float) -> float:
+    """L(x) = coth x - 1/x for x <= 0.3."""
+    y = x * x
+    return x * (1 / 3 - y * (1 / 45 - y * (2 / 945 - y * (1 / 4725 - y * 2 / 93555))))
+
+
+def _langevin_slope(x: float) -> float:
+    """Derivative of L, 1/x² - 1/sinh² x, for x <= 0.3."""
+    y = x * x
+    return 1 / 3 - y * (1 / 15 - y * (2 / 189 - y * (1 / 675 - y * 2 / 10395)))
