@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from acutance import testing
-from acutance.comparison import Comparison, compare, figures, render, runner
+from acutance.comparison import Comparison, compare, figures, runner
 from acutance.mechanisms import MECHANISMS
 from acutance.report.plot_style import DARK, LIGHT
 from tests.contract.test_cli_compare import SMALL, TWO
@@ -41,7 +41,7 @@ def test_the_table_fits_and_says_everything(
 ) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8")
     console = Console(width=width, no_color=True, record=True, file=file)
-    console.print(render.table(found))
+    console.print(found.table())
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert max(map(len, lines)) <= width
     assert not any("…" in line or "..." in line for line in lines)
