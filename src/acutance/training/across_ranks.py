@@ -66,19 +66,16 @@ class ExactMaxima:
             are then incomplete.
         """
         unknown = any(self._layout.get(name) != len(value) for name, value in maxima.items())
-        parts = [
-            maxima[name].to(device, torch.float64)
-            if name in maxima and not unknown
-            else torch.full((heads,), -torch.inf, dtype=torch.float64, device=device)
-            for name, heads in self._layout.items()
-        ]
+        sizes = list(self._layout.values())
+        values = torch.full((sum(sizes) + 1,), -torch.inf, dtype=torch.float64, device=device)
+        by_layer = dict(zip(self._layout, values[:-1].split(sizes), strict=True))  # views
+        if not unknown:
+            for name, value in maxima.items():
+                by_layer[name].copy_(value)
+        values[-1] = float(unknown)
         # a NaN must not be lost: what a maximum makes of it differs from library to library
-        values = torch.cat([*parts, torch.tensor([float(unknown)], device=device).double()])
-        values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        values.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        by_layer = dict(
-            zip(self._layout, values[:-1].split(list(self._layout.values())), strict=True)
-        )
         return by_layer, bool(values[-1] > 0)
 
     def _agree(self, maxima: dict[str, Tensor]) -> None:

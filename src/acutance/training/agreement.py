@@ -104,14 +104,12 @@ def agrees(
             continue
         recorded = outputs.take(maker)
         cut = slices[0].size if len(slices) > 1 else rotary
-        each = [_proportional(scored, output, slices, cut) for output in recorded]
-        if True in each:
+        of_outputs = [_proportional(scored, output, slices, cut) for output in recorded]
+        if True in of_outputs:
             verdicts.append(True)
         elif len(recorded) == 1:
-            verdicts.append(each[0])
-    if False in verdicts:
-        return False
-    return True if True in verdicts else None
+            verdicts.append(of_outputs[0])
+    return False if False in verdicts else True if True in verdicts else None
 
 
 def _proportional(
@@ -121,14 +119,16 @@ def _proportional(
     batch, _, rows, width = scored.shape
     if output.dim() < 2 or output.shape[:-1].numel() != batch * rows or batch * rows < 2:
         return None
-    ends = slices[0].tensor.shape[slices[0].dim]
-    if output.shape[-1] != ends:
+    if output.shape[-1] != slices[0].tensor.shape[slices[0].dim]:
         return None
-    whole = _fits(scored, output, slices, 0, width)
-    if whole is not False or not 0 < cut < width or sum(part.size for part in slices) != width:
-        return whole
-    parts = [_fits(scored, output, slices, first, last) for first, last in ((0, cut), (cut, width))]
-    return False if False in parts else True if None not in parts else None
+    together = _fits(scored, output, slices, 0, width)
+    if together is not False or not 0 < cut < width or sum(part.size for part in slices) != width:
+        return together
+    rotated = _fits(scored, output, slices, 0, cut)
+    rest = _fits(scored, output, slices, cut, width)
+    if False in (rotated, rest):
+        return False
+    return None if None in (rotated, rest) else True
 
 
 def _fits(

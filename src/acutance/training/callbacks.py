@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,7 @@ class TrainingEvents:
     @property
     def learning_rate(self) -> float | None:
         """The highest learning rate of the optimisers; None where they are unknown."""
-        groups = (group for one in self._optimizers for group in getattr(one, "param_groups", ()))
+        groups = chain.from_iterable(getattr(o, "param_groups", ()) for o in self._optimizers)
         return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
 
     def _release(self) -> None:
@@ -227,11 +228,11 @@ class TrainingEvents:
             (4, 4)
         """
         several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        optimizers = [_innermost(each) for each in several]
+        optimizers = [_innermost(wrapped) for wrapped in several]
         if not optimizers:
             raise TypeError("optimizer must be an optimiser or several, got none")
         self.close()
-        before = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        before = [inner.register_step_pre_hook(self._before_step) for inner in optimizers]
         after = optimizers[-1].register_step_post_hook(lambda *_: self._after_step(model))
         self._hooks, self._optimizers = (*before, after), tuple(optimizers)
         self._watch_next(model)
@@ -239,7 +240,7 @@ class TrainingEvents:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Stop watching before the optimiser runs, unless it computes the loss itself."""
-        if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+        if not any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             self._release()
 
     def _after_step(self, model: torch.nn.Module) -> None:

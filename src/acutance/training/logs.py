@@ -167,29 +167,28 @@ def destinations(log: Log | Sequence[Log] | None) -> tuple[Any, ...]:
     """
     if log is None:
         return ()
-    each = log if isinstance(log, list | tuple) else (log,)
     checked: list[Any] = []
-    for one in each:
-        if isinstance(one, str | os.PathLike):
-            checked.append(JsonLines(one))
-        elif hasattr(one, "add_scalar") or (callable(one) and not isinstance(one, type)):
-            checked.append(one)
+    for target in log if isinstance(log, list | tuple) else (log,):
+        if isinstance(target, str | os.PathLike):
+            checked.append(JsonLines(target))
+        elif hasattr(target, "add_scalar") or (callable(target) and not isinstance(target, type)):
+            checked.append(target)
         else:
             raise TypeError(
                 "log must be a function of scalars and step such as wandb.log, a SummaryWriter, "
-                f"the path of a JSON lines file, or a list of these, got {one!r}"
+                f"the path of a JSON lines file, or a list of these, got {target!r}"
             )
     return tuple(checked)
 
 
-def send(scalars: Mapping[str, float], step: int, each: Sequence[Any]) -> None:
+def send(scalars: Mapping[str, float], step: int, targets: Sequence[Any]) -> None:
     """Send scalars to the destinations that :func:`destinations` returned."""
-    for one in each:
-        if hasattr(one, "add_scalar"):
+    for target in targets:
+        if hasattr(target, "add_scalar"):
             for name, value in scalars.items():
-                one.add_scalar(name, value, step)
+                target.add_scalar(name, value, step)
         else:
-            one(dict(scalars), step)
+            target(dict(scalars), step)
 
 
 def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:

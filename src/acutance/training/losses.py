@@ -398,14 +398,13 @@ class InfoNCE(nn.Module):
         with torch.autocast(anchor.device.type, enabled=False):
             first, second = _unit(anchor), _unit(positive)
             extra = None if negatives is None else _unit(negatives)
-            group = self.group if self.gather else None
-            across = ranks(group)[1] if self.gather else 1
-            if across * len(first) + (0 if extra is None else len(extra)) < 2:
+            pairs = self._ranks[1] * len(first)
+            if pairs + (0 if extra is None else len(extra)) < 2:
                 raise ValueError(
                     "a row must have at least one negative: pass two or more pairs, or "
                     f"negatives, got anchor {tuple(anchor.shape)}"
                 )
-            if self.symmetric and across * len(first) < 2:
+            if self.symmetric and pairs < 2:
                 raise ValueError("symmetric needs at least two pairs, got one")
             sides = [self._side(first, second, extra)]
             if self.symmetric:
@@ -415,14 +414,18 @@ class InfoNCE(nn.Module):
         self._store_report(sides)
         return torch.stack([side.loss for side in sides]).mean()
 
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank and the number of ranks whose pairs are gathered."""
+        return ranks(self.group) if self.gather else (0, 1)
+
     def _side(self, query: Tensor, key: Tensor, extra: Tensor | None) -> _Side:
         """The loss of each query against all keys and the extra negatives."""
-        rank, size = ranks(self.group) if self.gather else (0, 1)
-        keys = gather_rows(key, self.group) if size > 1 else key
+        keys = gather_rows(key, self.group) if self.gather else key
         candidates = len(keys) + (0 if extra is None else len(extra))
         scale = self.scale(candidates).to(query)
         scaled = query * scale
-        statistics = _statistics_of_others(scaled, keys, rank * len(query))
+        statistics = _statistics_of_others(scaled, keys, self._ranks[0] * len(query))
         if extra is not None:
             further = row_statistics(scaled[None, None], extra[None, None], scale=1.0)
             statistics = RowStatistics(merge(statistics.state, further.state))
@@ -443,9 +446,9 @@ class InfoNCE(nn.Module):
                 for side, log_count in zip(sides, log_counts, strict=True)
             ]
         ).mean(0)
-        if self.gather and ranks(self.group)[1] > 1:
+        if self._ranks[1] > 1:
             torch.distributed.all_reduce(means, group=self.group)
-            means /= ranks(self.group)[1]  # the aim's too: extra negatives are each rank's own
+            means /= self._ranks[1]  # the aim's too: extra negatives are each rank's own
         aim = self.target * means[2]
         moved = newton_step(self.log_scale.exp().to(means), means[0], means[1], aim)
         self.log_scale.copy_(moved.clamp(1e-3, _LARGEST).log())

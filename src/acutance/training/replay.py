@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,10 @@ class Replay:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-compatible values; numbers that are not finite are null."""
+
+        def series(by_step: dict[int, float]) -> dict[str, Any]:
+            return {"steps": list(by_step), "values": list(by_step.values())}
+
         record: dict[str, Any] = finite(
             {
                 "limit": self.limit,
@@ -82,11 +86,8 @@ class Replay:
                     name: {"logit_std": values, "growth": self.growth[name]}
                     for name, values in self.logit_std.items()
                 },
-                "loss": {"steps": list(self.loss), "values": list(self.loss.values())},
-                "grad_norm": {
-                    "steps": list(self.grad_norm),
-                    "values": list(self.grad_norm.values()),
-                },
+                "loss": series(self.loss),
+                "grad_norm": series(self.grad_norm),
             }
         )
         return record
@@ -151,7 +152,8 @@ def _records(path: Path, text: str) -> Iterable[tuple[str, Any]]:
                 f"{path} has no list 'log_history': give the trainer_state.json of a Trainer, or "
                 "JSON lines, in a file that does not end in .json"
             )
-        yield from ((f"entry {number} of log_history", one) for number, one in enumerate(history))
+        for number, entry in enumerate(history):
+            yield f"entry {number} of log_history", entry
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -190,56 +192,58 @@ def replay(records: Iterable[Mapping[str, Any]], *, false_alarms: float = 100.0)
     """
     follow = LogitGrowth(false_alarms)
     steps: list[int] = []
-    rows: list[tuple[dict[str, float], dict[str, float]]] = []
+    logits: list[dict[str, float]] = []
+    growths: list[dict[str, float]] = []
     loss: dict[int, float] = {}
     norm: dict[int, float] = {}
-    found: dict[tuple[Kind, str], list[int]] = {}  # indices of the measurements with an alarm
+    alarms: dict[tuple[Kind, str], LayerAlarm] = {}
     for record in records:
         step = record["step"]
-        for noted, names in ((loss, _LOSS), (norm, _NORM)):
+        for logged_values, names in ((loss, _LOSS), (norm, _NORM)):
             value = _first(record, names)
             if value is not None:
-                noted[step] = value
+                logged_values[step] = value
         deviations = {
             name[len(_BEGIN) : -len(_END)]: _number(value)
             for name, value in record.items()
             if name.startswith(_BEGIN) and name.endswith(_END)
         }
-        logged = {kind for kind, name in _LOGGED.items() if _number(record.get(name)) > 0}
+        logged = [kind for kind, name in _LOGGED.items() if _number(record.get(name)) > 0]
         if not (deviations or logged):
             continue
-        grown = follow.update(step, deviations, _first(record, _RATE))
-        for layer, factor in grown.items():
-            if factor > follow.limit:
-                found.setdefault(("logit_growth", layer), []).append(len(rows))
-        wrong = [layer for layer, one in deviations.items() if not math.isfinite(one)]
-        for layer in wrong or [""] * ("not_finite" in logged):
-            found.setdefault(("not_finite", layer), []).append(len(rows))
-        for kind in logged - {"not_finite"}:
-            found.setdefault((kind, ""), []).append(len(rows))
+        growth = follow.update(step, deviations, _first(record, _RATE))
         steps.append(step)
-        rows.append((deviations, grown))
-    if not rows:
+        logits.append(deviations)
+        growths.append(growth)
+        raised: list[tuple[Kind, str]] = [
+            ("logit_growth", layer) for layer, factor in growth.items() if factor > follow.limit
+        ]
+        wrong = [layer for layer, deviation in deviations.items() if not math.isfinite(deviation)]
+        raised += [("not_finite", layer) for layer in wrong or [""] * ("not_finite" in logged)]
+        raised += [(kind, "") for kind in logged if kind != "not_finite"]
+        for kind, layer in raised:
+            first = alarms.get((kind, layer)) or LayerAlarm(
+                kind, layer, step, growth.get(layer, math.nan), deviations.get(layer, math.nan), 0
+            )
+            alarms[kind, layer] = replace(first, measurements=first.measurements + 1)
+    if not steps:
         raise ValueError(
             f"the log has no standard deviations of logits ({_BEGIN}<layer>{_END}): write it with "
             "AttentionMonitor(log=...) of this version"
         )
-    layers = list(dict.fromkeys(name for deviations, _ in rows for name in deviations))
-    logits = {name: tuple(row.get(name, math.nan) for row, _ in rows) for name in layers}
-    growth = {name: tuple(grown.get(name, math.nan) for _, grown in rows) for name in layers}
-    alarms = [
-        LayerAlarm(
-            kind, layer, steps[first], rows[first][1].get(layer, math.nan),
-            rows[first][0].get(layer, math.nan), len(at),
-        )
-        for (kind, layer), at in found.items()
-        for first in at[:1]
-    ]  # fmt: skip
-    alarms.sort(key=lambda alarm: alarm.step)
-    return Replay(follow.limit, tuple(steps), logits, growth, loss, norm, tuple(alarms))
+    layers = list(dict.fromkeys(name for deviations in logits for name in deviations))
+
+    def by_layer(rows: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
+        return {name: tuple(row.get(name, math.nan) for row in rows) for name in layers}
+
+    ordered = sorted(alarms.values(), key=lambda alarm: alarm.step)
+    return Replay(
+        follow.limit, tuple(steps), by_layer(logits), by_layer(growths), loss, norm, tuple(ordered)
+    )
 
 
 def _number(value: Any) -> float:
+    """A logged value as a number; NaN if it is none."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
