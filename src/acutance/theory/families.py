@@ -69,7 +69,6 @@ class Family(ABC):
         return abs(self.origin()) * float(np.finfo(np.float64).eps)
 
 
-@dataclass(frozen=True)
 class _Symmetric(Family):
     """A distribution symmetric about 0: the lower half follows from the upper one."""
 
@@ -82,7 +81,6 @@ class _Symmetric(Family):
         """The score >= 0 that is exceeded with probability e^``log_sf``, at most 1/2."""
 
 
-@dataclass(frozen=True)
 class Gaussian(_Symmetric):
     """Standard normal."""
 
@@ -120,7 +118,6 @@ class _Interval(Family):
         """1 - x for the score x that is exceeded with probability e^``log_sf``."""
 
 
-@dataclass(frozen=True)
 class Uniform(_Interval):
     """Uniform on [-1, 1]."""
 
@@ -150,7 +147,6 @@ class Cosine(_Interval):
         return np.asarray(2 * betaincinv(a, a, np.exp(log_sf)))
 
 
-@dataclass(frozen=True)
 class Laplace(_Symmetric):
     """Density exp(-abs(x)) / 2."""
 
@@ -162,7 +158,6 @@ class Laplace(_Symmetric):
         return -(log_sf + _LOG_2)
 
 
-@dataclass(frozen=True)
 class Logistic(Family):
     """Distribution function 1 / (1 + exp(-x))."""
 
@@ -175,7 +170,6 @@ class Logistic(Family):
         return np.asarray(logit, dtype=np.float64)
 
 
-@dataclass(frozen=True)
 class Gumbel(Family):
     """Distribution function exp(-exp(-x))."""
 
@@ -189,7 +183,6 @@ class Gumbel(Family):
         return np.asarray(-np.log(-log_expit(logit)))
 
 
-@dataclass(frozen=True)
 class Exponential(Family):
     """Upper tail exp(-x) on x >= 0."""
 

@@ -129,23 +129,14 @@ def scaling_exponent(
             "compute the scale at each n with hazard_scale(family, n)"
         )
     parameter = float(values)
+    heavy_tail = name == "stretched" and parameter < 1
     for argument, value, holds, rule in (
-        ("gap", gap, 0 < gap < math.inf, "the gap must be finite and greater than 0"),
-        (
-            "sigma",
-            sigma,
-            0 <= sigma < math.inf,
-            "the standard deviation must be finite, at least 0",
-        ),
-        (
-            "rho",
-            parameter,
-            name != "stretched" or parameter >= 1,
-            "the exponent must be at least 1",
-        ),
-        ("effective_keys", effective_keys, 1 < effective_keys < math.inf, "the number exceeds 1"),
+        ("gap", gap, 0 < gap < np.inf, "the gap must be finite and greater than 0"),
+        ("sigma", sigma, 0 <= sigma < np.inf, "the standard deviation must be finite, at least 0"),
+        ("rho", parameter, not heavy_tail, "the exponent must be at least 1"),
+        ("effective_keys", effective_keys, 1 < effective_keys < np.inf, "the number exceeds 1"),
         ("fraction", fraction, 0 < fraction < 1, "the fraction must be above 0 and below 1"),
-        ("n", n, n is None or 2 <= n < math.inf, "the number of keys must be at least 2"),
+        ("n", n, n is None or 2 <= n < np.inf, "the number of keys must be at least 2"),
     ):
         if not holds:
             raise ValueError(f"{argument}: {rule}, got {argument}={value}")

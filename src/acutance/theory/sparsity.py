@@ -115,7 +115,8 @@ def sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
         loses all digits at u = -7); for few keys, about n Phi(u) of them are active at all.
     """
     u = _ratio(beta, gamma)
-    return result(np.where(u > 1, np.exp(_log_relu2_high(u)), _relu2_up_to_one(u)))
+    tails = np.exp(_log_relu2_high(u)), np.exp(_log_relu2_low(u))
+    return result(np.select([u > 1, u < -1], tails, default=_relu2_middle(u)))
 
 
 def log_sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -145,10 +146,8 @@ def log_sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
         Su Jianlin, kexue.fm/archives/9889, equation 6.
     """
     u = _ratio(beta, gamma)
-    middle = np.log(_relu2_middle(u))
-    return result(
-        np.select([u > 1, u < -1], [_log_relu2_high(u), _log_relu2_low(u)], default=middle)
-    )
+    tails = _log_relu2_high(u), _log_relu2_low(u)
+    return result(np.select([u > 1, u < -1], tails, default=np.log(_relu2_middle(u))))
 
 
 def sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -258,12 +257,6 @@ def _ratio(beta: ArrayLike, gamma: ArrayLike) -> Array:
     with np.errstate(over="ignore", divide="ignore"):
         u: Array = np.clip(mean / deviation, -_FAR, _FAR)
     return u
-
-
-def _relu2_up_to_one(u: Array) -> Array:
-    """Sparsity of squared ReLU for u at most 1."""
-    middle, low = _relu2_middle(u), np.exp(_log_relu2_low(u))
-    return np.where(u < -1, low, middle)
 
 
 def _relu2_middle(u: Array) -> Array:
@@ -485,8 +478,8 @@ def _spread_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> Array:
     query = checked("q", q, "query features must be finite and at least 0", 0.0)
     if query.ndim == 0 or not query.any(axis=-1).all():
         raise ValueError(f"q: query features must not all be 0, got q of shape {query.shape}")
-    mean = checked("mu", mu, "the mean of the key components must be finite and positive", 0.0)
-    require("mu", mean, mean > 0, "the mean of the key components must be finite and positive")
+    rule = "the mean of the key components must be finite and positive"
+    mean = checked("mu", mu, rule, above=0.0)
     rule = "the standard deviation of the key components must be finite and at least 0"
     deviation = checked("sigma", sigma, rule, 0.0)
     query = query / _largest(query, -1)[..., None]
@@ -604,8 +597,7 @@ def effective_keys_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
 
 def _decay_arguments(lam: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
     """Check the decay (above 0, at most 1) and the number of keys."""
-    decay = checked("lam", lam, "a decay must be above 0 and at most 1", 0.0, 1.0)
-    require("lam", decay, decay > 0, "a decay must be above 0 and at most 1")
+    decay = checked("lam", lam, "a decay must be above 0 and at most 1", most=1.0, above=0.0)
     keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)
     theta, keys = np.broadcast_arrays(-np.log(decay), keys)
     return theta, keys

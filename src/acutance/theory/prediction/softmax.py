@@ -114,6 +114,12 @@ def softmax_formulas(
             return _mean_gaussian_entropy(n, gamma)
         return float(expected_entropy_gauss(n, deviation()))
 
+    def rest_jensen_gap() -> float:
+        return max(log_sum(n - 1) - math.log(n - 1) - gamma * mean, 0.0)
+
+    def noise_gain() -> float:
+        return value_variance * float(expected_jacobian_fro2(n, gamma, family))
+
     # What cancels at its end is kept from rounding below it.
     formulas: Formulas = {
         "n_keys": ("fixed", n),
@@ -136,21 +142,14 @@ def softmax_formulas(
         "jensen_gap": ("mean", lambda: max(log_sum() - log_n - gamma * mean, 0.0)),
         "max_gap": ("mean", lambda: max(top() - attended(), 0.0)),
         "gaussian_entropy": ("mean" if normal else "plug-in", gaussian_entropy),
-        "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)) if n >= 2 else ONE_KEY,
-        "rest_logit_std": (
-            ("mean" if normal else "plug-in", lambda: deviation(n - 1)) if n >= 2 else ONE_KEY
-        ),
-        "rest_jensen_gap": (
-            ("mean", lambda: max(log_sum(n - 1) - math.log(n - 1) - gamma * mean, 0.0))
-            if n >= 2
-            else ONE_KEY
-        ),
+        "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)),
+        "rest_logit_std": ("mean" if normal else "plug-in", lambda: deviation(n - 1)),
+        "rest_jensen_gap": ("mean", rest_jensen_gap),
         "jacobian_trace": ("mean", lambda: max(1 - collision(), 0.0)),
-        "noise_gain": (
-            "mean",
-            lambda: value_variance * float(expected_jacobian_fro2(n, gamma, family)),
-        ),
+        "noise_gain": ("mean", noise_gain),
     }
+    if n < 2:
+        formulas.update(dict.fromkeys(("first_gap", "rest_logit_std", "rest_jensen_gap"), ONE_KEY))
     if math.isnan(mean):
         gaps = ("mean_field_entropy", "jensen_gap", "max_gap", "first_gap", "rest_jensen_gap")
         lacking = ("max_logit", "lse", "logit_mean", *gaps)
