@@ -2,6 +2,8 @@
 
 from importlib.metadata import version
 
+import pytest
+import torch
 from packaging.version import Version
 from torch.nn.modules import module as modules
 
@@ -20,3 +22,15 @@ def any_global_hook() -> bool:
 
 #: The argument of a transformers model that takes its key-value cache.
 CACHE = "past_key_values" if older("transformers", "5.24") else "cache"
+
+#: FlexAttention as an implementation to test; it is compiled.
+FLEX_ATTENTION = pytest.param(
+    "flex_attention",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+            reason="PyTorch compiles FlexAttention only on processors with AVX2",
+        ),
+    ],
+)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import acutance
 from acutance import scaling
+from tests.versions import FLEX_ATTENTION
 
 LAW = scaling.SSMax(s=0.6)
 Built = Callable[..., nn.Module]
@@ -68,10 +69,7 @@ def test_the_probe_sees_logits_scaled_by_the_factor(
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "kind",
-    ["sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)],  # it is compiled
-)
+@pytest.mark.parametrize("kind", ["sdpa", FLEX_ATTENTION])
 def test_implementations_agree_and_change_the_output(built: Built, ids: Tensor, kind: str) -> None:
     out = {}
     for one in ("eager", kind):

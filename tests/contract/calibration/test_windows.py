@@ -16,7 +16,7 @@ import acutance
 from acutance import scaling
 from acutance.calibration import ApplyError, Law
 from acutance.scaling import Window
-from tests.versions import CACHE
+from tests.versions import CACHE, FLEX_ATTENTION
 
 Built = Callable[..., nn.Module]
 #: float64, two layers; the model's rotation is rounded to float32, some 1e-7 at these positions
@@ -172,7 +172,7 @@ def test_left_padding_changes_nothing(
     torch.testing.assert_close(out[1:, 4:], alone, atol=CLOSE, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eager", FLEX_ATTENTION])
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
