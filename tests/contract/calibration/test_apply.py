@@ -429,7 +429,7 @@ def test_a_compiled_model_is_traced_without_what_follows_functions(
     built: Built, ids: Tensor
 ) -> None:
     """A mode of functions would be traced along, at every access to a tensor's shape or device."""
-    model, modes = built("llama"), []
+    model, modes = copy.deepcopy(built("llama")), []
 
     def note(module: Any, inputs: Any) -> None:
         if type(module).__name__ == "OptimizedModule":
