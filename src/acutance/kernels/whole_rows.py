@@ -25,7 +25,7 @@ from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 from acutance.weights.base import Jacobian
 
-__all__ = ["ScoreTile", "WeighedRows", "weigh_rows", "whole_weights"]
+__all__ = ["ScoreTile", "WeighedRows", "weigh_rows", "weighted_values", "whole_weights"]
 
 #: Scores of one block: 4 MiB in float32, a cache's share.
 BLOCK_ELEMENTS = 1 << 20
@@ -226,13 +226,25 @@ def _block(
         return _BlockRows(None, sums, state, answer)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
-    if _ordinary(v):
-        out = _weighed(weights, v)
-    else:
-        wrong = torch.logical_not(v.isfinite()).to(s.dtype)
-        reached = _weighed((weights != 0).to(s.dtype), wrong) > 0
-        out = _weighed(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0)).masked_fill(reached, torch.nan)
+    out = weighted_values(weights, v)
     return _BlockRows(out.to(call.query.dtype), sums, state, answer)
+
+
+def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
+    """Weighted sums of values, (B, Hq, L, Ev).
+
+    Values of keys without weight may be NaN or infinite; rows that weigh such a value are NaN.
+
+    Args:
+        weights: (B, Hq, L, S).
+        v: (B, H, S, Ev).
+    """
+    if _ordinary(v):
+        return _weighed(weights, v)
+    wrong = torch.logical_not(v.isfinite()).to(weights.dtype)
+    reached = _weighed((weights != 0).to(weights.dtype), wrong) > 0
+    out = _weighed(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0))
+    return out.masked_fill(reached, torch.nan)
 
 
 def _weighed(weights: Tensor, v: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ class Decay(Form):
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
         """Attention by distance, with statistics in closed form."""
         rows = call.query.shape[2]
-        decays = self.decays(call.query.shape[1]).to(call.query)
+        dtype = torch.promote_types(call.query.dtype, torch.float32)
+        decays = self.decays(call.query.shape[1]).to(call.query.device, dtype)
         out, _ = _weighted_by_features(call, _one, _one, decays)
         n = torch.arange(rows, device=call.query.device) + call.query_offset + 1
         return out, decay_statistics(n.expand(call.query.shape[:3]), decays[:, None])
@@ -207,7 +208,7 @@ def _weighted_by_features(
         call.check_positions("a mechanism with decays")
         group = query.shape[1] // key.shape[1]  # heads that share keys decay differently
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        rates = decays.to(query).log()[:, None]
+        rates = decays.log()[:, None]  # in their own precision: 1 - 2**-9 is 1 in bfloat16
         log_gate = lambda keys: rates.to(keys).expand(keys.shape[:3])  # noqa: E731
         if signed:
             query = query * query.shape[3] ** -0.5
@@ -253,7 +254,7 @@ class Recurrence(Form):
             return 1 - torch.rand(self.states, generator=draw, dtype=torch.float64)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, dtype=dtype)
+            return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
 
         # an area between circles, not their radii, is divided evenly
         nu = -0.5 * torch.log(uniform() * (high**2 - low**2) + low**2)

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from acutance import scaling as scalings
 from acutance.attend import attention, row_statistics
 from acutance.attend.call import weights_of
+from acutance.kernels.whole_rows import weighted_values
 from acutance.nn.options import HeldWeights, Score, hold_score, translate
 from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
@@ -264,6 +265,7 @@ class MultiheadAttention(Recorded):
                     f"got {describe(query=query, key=key, value=value)}"
                 )
         check_flag("need_weights", need_weights)
+        check_flag("average_attn_weights", average_attn_weights)
         check_flag("is_causal", is_causal)
         batched = query.dim() == 3
         if key_padding_mask is not None and not batched:
@@ -301,7 +303,7 @@ class MultiheadAttention(Recorded):
             if self.statistics != "off":
                 self._record(row_statistics(q, k, **options))
             weights = drop_weights(weights_of(q, k, **options), drop).to(v.dtype)
-            heads = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+            heads = weighted_values(weights, v)
         else:
             heads, stats = attention(q, k, v, dropout_p=drop, return_stats=True, **options)
             self._record(stats)

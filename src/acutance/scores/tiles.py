@@ -24,7 +24,7 @@ from acutance.scores.base import (
     precise,
     products,
 )
-from acutance.shapes import check_count, check_number, describe
+from acutance.shapes import check_count, check_number, check_tensor, describe
 
 __all__ = ["Additive", "Features", "ScaleInvariant", "additive", "scale_invariant"]
 
@@ -281,11 +281,13 @@ class Features(PreparedScore):
         query_map: φ_q, a function from (..., E) to (..., F).
         key_map: φ_k.
         log_gate: a function from keys (B, H, S, E) to log λ (B, H, S), at most 0; None for λ = 1.
-            For keys after the row's position the product is over the gates in between.
+            For keys after the row's position the product is over the gates in between. Gates of
+            hidden keys count; that of a key that is not finite is 1.
         offset: keys before the first query, as with a cache; None is the call's ``query_offset``.
 
     Raises:
-        ValueError: if the gates have another shape, or one is above 1.
+        TypeError: if a map or the gate is not a function.
+        ValueError: if features or gates have another shape, or a gate is above 1 or NaN.
 
     Example:
         Equal keys that each halve the weight of all earlier ones:
@@ -305,18 +307,35 @@ class Features(PreparedScore):
     log_gate: Callable[[Tensor], Tensor] | None = None
     offset: int | None = None
 
+    def __post_init__(self) -> None:
+        functions = {"query_map": self.query_map, "key_map": self.key_map}
+        if self.log_gate is not None:
+            functions["log_gate"] = self.log_gate
+        for name, function in functions.items():
+            if not callable(function):
+                hint = "" if name == "log_gate" else ", such as mechanisms.FEATURE_MAPS['elu1']"
+                raise TypeError(f"{name} must be a function of a Tensor{hint}, got {function!r}")
+
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Features, with the summed log gates appended in two parts, as float32 alone is coarse."""
         check_pair(query, key)
         query, key = precise(query), precise(key)
+        features = _mapped("query_map", self.query_map, query)
+        key_features = _mapped("key_map", self.key_map, key)
+        if features.shape[3] != key_features.shape[3]:
+            raise ValueError(
+                "query_map and key_map must return features of the same width, got "
+                f"{describe(query_map=features, key_map=key_features)}"
+            )
         if self.log_gate is None:
-            return _Products(), self.query_map(query), self.key_map(key)
-        gate = self.log_gate(key)
+            return _Products(), features, key_features
+        gate = check_tensor("log_gate(key)", self.log_gate(key))
         if gate.shape != key.shape[:3]:
             raise ValueError(
                 f"log_gate must return (B, H, S) = {tuple(key.shape[:3])}, got {tuple(gate.shape)}"
             )
-        if not torch.compiler.is_compiling() and bool((gate > 0).any()):
+        gate = torch.where(key.isfinite().all(-1), gate, 0.0)  # a hidden key may be NaN
+        if not torch.compiler.is_compiling() and not bool((gate <= 0).all()):
             raise ValueError(
                 f"log_gate must return logarithms of gates, at most 0, got {float(gate.max()):g}"
             )
@@ -324,7 +343,22 @@ class Features(PreparedScore):
         place = torch.arange(query.shape[2], device=key.device) + (self.offset or 0)
         own = total[..., place.clamp(max=max(0, key.shape[2] - 1))] if key.shape[2] else total
         own = own.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        return _Gated(), _with(self.query_map(query), own), _with(self.key_map(key), total)
+        return _Gated(), _with(features, own), _with(key_features, total)
+
+
+def _mapped(name: str, feature_map: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
+    """Features of queries or keys, a vector for each.
+
+    Raises:
+        ValueError: if the map returned anything else.
+    """
+    features = check_tensor(f"the result of {name}", feature_map(vectors))
+    if features.dim() != 4 or features.shape[:3] != vectors.shape[:3]:
+        raise ValueError(
+            f"{name} must return a vector of features for each of {tuple(vectors.shape)}, "
+            f"got {tuple(features.shape)}"
+        )
+    return features
 
 
 _CLOSED = -1000.0  # the exponential of it and less is 0 in float64 too; of -inf, sums would be NaN

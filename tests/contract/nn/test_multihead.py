@@ -285,3 +285,18 @@ X = torch.zeros(2, 5, 12)
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_padded_token_that_is_nan_reaches_no_output() -> None:
+    ours, hidden = MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.arange(S) == 5
+    x = torch.randn(B, S, WIDTH)
+    x[:, 5] = torch.nan
+    for need_weights in (False, True):
+        out, _ = ours(x, x, x, key_padding_mask=hidden.expand(B, S), need_weights=need_weights)
+        assert out[:, ~hidden].isfinite().all()
+
+
+def test_average_attn_weights_is_a_flag() -> None:
+    ours, x = MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.zeros(1, 2, WIDTH)
+    with pytest.raises(TypeError, match="average_attn_weights must be True or False, got 'no'"):
+        ours(x, x, x, average_attn_weights="no")

@@ -109,6 +109,55 @@ def test_gates_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logarithms of gates, at most 0, got 0\.5"):
         Features(torch.exp, torch.exp, lambda k: k[..., 0] * 0 + 0.5).tile(query, key)
 
+    with pytest.raises(ValueError, match="at most 0, got nan"):
+        Features(torch.exp, torch.exp, lambda k: k[..., 0] * torch.nan).tile(query, key)
+    with pytest.raises(TypeError, match=r"log_gate\(key\) must be a Tensor, got float"):
+        Features(torch.exp, torch.exp, lambda _: 0.5).tile(query, key)  # type: ignore[arg-type,return-value]
+
+
+def test_maps_that_do_not_fit_are_refused() -> None:
+    query, key = rand(1, 1, 2, 4), rand(1, 1, 3, 4)
+    with pytest.raises(TypeError, match="query_map must be a function of a Tensor, such as"):
+        Features("elu1", torch.exp)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"log_gate must be a function of a Tensor, got 0\.9"):
+        Features(torch.exp, torch.exp, 0.9)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="key_map must return a vector of features for each of"):
+        Features(torch.exp, lambda k: k[:, :, :1]).tile(query, key)
+    with pytest.raises(ValueError, match="features of the same width, got"):
+        Features(torch.exp, lambda k: k[..., :2]).tile(query, key)
+
+
+def test_a_hidden_key_that_is_nan_changes_no_gate() -> None:
+    query, key = rand(1, 1, 6, 4), rand(1, 1, 6, 4, seed=1)
+    options = {
+        "score": Features(torch.exp, torch.exp, lambda k: -k[..., 0].abs()),
+        "weights": ReLU(normalize="sum"),
+        "key_mask": torch.arange(6)[None] != 2,
+        "is_causal": True,
+    }
+    strange = key.clone()
+    strange[:, :, 2] = torch.nan
+    free = key.clone()
+    free[:, :, 2] = 0.0  # a gate of 1
+    out = acutance.attention(query, strange, strange, **options)
+    torch.testing.assert_close(out, acutance.attention(query, free, free, **options))
+
+
+@pytest.mark.parametrize("name", ["retention", "decay", "alibi_decay"])
+def test_decays_are_not_rounded_to_half_precision(name: str) -> None:
+    query, key, value = rand(3, 1, 8, 300, 8).unbind(0)
+    narrow = [x.bfloat16() for x in (query, key, value)]
+    exact, _ = MECHANISMS[name].run(*(x.double() for x in narrow), is_causal=True)
+    out, _ = MECHANISMS[name].run(*narrow, is_causal=True)
+    assert float((out.double() - exact).abs().max() / exact.abs().max()) < 2**-7
+
+
+def test_a_recurrence_has_the_same_parameters_in_both_precisions() -> None:
+    query, key, value = rand(3, 1, 2, 40, 8).unbind(0)
+    out, _ = MECHANISMS["lru"].run(query.float(), key.float(), value.float(), is_causal=True)
+    expected, _ = MECHANISMS["lru"].run(query, key, value, is_causal=True)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
+
 
 def test_a_gate_of_zero_leaves_nothing_of_earlier_keys() -> None:
     query, key = rand(1, 1, 5, 4), rand(1, 1, 5, 4, seed=1)
