@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -151,6 +152,27 @@ def test_every_command_is_one_file_and_one_record() -> None:
         record = getattr(module, f"{name.capitalize()}Options")
         options = {parameter.name for parameter in commands[name].params} - {"help"}
         assert options == {field.name for field in fields(record)}
+
+
+def test_a_command_of_a_broken_package_fails_alone(tmp_path: Path) -> None:
+    about = tmp_path / "broken_toy-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-toy\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[acutance.commands]\nbroken = no_such_package:run\n")
+    where = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "acutance", *argv]
+        return subprocess.run(command, env=where, capture_output=True, text=True, check=False)
+
+    called, listed, other = run("broken"), run("--help"), run("reproduce", "--help")
+    assert called.returncode == 1
+    assert called.stderr == (
+        "acutance: the command broken of no_such_package:run cannot be loaded: "
+        "ModuleNotFoundError: No module named 'no_such_package'\n"
+    )
+    assert (listed.returncode, other.returncode) == (0, 0)
+    assert "Broken: no_such_package:run cannot be loaded" in " ".join(listed.stdout.split())
 
 
 def test_a_command_of_another_package_loads_when_it_is_asked_for() -> None:

@@ -2,7 +2,8 @@
 
 An entry point of the group ``acutance.commands`` is a command: its name, and a function that
 :func:`command` made of a record of options. It is loaded when it is called or listed, so its module
-should import nothing heavy before it runs. :mod:`acutance_lab` adds ``acutance reproduce`` so.
+should import nothing heavy before it runs; one that cannot be loaded fails alone, with a sentence.
+:mod:`acutance_lab` adds ``acutance reproduce`` so.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ReproduceOptions:
         typer.Argument(metavar="NAME", help="Experiments to run. Default: all."),
     ] = None
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run at small sizes: one or two minutes in total.")
+        bool, typer.Option("--quick", help="Run at small sizes: about three minutes in total.")
     ] = False
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Directory for records and figures.")

@@ -282,6 +282,8 @@ class Page:
     def __call__(self, record: Record, theme: plot_style.Theme) -> Figure:
         """Draw the record."""
         note = self.note(record) if callable(self.note) else self.note
+        if any(isinstance(c, Lines) and c.line and c.claim for p in self.panels for c in p.curves):
+            note += " Lines are interpolated between the marks."
         figure, places = plot_style.new_figure(
             self.title, note, panels=len(self.panels), theme=theme
         )

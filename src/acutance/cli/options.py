@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 from typer.core import TyperCommand
 
-from acutance.cli.shared import Commands
+from acutance.cli.shared import Commands, fail
 
 if TYPE_CHECKING:
     import torch
@@ -366,7 +366,7 @@ class Group(Commands):
     @property
     def commands(self) -> dict[str, Any]:
         """Every subcommand by name. Entry points are looked up here, not at the start."""
-        return self._own | _added_commands()
+        return self._own | {name: _added_command(name) for name in _entry_points()}
 
     @commands.setter
     def commands(self, own: Mapping[str, Any]) -> None:
@@ -374,7 +374,9 @@ class Group(Commands):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The subcommand of a name; None if there is none."""
-        return self._own.get(cmd_name) or super().get_command(ctx, cmd_name)
+        if cmd_name not in self._own and cmd_name in _entry_points():
+            return _added_command(cmd_name)
+        return self._own.get(cmd_name)
 
     def get_help_option(self, ctx: Any) -> Any:
         """The option, without ``<bool>``."""
@@ -382,16 +384,30 @@ class Group(Commands):
 
 
 @cache
-def _added_commands() -> dict[str, Any]:
-    """The commands that installed packages add, by the names of their entry points."""
+def _entry_points() -> dict[str, Any]:
+    """The entry points of the commands that installed packages add, by name."""
     from importlib.metadata import entry_points
 
-    added = {}
-    for entry in sorted(entry_points(group="acutance.commands"), key=lambda entry: entry.name):
-        single = typer.Typer(add_completion=False)
-        single.command(entry.name, cls=Command)(entry.load())
-        added[entry.name] = typer.main.get_command(single)
-    return added
+    return {entry.name: entry for entry in sorted(entry_points(group="acutance.commands"))}
+
+
+@cache
+def _added_command(name: str) -> Any:
+    """The command of an entry point; if its package is broken, one that says so and fails."""
+    entry = _entry_points()[name]
+    try:
+        action = entry.load()
+    except Exception as error:  # of code that is not ours
+        reason = f"{entry.value} cannot be loaded: {type(error).__name__}: {error}"
+
+        def action() -> None:
+            fail(f"the command {name} of {reason}")
+            raise typer.Exit(1)
+
+        action.__doc__ = f"Broken: {reason}."
+    single = typer.Typer(add_completion=False)
+    single.command(name, cls=Command)(action)
+    return typer.main.get_command(single)
 
 
 def _without_type(option: Any) -> Any:

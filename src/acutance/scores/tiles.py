@@ -308,7 +308,7 @@ class Features(PreparedScore):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        functions = {"query_map": self.query_map, "key_map": self.key_map}
+        functions: dict[str, object] = {"query_map": self.query_map, "key_map": self.key_map}
         if self.log_gate is not None:
             functions["log_gate"] = self.log_gate
         for name, function in functions.items():

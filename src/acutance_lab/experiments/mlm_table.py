@@ -27,8 +27,6 @@ _SHAPE: dict[str, Any] = {
     "symbols": 257, "outputs": 256, "width": 64, "heads": 4, "hidden": 192, "layers": 2,
     "base": (TRAIN_LENGTH / (2 * math.pi)) ** (16 / 14), "norm_first": True,
 }  # fmt: skip
-#: Per cent, of a model of ordinary size: what the source's table has. E − O is largest at 256.
-PUBLISHED = {"O": (43.27, 36.53, 23.02, 15.12, 11.54), "E": (43.11, 41.17, 34.04, 20.15, 13.58)}
 
 EQUAL = Claim(
     "equal", "at the training length accuracies differ by no more than 0.02", SOURCE, relation="<="
