@@ -138,11 +138,6 @@ class Table:
         log_n  2.450  -0.050
         <BLANKLINE>
          • log_n helps.
-        >>> print(table.to_markdown())
-        | law | loss | Δ |
-        |:--|--:|--:|
-        | none | 2.500 |  |
-        | log_n | 2.450 | -0.050 |
     """
 
     title: str
@@ -166,13 +161,6 @@ class Table:
             [column.text(_value(cell)) for column, cell in zip(self.columns, row, strict=True)]
             for row in self.rows
         ]
-
-    def to_markdown(self) -> str:
-        """The columns and rows in Markdown."""
-        rules = ["--:" if column.kind == "number" else ":--" for column in self.columns]
-        rows = [[column.name for column in self.columns], *self.texts()]
-        lines = [f"| {' | '.join(cell.replace('|', r'|') for cell in row)} |" for row in rows]
-        return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]])
 
     def to_html(self) -> str:
         """The columns and rows as an HTML table; the style of a row's first cell is its class."""
