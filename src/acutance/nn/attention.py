@@ -12,8 +12,7 @@ from torch.nn.functional import dropout as drop_weights
 from torch.nn.functional import linear
 
 from acutance import scaling as scalings
-from acutance.attend import attention, row_statistics
-from acutance.attend.call import weights_of
+from acutance.attend import attention, row_statistics, validated
 from acutance.kernels.whole_rows import weighted_values
 from acutance.nn.options import HeldWeights, Score, hold_score, translate
 from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
@@ -302,7 +301,7 @@ class MultiheadAttention(Recorded):
         if need_weights:
             if self.statistics != "off":
                 self._record(row_statistics(q, k, **options))
-            weights = drop_weights(weights_of(q, k, **options), drop).to(v.dtype)
+            weights = drop_weights(validated(q, k, None, **options).weights(), drop).to(v.dtype)
             heads = weighted_values(weights, v)
         else:
             heads, stats = attention(q, k, v, dropout_p=drop, return_stats=True, **options)

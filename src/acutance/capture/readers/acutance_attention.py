@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance import scaling as scalings
 from acutance import scores
 from acutance import weights as weightings
-from acutance.attend import attention
+from acutance.attend import DEFAULTS, attention
 from acutance.capture.attention_call import AttentionCall
 from acutance.check_masks import check_masking
 from acutance.scaling import NoScaling
@@ -88,7 +88,7 @@ def acutance_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> 
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = dict(bound.arguments)
+    arguments = {**DEFAULTS, **bound.arguments, **bound.arguments["options"]}
     score, weighting = scores.get(arguments["score"]), weightings.get(arguments["weights"])
     law, query, key = scalings.get(arguments["scaling"]), arguments["query"], arguments["key"]
     other = []
