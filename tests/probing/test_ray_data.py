@@ -18,7 +18,7 @@ from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options, run_windows
 from acutance.corpus.ranks import SingleProcess
-from acutance.corpus.ray_data import _add, _chunks, _Prober, _texts
+from acutance.corpus.ray_data import _add, _Prober, _tasks, _texts
 from acutance.probing import State, probe_dataset
 
 TOY = str(Path(__file__).with_name("toy.py"))
@@ -81,31 +81,32 @@ def assert_same(found: State, whole: State) -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_chunks_probed_apart_and_twice_make_one_run(
+def test_tasks_probed_apart_and_twice_make_one_run(
     whole: tuple[State, list[list[int]]], order: int
 ) -> None:
     state, pieces = whole
     prober = _Prober(load, OPTIONS, state.run.settings["model"], 1, {"model": "toy"})
-    chunks = _chunks(pieces, set(), OPTIONS.batch_size, 2)
-    assert len(chunks) > 3
+    tasks = _tasks(pieces, None, OPTIONS, 2)
+    assert len(tasks) > 3
     joined = None
-    for chunk in chunks[::order]:
-        batch = {name: [value] for name, value in chunk.items()}
+    for task in tasks[::order]:
         for _ in range(2):  # Ray runs a task again: the actor has run it before
-            rows = prober(batch)
-            row = {name: values[0] for name, values in rows.items()}
-            joined = _add(joined, row, replace(state.run, done=()), pieces)
+            row = prober(task)
+            joined = _add(joined, row, replace(state.run, done=()), pieces, OPTIONS)
     assert joined is not None
     assert_same(joined, state)
 
 
-def test_only_what_is_missing_is_cut_into_chunks(whole: tuple[State, list[list[int]]]) -> None:
-    _, pieces = whole
+def test_only_what_is_missing_is_cut_into_tasks(whole: tuple[State, list[list[int]]]) -> None:
+    state, pieces = whole
     done = {3, 4, 5, 9, 10, 11}
-    chunks = _chunks(pieces, done, 3, 2)
-    held = [index for c in chunks for index in range(c["first"], c["first"] + len(c["pieces"]))]
-    assert sorted([*held, *done]) == list(range(len(pieces)))
-    assert max(len(chunk["pieces"]) for chunk in chunks) <= 6
+    part = replace(state, run=replace(state.run, done=((3, 6), (9, 12))))
+    tasks = _tasks(pieces, part, OPTIONS, 2)
+    held = [number for task in tasks for number in task["batches"]]
+    assert held == [number for number in range(-(-len(pieces) // 3)) if number not in (1, 3)]
+    windows = [piece for task in tasks for piece in task["windows"]]
+    assert windows == [list(p) for index, p in enumerate(pieces) if index not in done]
+    assert max(len(task["batches"]) for task in tasks) == 2
 
 
 def test_another_model_on_a_node_ends_the_run() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from acutance.corpus.texts import model_digest, text_digest
 from acutance.files import tidy
 from acutance.probing.probe import Probe
 from acutance.probing.settings import ProbeSettings
+from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import WHOLE, Run, Shard, State, load_state, ranges
 
 __all__ = [
@@ -66,6 +67,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"every must be at least 1, got {self.every}")
+
+    def batch(self, pieces: Sequence[Sequence[int]], number: int) -> Sequence[Sequence[int]]:
+        """The windows of one batch of the corpus."""
+        return pieces[number * self.batch_size : (number + 1) * self.batch_size]
 
     def left_out(self) -> dict[str, Any]:
         """The options that restrict what is read, by name."""
@@ -129,7 +134,8 @@ def run_windows(
         probe.expect_tokens(max(map(len, pieces), default=0))
         run = Run(run_settings(loaded, pieces, options, probe), len(pieces), shard=options.shard)
     with world.together():
-        _check_same(run, world)
+        if difference := run.difference(world.first(run), "this rank", "the first rank"):
+            raise ValueError(f"all ranks of a run must have the same settings, but {difference}")
         base = None
         if world.rank == 0 and options.resume and options.save is not None:
             base = restore(options.save, run)
@@ -141,16 +147,16 @@ def run_windows(
                 f"{batches} batches of {options.batch_size}"
             )
     done = world.first(() if base is None else base.run.done)
-    batch = options.batch_size
     before = {index for start, stop in done for index in range(start, stop)}
-    todo = [index for index in options.shard.of(batches) if index * batch not in before]
+    todo = [n for n in options.shard.of(batches) if n * options.batch_size not in before]
     for start, stop in done:
         advance(sum(len(piece) for piece in pieces[start:stop]), stop - start, False)
-    job = _Job(loaded, pieces, options, about, world, probe, base, run)
+    facts = about | options.left_out() | ({"ranks": world.size} if world.size > 1 else {})
+    job = _Job(loaded, pieces, options, facts, world, probe, base, run)
     try:
         finished = job.go(todo, advance)
     except KeyboardInterrupt:
-        if not job.windows and base is None:
+        if not job.done and base is None:
             raise
         finished = False
     state = job.finish()
@@ -167,43 +173,31 @@ def run_settings(
     loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, probe: Probe
 ) -> dict[str, Any]:
     """The settings that determine the results of a window, in order of comparison."""
-    return (
-        {
-            "model": model_digest(loaded.model),
-            "length": options.length,
-            "text": text_digest(pieces),
-            "batch_size": options.batch_size,
-            "verify": options.probe.verify,
-            "noise": options.probe.noise,
-            "attention": _implementation(loaded),
-            "dtype": _dtype(loaded),
-            "metrics": list(probe.metrics),
-        }
-        | ({"examples": options.probe.examples} if options.probe.examples else {})
-        | ({"spans": _span_texts(options.probe.spans)} if options.probe.spans else {})
-        | ({"maps": _map_texts(options.probe.maps)} if options.probe.maps else {})
-        | ({"law": options.law} if options.law is not None else {})
-        | options.left_out()
-    )
-
-
-def _span_texts(spans: Mapping[str, Any]) -> list[str]:
-    """Spans as the command line writes them, ``name=start:stop``."""
-    return [
-        f"{name}={start}:{'' if stop is None else stop}" for name, (start, stop) in spans.items()
-    ]
-
-
-def _map_texts(maps: Mapping[Any, Any]) -> list[str]:
-    """Requested maps as text."""
-    return [f"{name}:{list(rows)}" for name, rows in maps.items()]
-
-
-def _check_same(run: Run, world: SingleProcess) -> None:
-    """Raise ValueError if ranks have different settings, models or texts."""
-    first = world.first(run)
-    if difference := run.difference(first, "this rank", "the first rank"):
-        raise ValueError(f"all ranks of a run must have the same settings, but {difference}")
+    probing = options.probe
+    settings: dict[str, Any] = {
+        "model": model_digest(loaded.model),
+        "length": options.length,
+        "text": text_digest(pieces),
+        "batch_size": options.batch_size,
+        "verify": probing.verify,
+        "noise": probing.noise,
+        "attention": _implementation(loaded),
+        "dtype": _dtype(loaded),
+        "metrics": list(probe.metrics),
+    }
+    if probing.examples:
+        settings["examples"] = probing.examples
+    if probing.spans:  # as the command line writes them
+        settings["spans"] = [
+            f"{name}={start}:{'' if stop is None else stop}"
+            for name, (start, stop) in probing.spans.items()
+        ]
+    if probing.maps:
+        rows: Any  # a slice is no list
+        settings["maps"] = [f"{name}:{list(rows)}" for name, rows in probing.maps.items()]
+    if options.law is not None:
+        settings["law"] = options.law
+    return settings | options.left_out()
 
 
 def _implementation(loaded: TextModel) -> str:
@@ -216,113 +210,135 @@ def _dtype(loaded: TextModel) -> str:
     return str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
 
 
-class _Job:
-    """The batches of one rank, and the summary of all ranks so far."""
+def run_batch(
+    loaded: TextModel,
+    probe: Probe,
+    number: int,
+    pieces: Sequence[Sequence[int]],
+    options: Options,
+    about: dict[str, Any],
+) -> HeadSummary:
+    """Run one batch in an entered probe.
 
-    def __init__(
-        self,
-        loaded: TextModel,
-        pieces: Sequence[Sequence[int]],
-        options: Options,
-        about: dict[str, Any],
-        world: SingleProcess,
-        probe: Probe,
-        base: State | None,
-        run: Run,
-    ) -> None:
-        self._loaded, self._pieces, self._options = loaded, pieces, options
-        self._world, self._probe, self._base, self._run = world, probe, base, run
-        self._about = {
+    Args:
+        loaded: the model.
+        probe: its probe.
+        number: of the batch in the corpus, which determines the rows that are drawn.
+        pieces: windows of the batch.
+        options: options of the run.
+        about: facts to store in the summary, beside those of the model.
+
+    Returns:
+        The probe's summary so far.
+
+    Raises:
+        ProbeError: if it saw no attention.
+    """
+    probe.number_passes(number)
+    (batch,) = texts.batches(pieces, len(pieces), loaded.pad)
+    ids, mask = batch.input_ids.to(options.device), batch.attention_mask.to(options.device)
+    probe.attention_mask = mask
+    loaded.run(ids, mask)
+    return probe.summary(
+        {
             "model": loaded.name,
             "architecture": type(loaded.model).__name__,
             **loaded.about,
             **about,
-            **options.left_out(),
             "window_length": options.length,
             "attention": _implementation(loaded),
             "dtype": _dtype(loaded),
             "device": options.device,
         }
-        if world.size > 1:
-            self._about["ranks"] = world.size
-        # what was read and from which batches changes in one step: an interrupt cannot part them
-        self._progress: tuple[Any, tuple[int, ...]] = (None, ())
-        self._unsaved = 0
+    )
+
+
+@dataclass
+class _Job:
+    """The batches of one rank, and the summary of all ranks so far."""
+
+    loaded: TextModel
+    pieces: Sequence[Sequence[int]]
+    options: Options
+    about: dict[str, Any]
+    world: SingleProcess
+    probe: Probe
+    base: State | None
+    run: Run
+    # what was read and from which batches changes in one step: an interrupt cannot part them
+    progress: tuple[HeadSummary | None, tuple[int, ...]] = (None, ())
+    unsaved: int = 0
 
     @property
-    def windows(self) -> int:
-        """Number of windows that all ranks have finished in this run."""
-        return sum(stop - start for start, stop in map(self._windows, self._progress[1]))
+    def done(self) -> tuple[int, ...]:
+        """Batches that all ranks have finished in this run."""
+        return self.progress[1]
 
     def go(self, todo: list[int], advance: Callable[[int, int, bool], None]) -> bool:
         """Run the batches in rounds of one for each rank; False if a signal stopped the run."""
-        world, size = self._world, self._world.size
+        world, size = self.world, self.world.size
         with ExitStack() as context:
-            batches = todo[world.rank :: size]
-            if batches:
-                with world.together():
-                    context.enter_context(self._probe)
+            with world.together():
+                if world.rank < len(todo):
+                    context.enter_context(self.probe)
                     context.enter_context(torch.inference_mode())
-            elif todo:
-                with world.together():
-                    pass
             for start in range(0, len(todo), size):
                 if world.stopped():
                     return False
                 turn = todo[start : start + size]
                 with world.together():
                     self._step(turn)
-                done = [self._pieces[i] for b in turn for i in range(*self._windows(b))]
-                advance(sum(map(len, done)), len(done), True)
-                if self._options.save is not None and self._unsaved >= self._options.save_every:
+                batches = [self.options.batch(self.pieces, number) for number in turn]
+                lengths = [len(piece) for batch in batches for piece in batch]
+                self.unsaved += len(lengths)
+                advance(sum(lengths), len(lengths), True)
+                if self.options.save is not None and self.unsaved >= self.options.save_every:
                     self.finish()
-            if todo:
-                with world.together():
-                    context.close()  # raises if the model ran no attention that can be read
+            with world.together():
+                context.close()  # raises if the model ran no attention that can be read
         return True
 
     def finish(self) -> State | None:
         """The state of all ranks so far, on the first rank; saved if the run saves."""
-        with self._world.together():
+        with self.world.together():
             state = self._state()
-            if state is not None and self._options.save is not None:
-                state.save(self._options.save)
-        self._unsaved = 0
+            if state is not None and self.options.save is not None:
+                state.save(self.options.save)
+        self.unsaved = 0
         return state
 
     def _step(self, turn: list[int]) -> None:
         """Run this rank's batch of one round."""
-        summary, done = self._progress
-        if self._world.rank < len(turn):
-            number = turn[self._world.rank]
-            start, stop = self._windows(number)
-            self._probe.number_passes(number)  # rows drawn are the same on any rank
-            (batch,) = texts.batches(self._pieces[start:stop], stop - start, self._loaded.pad)
-            device = self._options.device
-            ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
-            self._probe.attention_mask = mask
-            self._loaded.run(ids, mask)
-            summary = self._probe.summary(dict(self._about))  # raises if it saw no attention
-        self._progress = (summary, (*done, *turn))
-        self._unsaved += sum(stop - start for start, stop in map(self._windows, turn))
+        summary, done = self.progress
+        if self.world.rank < len(turn):
+            number = turn[self.world.rank]
+            windows = self.options.batch(self.pieces, number)
+            summary = run_batch(self.loaded, self.probe, number, windows, self.options, self.about)
+        self.progress = (summary, (*done, *turn))
 
     def _state(self) -> State | None:
         """The merged state of all ranks on rank 0, None on the others."""
-        summary, done = self._progress
-        joined = self._world.collect(summary)
-        if self._world.rank != 0:
-            return None
-        if joined is None:
-            return self._base
-        parts = ranges(map(self._windows, done))
-        tokens = sum(len(self._pieces[i]) for start, stop in parts for i in range(start, stop))
-        state = State(joined, replace(self._run, done=parts, tokens=tokens))
-        return state.updated() if self._base is None else self._base.join(state)
+        summary, done = self.progress
+        joined = self.world.collect(summary)
+        if self.world.rank != 0 or joined is None:
+            return self.base
+        return added(self.base, joined, done, self.run, self.pieces, self.options)
 
-    def _windows(self, batch: int) -> tuple[int, int]:
-        """The half-open range of windows in a batch."""
-        size = self._options.batch_size
-        return batch * size, min((batch + 1) * size, len(self._pieces))
+
+def added(
+    base: State | None,
+    summary: HeadSummary,
+    batches: Iterable[int],
+    run: Run,
+    pieces: Sequence[Sequence[int]],
+    options: Options,
+) -> State:
+    """The state with the summary of some more batches of a run; ``base`` None for the first."""
+    size = options.batch_size
+    done = ranges((n * size, min((n + 1) * size, len(pieces))) for n in batches)
+    tokens = sum(len(piece) for start, stop in done for piece in pieces[start:stop])
+    state = State(summary, replace(run, done=done, tokens=tokens))
+    return state.updated() if base is None else base.join(state)
 
 
 def restore(path: str | os.PathLike[str], run: Run) -> State | None:

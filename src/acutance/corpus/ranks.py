@@ -16,13 +16,20 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from acutance.corpus.text_model import available
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import from_parts
 
-__all__ = ["SingleProcess", "RankError", "Ranks", "all_reduce_summary", "world"]
+__all__ = [
+    "SingleProcess",
+    "RankError",
+    "Ranks",
+    "all_reduce_summary",
+    "packed",
+    "unpacked",
+    "world",
+]
 
 T = TypeVar("T")
 #: How long the ranks that failed wait for the first one to say why.
@@ -70,60 +77,60 @@ def all_reduce_summary(
             "all_reduce_summary needs torch.distributed, which is not initialised: call "
             "torch.distributed.init_process_group first"
         )
-    problem, joined = "", None
-    try:
-        joined = _collect(summary, group)
-    except ValueError as error:
-        problem = str(error)
-    if dist.get_rank(group) == 0 and joined is None and not problem:
+    joined, problem = _collect(summary, group)
+    first = dist.get_rank(group) == 0
+    if first and joined is None and not problem:
         problem = "no rank has a summary, because none captured attention"
-    raw = _shared(_message(joined, group, problem), group)
-    if raw.startswith(b"!"):
-        raise ValueError(raw[1:].decode())
-    return joined if joined is not None and dist.get_rank(group) == 0 else _unpack(raw)
+    box = [_message(joined, problem, group)]
+    dist.broadcast_object_list(box, _peer(0, group), group)
+    data, problem = box[0]
+    if problem:
+        raise ValueError(problem)
+    return joined if joined is not None and first else unpacked(data)
 
 
-def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> HeadSummary | None:
-    """All ranks' summaries on the group's first rank; None on the others."""
+def _collect(
+    summary: HeadSummary | None, group: dist.ProcessGroup | None
+) -> tuple[HeadSummary | None, str]:
+    """All ranks' summaries on the group's first rank, and why there is none; else None and ""."""
     rank, size, step = dist.get_rank(group), dist.get_world_size(group), 1
     problem = ""
     while step < size:
         if rank % (2 * step):
-            _send(_message(summary, group, problem), rank - step, group)
-            return None
+            dist.send_object_list(
+                [_message(summary, problem, group)], _peer(rank - step, group), group
+            )
+            return None, ""
         if rank + step < size:
-            raw = _receive(rank + step, group)
-            if raw.startswith(b"!"):
-                problem = problem or raw[1:].decode()
-            elif raw and not problem:
+            box: list[tuple[bytes, str]] = [(b"", "")]
+            dist.recv_object_list(box, _peer(rank + step, group), group)
+            data, theirs = box[0]
+            problem = problem or theirs
+            if data and not problem:
                 try:
-                    other = _unpack(raw)
+                    other = unpacked(data)
                     summary = other if summary is None else summary.merge(other)
                 except ValueError as error:
                     last = min(rank + 2 * step, size) - 1
                     problem = f"the summaries of ranks {rank} to {last} do not merge: {error}"
         step *= 2
-    if problem:
-        raise ValueError(problem)
-    return summary
+    return (None if problem else summary), problem
 
 
 def _message(
-    summary: HeadSummary | None, group: dist.ProcessGroup | None, problem: str = ""
-) -> bytes:
-    """One rank's contribution as bytes: its summary, nothing, or "!" and an error.
-
-    An error is sent too, since the other ranks wait for a message.
-    """
+    summary: HeadSummary | None, problem: str, group: dist.ProcessGroup | None
+) -> tuple[bytes, str]:
+    """What a rank sends to the others, which wait for it: its summary or nothing, and an error."""
+    data = b""
     if not problem and summary is not None:
         try:
-            return _pack(summary)
+            data = packed(summary)
         except (AttributeError, TypeError, ValueError) as error:  # no summary, or none as JSON
             problem = f"rank {dist.get_rank(group)} cannot send its summary: {error}"
-    return f"!{problem}".encode() if problem else b""
+    return data, problem
 
 
-def _pack(summary: HeadSummary) -> bytes:
+def packed(summary: HeadSummary) -> bytes:
     """A summary as safetensors bytes."""
     from safetensors.torch import save
 
@@ -131,60 +138,17 @@ def _pack(summary: HeadSummary) -> bytes:
     return bytes(save(tensors, metadata=header))
 
 
-def _unpack(raw: bytes) -> HeadSummary:
+def unpacked(data: bytes) -> HeadSummary:
     """The summary from safetensors bytes."""
     from safetensors.torch import load
 
-    size = int.from_bytes(raw[:8], "little")
-    return from_parts(json.loads(raw[8 : 8 + size])["__metadata__"], load(raw))
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device of a group's tensors: the CPU if its backend supports it."""
-    kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    size = int.from_bytes(data[:8], "little")
+    return from_parts(json.loads(data[8 : 8 + size])["__metadata__"], load(data))
 
 
 def _peer(rank: int, group: dist.ProcessGroup | None) -> int:
     """Global rank of the process that has rank ``rank`` in the group."""
     return rank if group is None else dist.get_global_rank(group, rank)
-
-
-def _tensor(raw: bytes, group: dist.ProcessGroup | None) -> Tensor:
-    """Bytes as a uint8 tensor on the device that the group communicates from."""
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
-
-
-def _send(raw: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Send bytes to a rank of the group."""
-    size = torch.tensor([len(raw)], dtype=torch.int64, device=_device(group))
-    dist.send(size, _peer(rank, group), group)
-    if raw:
-        dist.send(_tensor(raw, group), _peer(rank, group), group)
-
-
-def _receive(rank: int, group: dist.ProcessGroup | None) -> bytes:
-    """Receive bytes from a rank of the group."""
-    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
-    dist.recv(size, _peer(rank, group), group)
-    data = torch.empty(int(size), dtype=torch.uint8, device=_device(group))
-    if len(data):
-        dist.recv(data, _peer(rank, group), group)
-    return data.cpu().numpy().tobytes()
-
-
-def _shared(raw: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """Broadcast bytes from the first rank."""
-    size = torch.tensor([len(raw)], dtype=torch.int64, device=_device(group))
-    dist.broadcast(size, _peer(0, group), group)
-    first = dist.get_rank(group) == 0
-    data = torch.empty(int(size), dtype=torch.uint8, device=_device(group))
-    data = _tensor(raw, group) if first and raw else data
-    if len(data):
-        dist.broadcast(data, _peer(0, group), group)
-    return data.cpu().numpy().tobytes()
 
 
 class SingleProcess:
@@ -256,7 +220,10 @@ class Ranks(SingleProcess):
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
         """All ranks' summaries on the first rank; None on the others."""
         with _gloo_errors():
-            return _collect(summary, None)
+            joined, problem = _collect(summary, None)
+        if problem:
+            raise ValueError(problem)
+        return joined
 
     def first(self, value: T) -> T:
         """The first rank's value, on every rank."""
@@ -288,16 +255,12 @@ def _gloo_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        rank = os.environ.get("RANK", "0")
+        this = "" if rank == "0" else f"rank {rank}: "
         raise LostRankError(
-            f"{_me()}another rank has exited or does not respond, so this run stops; continue "
+            f"{this}another rank has exited or does not respond, so this run stops; continue "
             "from the saved state with --resume"
         ) from error
-
-
-def _me() -> str:
-    """A prefix that names this rank, unless it is the first."""
-    rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f"rank {rank}: "
 
 
 def started_by_torchrun() -> bool:

@@ -6,11 +6,8 @@ driver adds each chunk once.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,31 +16,26 @@ import torch
 from acutance.corpus import load_model
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.probe_corpus import Options, open_probe, restore, run_settings, tidy
+from acutance.corpus.probe_corpus import (
+    Options,
+    added,
+    open_probe,
+    restore,
+    run_batch,
+    run_settings,
+    tidy,
+)
+from acutance.corpus.ranks import packed, unpacked
 from acutance.corpus.texts import model_digest
 from acutance.extras import install
 from acutance.files import refuse_replacing
 from acutance.probing.settings import ProbeSettings
-from acutance.summary.head_summary import HeadSummary
-from acutance.summary.state import Run, State, from_parts
+from acutance.summary.state import Run, State
 
 if TYPE_CHECKING:
     import ray.data
 
 __all__ = ["probe_dataset"]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Consecutive windows that one task probes, in whole batches of the corpus.
-
-    Attributes:
-        first: index of the first window in the corpus.
-        pieces: the windows' tokens.
-    """
-
-    first: int
-    pieces: Sequence[Sequence[int]]
 
 
 def probe_dataset(
@@ -106,71 +98,59 @@ def probe_dataset(
             to a different run.
         RuntimeError: if a node loads another model than the driver, or a task fails.
     """
-    ray_data = _ray_data()
-    for name, value in (("actors", actors), ("batch_size", batch_size),
-                        ("batches_per_task", batches_per_task)):  # fmt: skip
+    try:
+        import ray.data as ray_data
+    except ImportError as error:
+        raise ImportError(
+            f"acutance.corpus.ray_data needs Ray; install it with: {install('ray')}"
+        ) from error
+    counts = {"actors": actors, "batch_size": batch_size, "batches_per_task": batches_per_task}
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     refuse_replacing(save, resume=resume, overwrite=overwrite)
     loaded = _load(model, "cpu")
-    window = loaded.window(length)
     texts = _texts(dataset, column, ray_data)
-    pieces = corpus.windows(texts, loaded.tokenizer, window)
-    device = "cuda" if gpus else "cpu"
     options = Options(
-        window,
+        loaded.window(length),
         batch_size=batch_size,
-        device=device,
+        device="cuda" if gpus else "cpu",
         probe=ProbeSettings(
             verify=verify, noise=noise, gaps=gaps, structure=structure, examples=examples
         ),
     )
-    probe = open_probe(loaded, options)
-    run = Run(run_settings(loaded, pieces, options, probe), len(pieces))
-    joined = restore(save, run) if resume and save is not None else None
+    pieces = corpus.windows(texts, loaded.tokenizer, options.length)
+    run = Run(run_settings(loaded, pieces, options, open_probe(loaded, options)), len(pieces))
+    state = None
     if save is not None and resume:
+        state = restore(save, run)
         tidy(save)
-    done = {i for start, stop in (joined.run.done if joined else ()) for i in range(start, stop)}
-    chunks = _chunks(pieces, done, batch_size, batches_per_task)
-    settings = {
-        "model": model,
-        "options": options,
-        "digest": run.settings["model"],
-        "threads": max(1, int(cpus)),
-        "about": {
-            "model": loaded.name,
-            "architecture": type(loaded.model).__name__,
-            "text": [f"{len(texts)} texts of a Ray dataset"],
-            "window_length": window,
-            "attention": run.settings["attention"],
-            "dtype": run.settings["dtype"],
-            "device": device,
-            "actors": actors,
-            **loaded.about,
-            "acutance": version("acutance"),
-            **(about or {}),
-        },
+    tasks = _tasks(pieces, state, options, batches_per_task)
+    facts = {
+        "text": [f"{len(texts)} texts of a Ray dataset"],
+        "actors": actors,
+        "acutance": version("acutance"),
+        **(about or {}),
     }
     del loaded
-    if chunks:
-        states = ray_data.from_items(chunks, override_num_blocks=len(chunks)).map_batches(
+    if tasks:
+        rows = ray_data.from_items(tasks, override_num_blocks=len(tasks)).map(
             _Prober,
-            fn_constructor_kwargs=settings,
-            batch_size=1,
+            fn_constructor_args=(model, options, run.settings["model"], max(1, int(cpus)), facts),
             concurrency=actors,
             num_cpus=cpus,
             num_gpus=gpus or None,
         )
-        for row in states.iter_rows():
-            joined = _add(joined, row, run, pieces)
+        for row in rows.iter_rows():
+            state = _add(state, row, run, pieces, options)
             if save is not None:
-                joined.save(save)
-    assert joined is not None
-    return joined
+                state.save(save)
+    assert state is not None
+    return state
 
 
 class _Prober:
-    """A Ray actor that loads the model once and probes chunks of windows."""
+    """A Ray actor that loads the model once and probes batches of windows."""
 
     def __init__(
         self,
@@ -182,87 +162,57 @@ class _Prober:
     ) -> None:
         torch.set_num_threads(threads)
         self._loaded = _load(model, options.device)
-        if (model_digest_here := model_digest(self._loaded.model)) != digest:
+        if (here := model_digest(self._loaded.model)) != digest:
             raise RuntimeError(
-                "this node loaded a different model than the driver: its digest is "
-                f"{model_digest_here}, the driver's {digest}"
+                f"this node loaded a different model than the driver: its digest is {here}, the "
+                f"driver's {digest}"
             )
         self._options, self._about = options, about
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Probe chunks; return their states with the windows they cover."""
-        from safetensors.torch import save
-
-        states = []
-        for first, pieces in zip(batch["first"], batch["pieces"], strict=True):
-            summary = self._probe(_Chunk(int(first), [list(map(int, piece)) for piece in pieces]))
-            header, tensors = summary.parts()
-            states.append(bytes(save(tensors, metadata=header)))
-        stops = [int(first) + len(pieces) for first, pieces in
-                 zip(batch["first"], batch["pieces"], strict=True)]  # fmt: skip
-        return {"first": [int(first) for first in batch["first"]], "stop": stops, "state": states}
-
-    def _probe(self, chunk: _Chunk) -> HeadSummary:
-        """Probe one chunk with a new probe."""
+    def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Probe the batches of a task with a new probe; return the summary with their numbers."""
+        batches = [int(number) for number in task["batches"]]
+        windows = [[int(token) for token in piece] for piece in task["windows"]]
         loaded, options = self._loaded, self._options
         with open_probe(loaded, options) as probe, torch.inference_mode():
-            for batch in corpus.batches(chunk.pieces, options.batch_size, loaded.pad):
-                ids = batch.input_ids.to(options.device)
-                mask = batch.attention_mask.to(options.device)
-                probe.attention_mask = mask
-                loaded.run(ids, mask)
-        return probe.summary(dict(self._about))
+            for turn, number in enumerate(batches):
+                pieces = options.batch(windows, turn)
+                summary = run_batch(loaded, probe, number, pieces, options, self._about)
+        return {"batches": batches, "summary": packed(summary)}
 
 
-def _add(joined: State | None, row: Mapping[str, Any], run: Run, pieces: Sequence[Any]) -> State:
-    """Merge a chunk's state into the whole, unless it is already there."""
-    first, stop = int(row["first"]), int(row["stop"])
-    if joined is not None and any(a <= first and stop <= b for a, b in joined.run.done):
-        return joined  # a task that ran twice
-    tokens = sum(len(piece) for piece in pieces[first:stop])
-    part = State(_unpack(row["state"]), replace(run, done=((first, stop),), tokens=tokens))
-    return part.updated() if joined is None else joined.join(part)
-
-
-def _unpack(raw: bytes) -> HeadSummary:
-    """The summary from safetensors bytes."""
-    from safetensors.torch import load
-
-    size = int.from_bytes(raw[:8], "little")
-    return from_parts(json.loads(raw[8 : 8 + size])["__metadata__"], load(raw))
-
-
-def _chunks(
-    pieces: Sequence[Sequence[int]], done: set[int], batch: int, most: int
+def _tasks(
+    pieces: Sequence[Sequence[int]], state: State | None, options: Options, most: int
 ) -> list[dict[str, Any]]:
-    """Split the batches that are not done into chunks of consecutive ones.
+    """The batches that a state lacks, at most so many in a task, with their windows."""
+    done = {i for start, stop in (state.run.done if state else ()) for i in range(start, stop)}
+    size = options.batch_size
+    todo = [start // size for start in range(0, len(pieces), size) if start not in done]
+    tasks = []
+    for first in range(0, len(todo), most):
+        batches = todo[first : first + most]
+        windows = [list(piece) for n in batches for piece in options.batch(pieces, n)]
+        tasks.append({"batches": batches, "windows": windows})
+    return tasks
 
-    Example:
-        >>> chunks = _chunks([[1], [2], [3], [4], [5]], {2, 3}, 2, 8)
-        >>> [(chunk["first"], chunk["pieces"]) for chunk in chunks]
-        [(0, [[1], [2]]), (4, [[5]])]
-    """
-    chunks: list[dict[str, Any]] = []
-    for start in range(0, len(pieces), batch):
-        if start in done:
-            continue
-        part = [list(piece) for piece in pieces[start : start + batch]]
-        last = chunks[-1] if chunks else None
-        if (
-            last is not None
-            and last["first"] + len(last["pieces"]) == start
-            and len(last["pieces"]) < batch * most
-        ):
-            last["pieces"] += part
-        else:
-            chunks.append({"first": start, "pieces": part})
-    return chunks
+
+def _add(
+    state: State | None, row: Mapping[str, Any], run: Run, pieces: Sequence[Any], options: Options
+) -> State:
+    """Merge the summary of a task into the state, unless it is already there."""
+    batches = [int(number) for number in row["batches"]]
+    first = batches[0] * options.batch_size
+    if state is not None and any(start <= first < stop for start, stop in state.run.done):
+        return state  # a task that ran twice
+    return added(state, unpacked(row["summary"]), batches, run, pieces, options)
 
 
 def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
-    """The dataset's non-empty texts, in order."""
-    with _in_order(ray_data):
-        texts = []
+    """The dataset's non-empty texts, in its order, which numbers the windows."""
+    execution = ray_data.DataContext.get_current().execution_options
+    before, execution.preserve_order = execution.preserve_order, True
+    texts = []
+    try:
         for index, row in enumerate(dataset.iter_rows()):
             if column not in row:
                 raise ValueError(
@@ -276,41 +226,17 @@ def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
                 )
             if content.strip():
                 texts.append(corpus.Text(f"row {index}", content))
+    finally:
+        execution.preserve_order = before
     if not texts:
         raise ValueError("the dataset contains no text")
     return texts
 
 
-@contextmanager
-def _in_order(ray_data: Any) -> Iterator[None]:
-    """Context in which Ray preserves the order of rows, which numbers the windows."""
-    options = ray_data.DataContext.get_current().execution_options
-    before, options.preserve_order = options.preserve_order, True
-    try:
-        yield
-    finally:
-        options.preserve_order = before
-
-
 def _load(model: str | Callable[[], TextModel] | None, device: str) -> TextModel:
     """Load the model by name, or call the function that returns it."""
-    if callable(model):
-        loaded = model()
-        loaded.model.to(device).eval()
-        return loaded
-    return load_model.load(model, device=device, head=False)
-
-
-def _ray_data() -> Any:
-    """Import ``ray.data``.
-
-    Raises:
-        ImportError: if Ray is not installed; the message says how to install it.
-    """
-    try:
-        import ray.data
-    except ImportError as error:
-        raise ImportError(
-            f"acutance.corpus.ray_data needs Ray; install it with: {install('ray')}"
-        ) from error
-    return ray.data
+    if not callable(model):
+        return load_model.load(model, device=device, head=False)
+    loaded = model()
+    loaded.model.to(device).eval()
+    return loaded
