@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from acutance.calibration.fit.result import Calibration
     from acutance.calibration.law import Law
     from acutance.calibration.losses import Loss
-    from acutance.corpus.text_model import TextModel
+    from acutance.corpus.load_model import TextModel
     from acutance.corpus.texts import Text
     from acutance.judging.judge_model import Windows
     from acutance.judging.paired import LawComparison, LossComparison

@@ -61,8 +61,8 @@ from acutance.cli.shared import (
 )
 
 if TYPE_CHECKING:
+    from acutance.corpus.load_model import TextModel
     from acutance.corpus.ranks import SingleProcess
-    from acutance.corpus.text_model import TextModel
     from acutance.corpus.texts import Text, Tokens
     from acutance.probing.settings import ProbeSettings
 

@@ -28,8 +28,8 @@ from acutance.cli.shared import check_figure, console, plain_errors
 
 if TYPE_CHECKING:
     from acutance.cli.held_out import Judged
+    from acutance.corpus.load_model import TextModel
     from acutance.corpus.probe_corpus import Outcome
-    from acutance.corpus.text_model import TextModel
     from acutance.judging.text_windows import HeldOut
     from acutance.summary.head_summary import HeadSummary
 

@@ -192,9 +192,9 @@ def run_settings(
             f"{name}={start}:{'' if stop is None else stop}"
             for name, (start, stop) in probing.spans.items()
         ]
-    if probing.maps:
-        rows: Any  # a slice is no list
-        settings["maps"] = [f"{name}:{list(rows)}" for name, rows in probing.maps.items()]
+    maps: Mapping[Any, Any] = probing.maps or {}
+    if maps:
+        settings["maps"] = [f"{name}:{list(rows)}" for name, rows in maps.items()]
     if options.law is not None:
         settings["law"] = options.law
     return settings | options.left_out()

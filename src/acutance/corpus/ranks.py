@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from acutance.corpus.text_model import available
+from acutance.corpus.load_model import available
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import from_parts
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.module_names import unwrap
-from acutance.corpus.text_model import OptionError, TextModel
+from acutance.corpus.load_model import OptionError, TextModel
 from acutance.corpus.texts import Text, special_tokens
 from acutance.verification.expectation import windows_of
 
