@@ -19,65 +19,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance.scaling.base import Scaling, arguments, required
-from acutance.scaling.fitted import EntropyTarget, HeadTable, fit_entropy, newton_step
-from acutance.scaling.laws import (
-    AdaptivePoly,
-    ASEntmax,
-    ClipLogN,
-    CosineLogN,
-    CosScale,
-    Critical,
-    InfoScale,
-    Llama4,
-    LogN,
-    Mistral3,
-    NoScaling,
-    SqrtLogN,
-    SSMax,
-    Yarn,
-)
-from acutance.scaling.learned import (
-    LearnedASEntmax,
-    LearnedScaling,
-    LearnedSSMax,
-    LearnedTemperature,
-)
-from acutance.scaling.lengths import visible_keys
-from acutance.scaling.window import Window
+from acutance.scaling import base, fitted, laws, learned, lengths, window
+from acutance.scaling.base import *
+from acutance.scaling.base import arguments, required
+from acutance.scaling.fitted import *
+from acutance.scaling.laws import *
+from acutance.scaling.learned import *
+from acutance.scaling.lengths import *
+from acutance.scaling.window import *
 from acutance.shapes import check_tensor, did_you_mean
 
 __all__ = [
     "SCALINGS",
-    "ASEntmax",
-    "AdaptivePoly",
     "AnyScaling",
-    "ClipLogN",
-    "CosScale",
-    "CosineLogN",
-    "Critical",
-    "EntropyTarget",
-    "HeadTable",
-    "InfoScale",
-    "LearnedASEntmax",
-    "LearnedSSMax",
-    "LearnedScaling",
-    "LearnedTemperature",
-    "Llama4",
-    "LogN",
-    "Mistral3",
-    "NoScaling",
-    "SSMax",
-    "Scaling",
-    "SqrtLogN",
-    "Window",
-    "Yarn",
     "apply_scaling",
-    "fit_entropy",
     "from_dict",
     "get",
-    "newton_step",
-    "visible_keys",
+    *base.__all__,
+    *fitted.__all__,
+    *laws.__all__,
+    *learned.__all__,
+    *lengths.__all__,
+    *window.__all__,
 ]
 
 #: A constant record or a trained module; both have ``factor``.

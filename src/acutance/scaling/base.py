@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acutance.shapes import check_count, check_number, check_tensor
 
-__all__ = ["PerHead", "Rows", "Scaling", "by_head", "check_per_head", "gather_rows"]
+__all__ = ["Scaling"]
 
 #: One number for all heads, or one for each query head.
 PerHead: TypeAlias = float | Sequence[float] | Tensor

@@ -32,6 +32,23 @@ from acutance.scaling.base import (
 )
 from acutance.shapes import check_number
 
+__all__ = [
+    "AdaptivePoly",
+    "ASEntmax",
+    "ClipLogN",
+    "CosineLogN",
+    "CosScale",
+    "Critical",
+    "InfoScale",
+    "Llama4",
+    "LogN",
+    "Mistral3",
+    "NoScaling",
+    "SqrtLogN",
+    "SSMax",
+    "Yarn",
+]
+
 
 @dataclass(frozen=True)
 class NoScaling(Scaling):

@@ -13,7 +13,7 @@ from acutance.scaling.fitted import HeadTable
 from acutance.scaling.laws import ASEntmax, SSMax, power
 from acutance.shapes import check_count, check_number
 
-__all__ = ["LearnedASEntmax", "LearnedSSMax", "LearnedScaling", "LearnedTemperature"]
+__all__ = ["LearnedASEntmax", "LearnedScaling", "LearnedSSMax", "LearnedTemperature"]
 
 
 class LearnedScaling(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.scaling.base import arguments
 from acutance.shapes import check_count, did_you_mean
 
-__all__ = ["Far", "SinkPositions", "Window"]
+__all__ = ["Window"]
 
 SinkPositions = Literal["keep", "window"]
 Far = Literal["drop", "clamp", "group"]

@@ -13,55 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
-from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile
-from acutance.scores.modules import AdditiveScore, GeneralScore, LocationScore
-from acutance.scores.products import (
-    Cosine,
-    Dot,
-    General,
-    Location,
-    ScaledDot,
-    cosine,
-    dot,
-    general,
-    location,
-    scaled_dot,
-)
-from acutance.scores.qk_norm import HenryGain, QKNorm, SwinGain, l2_norm, layer_norm, rms_norm
-from acutance.scores.tiles import Additive, Features, ScaleInvariant, additive, scale_invariant
+from acutance.scores import base, modules, products, qk_norm, tiles
+from acutance.scores.base import *
+from acutance.scores.modules import *
+from acutance.scores.products import *
+from acutance.scores.qk_norm import *
+from acutance.scores.tiles import *
 from acutance.shapes import did_you_mean
 
 __all__ = [
     "SCORES",
-    "Additive",
-    "AdditiveScore",
-    "Cosine",
-    "Dot",
-    "DotScore",
-    "Features",
-    "FunctionScore",
-    "General",
-    "GeneralScore",
-    "HenryGain",
-    "Location",
-    "LocationScore",
-    "QKNorm",
-    "ScaleInvariant",
-    "ScaledDot",
-    "SwinGain",
-    "TileScore",
-    "additive",
-    "cosine",
-    "dot",
-    "dot_tile",
-    "general",
     "get",
-    "l2_norm",
-    "layer_norm",
-    "location",
-    "rms_norm",
-    "scale_invariant",
-    "scaled_dot",
+    *base.__all__,
+    *modules.__all__,
+    *products.__all__,
+    *qk_norm.__all__,
+    *tiles.__all__,
 ]
 
 #: Every score by its name.

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from acutance.shapes import FLOATS, check_tensor, describe
 
+__all__ = ["DotScore", "FunctionScore", "TileScore", "dot_tile"]
+
 
 @runtime_checkable
 class DotScore(Protocol):

@@ -16,7 +16,7 @@ from acutance.scores.products import General, Location
 from acutance.scores.tiles import Additive
 from acutance.shapes import check_count, check_flag
 
-__all__ = ["AdditiveScore", "GeneralScore", "Init", "LocationScore"]
+__all__ = ["AdditiveScore", "GeneralScore", "LocationScore"]
 
 #: How weights start.
 Init = Literal["xavier", "paper"]

@@ -18,6 +18,19 @@ from acutance.scores.base import (
 from acutance.scores.qk_norm import l2_norm
 from acutance.shapes import check_number, describe
 
+__all__ = [
+    "Cosine",
+    "Dot",
+    "General",
+    "Location",
+    "ScaledDot",
+    "cosine",
+    "dot",
+    "general",
+    "location",
+    "scaled_dot",
+]
+
 
 @dataclass(frozen=True)
 class Dot:

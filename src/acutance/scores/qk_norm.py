@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from acutance.scores.base import check_pair, precise
 from acutance.shapes import check_count, check_number, check_tensor, describe
 
-__all__ = ["HenryGain", "Kind", "QKNorm", "Sides", "SwinGain", "l2_norm", "layer_norm", "rms_norm"]
+__all__ = ["HenryGain", "QKNorm", "SwinGain", "l2_norm", "layer_norm", "rms_norm"]
 
 #: Length 1; root mean square 1; mean 0 and variance 1.
 Kind = Literal["l2", "rms", "layer"]

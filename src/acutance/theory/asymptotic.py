@@ -22,6 +22,16 @@ from scipy.special import lambertw, zetac
 from acutance.theory.arguments import Array, checked, pointwise_rows, result
 from acutance.theory.finite_n.gaussian import expected_max_gauss
 
+__all__ = [
+    "asymptotic_collision_gauss",
+    "asymptotic_entropy_gauss",
+    "asymptotic_logsumexp_gauss",
+    "frozen_collision",
+    "frozen_entropy",
+    "frozen_jacobian_fro2",
+    "scale_gradmax_annealed",
+]
+
 
 def asymptotic_entropy_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
     r"""Asymptotic entropy of a softmax row with n Gaussian logits: for orientation, not for use.

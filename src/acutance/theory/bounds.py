@@ -20,6 +20,16 @@ from acutance.theory.arguments import Array, checked, require, result
 from acutance.theory.entropy import onehot_entropy_of_gap
 from acutance.theory.noise import noisy_row, one_number
 
+__all__ = [
+    "EntropyBounds",
+    "certificate",
+    "entropy_bounds",
+    "entropy_floor_from_spectral_norm",
+    "entropy_lower_bound",
+    "set_bound",
+    "tv_bound",
+]
+
 _TOLERANCE = 1e-6  # of what is given, relative: room for float32
 
 

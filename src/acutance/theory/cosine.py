@@ -40,6 +40,14 @@ from scipy.special import bernoulli
 
 from acutance.theory.arguments import Array, checked, checked_dimension, pointwise, require, result
 
+__all__ = [
+    "cosine_best_count",
+    "cosine_entropy_lower_bound",
+    "information_range_limit",
+    "tau_for_information",
+    "vmf_entropy_drop",
+]
+
 _EPS = float(np.finfo(np.float64).eps)
 #: A / (1 - e^-A) - 1 = A/2 + A²/12 - A⁴/720 + ..., enough terms for A <= 1.
 _ODD_HALF = [0.0, 0.5] + [bernoulli(20)[k] / math.factorial(k) for k in range(2, 21)]

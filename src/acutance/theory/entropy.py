@@ -28,6 +28,17 @@ from scipy.special import zeta
 
 from acutance.theory.arguments import Array, checked, result
 
+__all__ = [
+    "jacobian_fro2",
+    "jacobian_trace",
+    "jensen_gap",
+    "max_gap",
+    "mean_field_entropy",
+    "onehot_entropy",
+    "softmax_entropy",
+    "uniform_entropy_drop",
+]
+
 _LARGE = float(np.finfo(np.float64).max)
 
 

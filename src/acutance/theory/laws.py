@@ -29,6 +29,8 @@ from scipy.special import betaincinv, betaln, erfcx, expit, ndtri
 from acutance.theory.arguments import Array, checked, checked_keys, require, result
 from acutance.theory.families import Family, as_family, name_and_parameter
 
+__all__ = ["ScalingLaw", "gauss_hazard_scale", "hazard_scale", "scaling_exponent"]
+
 Target = Literal["effective_keys", "entropy_fraction"]
 
 

@@ -66,6 +66,21 @@ from acutance.theory.noise_laws import (
     tilted_table,
 )
 
+__all__ = [
+    "NoiseSample",
+    "QuantizationNoise",
+    "RoundingError",
+    "asymptotic_noise_mse",
+    "exact_noise_mse",
+    "first_order_bias",
+    "first_order_mse",
+    "monte_carlo_mse",
+    "noise_tail_rate",
+    "quantization_noise",
+    "rounding_error",
+    "second_order_mse",
+]
+
 _SUM_TOLERANCE = 1e-9  # how far from 1 the weights of a row may sum
 
 

@@ -25,6 +25,8 @@ from scipy.special import bernoulli, ndtr, zeta, zetac
 
 from acutance.theory.arguments import Array, checked, log_probability, result
 
+__all__ = ["noise_central_moment", "noise_variance_ratio"]
+
 NoiseKind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 
 _KINDS = ("gaussian", "laplace", "gumbel", "uniform")

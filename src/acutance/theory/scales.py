@@ -43,6 +43,19 @@ from acutance.theory.finite_n.grid import grid
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "critical_scale",
+    "gap_count",
+    "gauss_invariant_scale",
+    "match_dimension",
+    "needle_scale",
+    "needle_scale_for_entropy",
+    "retrieval_capacity",
+    "scale_for_effective_keys",
+    "scale_for_entropy",
+    "scale_for_information",
+]
+
 _EPS = float(np.finfo(np.float64).eps)
 
 

@@ -26,6 +26,23 @@ from scipy.special import erf, ndtr, zeta
 
 from acutance.theory.arguments import Array, checked, normal_density, require, result
 
+__all__ = [
+    "effective_keys",
+    "effective_keys_decay",
+    "log_sparsity_decay",
+    "log_sparsity_exp",
+    "log_sparsity_identity",
+    "log_sparsity_linear",
+    "log_sparsity_linear_iid",
+    "log_sparsity_relu2",
+    "sparsity_decay",
+    "sparsity_exp",
+    "sparsity_identity",
+    "sparsity_linear",
+    "sparsity_linear_iid",
+    "sparsity_relu2",
+]
+
 _TAIL_STEPS = 450  # of the continued fraction: to the last bit for every u <= -1
 _FAR = 1e200  # beyond it exp(-u²) and 1/u² are 0
 

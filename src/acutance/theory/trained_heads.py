@@ -50,6 +50,8 @@ from scipy.special import expit, ndtri, xlogy
 
 from acutance.theory.arguments import Array, checked, result
 
+__all__ = ["HeadMetrics", "expected_head_metrics"]
+
 #: The numbers of a head, as :func:`expected_head_metrics` names them.
 HEAD_NUMBERS = ("first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap")
 

@@ -7,38 +7,17 @@ A weighting is a small record. It is named (``weights="relu2"``) or, with option
 from __future__ import annotations
 
 from acutance.shapes import did_you_mean
-from acutance.weights.base import Weighting
-from acutance.weights.pointwise import L1, L2, Identity, Power, ReLU, ReLU2, Sigmoid
-from acutance.weights.softmax import (
-    Entmax,
-    Entmax15,
-    Exp,
-    Sink,
-    Softmax,
-    SoftmaxOne,
-    Sparsemax,
-    TopKSoftmax,
-)
+from acutance.weights import base, pointwise, softmax
+from acutance.weights.base import *
+from acutance.weights.pointwise import *
+from acutance.weights.softmax import *
 
 __all__ = [
-    "L1",
-    "L2",
     "WEIGHTS",
-    "Entmax",
-    "Entmax15",
-    "Exp",
-    "Identity",
-    "Power",
-    "ReLU",
-    "ReLU2",
-    "Sigmoid",
-    "Sink",
-    "Softmax",
-    "SoftmaxOne",
-    "Sparsemax",
-    "TopKSoftmax",
-    "Weighting",
     "get",
+    *base.__all__,
+    *pointwise.__all__,
+    *softmax.__all__,
 ]
 
 #: Every weighting by its name.

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Jacobian", "Weighting", "count", "inverse", "masked"]
+__all__ = ["Weighting"]
 
 
 class Jacobian(NamedTuple):

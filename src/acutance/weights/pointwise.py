@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.shapes import check_number
 from acutance.weights.base import Jacobian, Weighting, count, inverse
 
-__all__ = ["L1", "L2", "Identity", "Pointwise", "Power", "ReLU", "ReLU2", "Sigmoid"]
+__all__ = ["L1", "L2", "Identity", "Power", "ReLU", "ReLU2", "Sigmoid"]
 
 #: What the values of a function are divided by: the number of visible keys, their sum, or nothing.
 Normalization = Literal["n", "sum", "none"]

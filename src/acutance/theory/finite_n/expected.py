@@ -87,6 +87,20 @@ from acutance.theory.finite_n.row import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = [
+    "expected_collision",
+    "expected_effective_keys",
+    "expected_entropy",
+    "expected_jacobian_fro2",
+    "expected_logsumexp",
+    "expected_max",
+    "expected_power_sum",
+    "expected_sparsity",
+    "expected_top_weight",
+    "expected_varentropy",
+    "expected_weighted_mean",
+]
+
 _RARE = 1e-10  # part of a sum of powers that may come from beyond the cells
 
 

@@ -38,6 +38,13 @@ from scipy.special import log_ndtr, ndtr
 from acutance.theory.arguments import Array, log_probability, normal_density, pointwise_rows
 from acutance.theory.finite_n.row import gumbel_tail_mean
 
+__all__ = [
+    "expected_collision_gauss",
+    "expected_entropy_gauss",
+    "expected_logsumexp_gauss",
+    "expected_max_gauss",
+]
+
 _SCAN_POINTS = 120  # to find where the integrand lives
 
 

@@ -41,6 +41,8 @@ from acutance.theory.sparsity import (
 )
 from acutance.theory.trained_heads import HEAD_NUMBERS
 
+__all__ = ["PREDICTED_MECHANISMS", "predict"]
+
 
 class _Request(NamedTuple):
     """What is to be predicted: the mechanism, its number of keys, and the parameters given."""

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+__all__ = ["KINDS", "MetricRecord", "Prediction"]
+
 Kind = Literal["fixed", "mean", "plug-in"]
 
 #: What kind of number a predicted metric is.
