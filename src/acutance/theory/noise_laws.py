@@ -14,7 +14,6 @@ and 5.7 (the series of the hyperbolic cotangent and of the log-gamma function).
 """
 
 import math
-from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -24,6 +23,7 @@ from numpy.typing import ArrayLike
 from scipy.special import bernoulli, ndtr, zeta, zetac
 
 from acutance.theory.arguments import Array, checked, log_probability, result
+from acutance.theory.families import as_family
 
 __all__ = ["noise_central_moment", "noise_variance_ratio"]
 
@@ -213,13 +213,8 @@ def sample_noise(
     kind: NoiseKind, scale: float, shape: tuple[int, ...], generator: np.random.Generator
 ) -> Array:
     """Draw independent noise of a kind and scale, in nats, of the given shape."""
-    if kind == "gaussian":
-        return scale * generator.standard_normal(shape)
-    if kind == "laplace":
-        return generator.laplace(0.0, scale, shape)
-    if kind == "gumbel":
-        return generator.gumbel(0.0, scale, shape)
-    return generator.uniform(-scale, scale, shape)
+    draw = getattr(generator, "normal" if kind == "gaussian" else kind)
+    return np.asarray(draw(-scale if kind == "uniform" else 0.0, scale, shape))
 
 
 class TiltedTable(NamedTuple):
@@ -270,7 +265,7 @@ def _tilted_rows(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
     edges = np.sort(np.clip(edges, fixed[0], np.maximum(end, fixed[0])), axis=1)
     half = np.diff(edges)[:, :, None] / 2
     noise = (edges[:, :-1, None] + half + half * _GAUSS_X).reshape(x.size, -1)
-    mass = (half * _GAUSS_W).reshape(x.size, -1) * _density(kind, scale, noise)
+    mass = (half * _GAUSS_W).reshape(x.size, -1) * as_family(kind).pdf(noise / scale) / scale
 
     product = np.exp(column + noise)  # s w
     tilted = mass * np.exp(-product)
@@ -325,27 +320,14 @@ def noise_quantiles(kind: NoiseKind, scale: float, depth: float) -> tuple[float,
     return scale * left, scale * depth
 
 
-def _density(kind: NoiseKind, scale: float, noise: Array) -> Array:
-    """Probability density of noise of a kind and scale at the values ``noise``."""
-    z = noise / scale
-    if kind == "gaussian":
-        density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    elif kind == "laplace":
-        density = 0.5 * np.exp(-np.abs(z))
-    elif kind == "gumbel":
-        density = np.exp(-z - np.exp(-z))
-    else:
-        density = np.full_like(z, 0.5)
-    return density / scale
-
-
 def _survival(kind: NoiseKind, scale: float, noise: Array) -> Array:
     """Probability that noise of a kind and scale exceeds each value of ``noise``."""
     z = noise / scale
-    survivals: dict[str, Callable[[], Array]] = {
-        "gaussian": lambda: ndtr(-z),
-        "laplace": lambda: np.where(z > 0, 0.5 * np.exp(-np.abs(z)), 1 - 0.5 * np.exp(-np.abs(z))),
-        "gumbel": lambda: -np.expm1(-np.exp(np.minimum(-z, 700.0))),
-        "uniform": lambda: np.clip((1 - z) / 2, 0.0, 1.0),
-    }
-    return np.asarray(survivals[kind](), dtype=np.float64)
+    if kind == "gaussian":
+        return np.asarray(ndtr(-z))
+    if kind == "uniform":
+        return np.clip((1 - z) / 2, 0.0, 1.0)
+    if kind == "gumbel":
+        return -np.expm1(-np.exp(np.minimum(-z, 700.0)))
+    beyond = 0.5 * np.exp(-np.abs(z))
+    return np.where(z > 0, beyond, 1 - beyond)

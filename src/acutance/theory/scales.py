@@ -435,7 +435,7 @@ def scale_for_entropy(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return _solve(_entropy_scale, n, entropy, family, parameter)
+    return _scale_for("entropy", n, entropy, family, parameter)
 
 
 def scale_for_effective_keys(
@@ -469,7 +469,7 @@ def scale_for_effective_keys(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return _solve(_effective_scale, n, effective_keys, family, parameter)
+    return _scale_for("effective_keys", n, effective_keys, family, parameter)
 
 
 def scale_for_information(
@@ -506,50 +506,32 @@ def scale_for_information(
     Source:
         Su (2023), https://kexue.fm/archives/9593, for the information of a row.
     """
-    return _solve(_information_scale, n, fraction, family, parameter)
+    return _scale_for("fraction", n, fraction, family, parameter)
 
 
-def _entropy_scale(n: float, entropy: float, family: Family) -> float:
-    """Scale at which a row of n logits from the family has this expected entropy.
+def _scale_for(
+    name: str, n: ArrayLike, target: ArrayLike, family: Any, parameter: FamilyParameter
+) -> float | Array:
+    """Scale at which rows reach a target, named as the argument of the public function is."""
+    law = as_family(family, **parameter)
+    keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
 
-    Raises:
-        ValueError: if no scale gives this entropy.
-    """
-    if not 0 < entropy < math.log(n):
-        raise ValueError(
-            "entropy: must be strictly between 0 (one key has all the weight) and log n = "
-            f"{math.log(n):.6g} (uniform weights), got entropy={entropy:g}"
-        )
-    return _scale_of_entropy(n, entropy, family)
+    def point(count: float, aim: float) -> float:
+        log_n = math.log(count)
+        sharp, even = "(one key has all the weight)", "(uniform weights)"
+        least, most, rule = {
+            "entropy": (0.0, log_n, f"0 {sharp} and log n = {log_n:.6g} {even}"),
+            "effective_keys": (1.0, count, f"1 {sharp} and n = {count:g} {even}"),
+            "fraction": (0.0, 1.0, f"0 {even} and 1 {sharp}"),
+        }[name]
+        if not least < aim < most:
+            raise ValueError(f"{name}: must be strictly between {rule}, got {name}={aim:g}")
+        if name == "effective_keys":
+            return _root(lambda at: 1 / (aim * float(expected_collision(count, at, law))), law)
+        nats = aim if name == "entropy" else (1 - aim) * log_n
+        return _root(lambda at: float(expected_entropy(count, at, law)) / nats, law)
 
-
-def _effective_scale(n: float, effective_keys: float, family: Family) -> float:
-    """The scale at which 1 / (expected collision probability) is ``effective_keys``."""
-    if not 1 < effective_keys < n:
-        raise ValueError(
-            "effective_keys: must be strictly between 1 (one key has all the weight) and n = "
-            f"{n:g} (uniform weights), got effective_keys={effective_keys:g}"
-        )
-
-    def ratio(scale: float) -> float:
-        return 1 / (effective_keys * float(expected_collision(n, scale, family)))
-
-    return _root(ratio, family)
-
-
-def _information_scale(n: float, fraction: float, family: Family) -> float:
-    """The scale at which the entropy is (1 - ``fraction``) log n."""
-    if not 0 < fraction < 1:
-        raise ValueError(
-            "fraction: must be strictly between 0 (uniform weights) and 1 (one key has all "
-            f"the weight), got fraction={fraction:g}"
-        )
-    return _scale_of_entropy(n, (1 - fraction) * math.log(n), family)
-
-
-def _scale_of_entropy(n: float, entropy: float, family: Family) -> float:
-    """The scale at which a row of n logits has this expected entropy."""
-    return _root(lambda scale: float(expected_entropy(n, scale, family)) / entropy, family)
+    return pointwise(point, *np.broadcast_arrays(keys, np.asarray(target, np.float64)))
 
 
 def _root(ratio: Callable[[float], float], family: Family) -> float:
@@ -574,23 +556,3 @@ def _root(ratio: Callable[[float], float], family: Family) -> float:
     from scipy.optimize import brentq  # takes its time to load
 
     return math.exp(brentq(value, low, high, xtol=1e-14, rtol=4 * _EPS))
-
-
-def _solve(
-    point: Callable[[float, float, Family], float],
-    n: ArrayLike,
-    target: ArrayLike,
-    family: Any,
-    parameter: FamilyParameter,
-) -> float | Array:
-    """Check n, then evaluate ``point(n, target, family)`` at each pair of n and target.
-
-    Returns:
-        float64 of the broadcast shape; a float for scalars.
-    """
-    law = as_family(family, **parameter)
-    keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
-    return pointwise(
-        lambda count, aim: point(count, aim, law),
-        *np.broadcast_arrays(keys, np.asarray(target, dtype=np.float64)),
-    )

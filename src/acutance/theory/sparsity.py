@@ -72,7 +72,7 @@ def sparsity_exp(gamma: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9889, equation 5 (some copies print -12 for -1/2).
     """
-    return result(np.exp(_log_exp(gamma)))
+    return result(np.exp(log_sparsity_exp(gamma)))
 
 
 def log_sparsity_exp(gamma: ArrayLike) -> float | Array:
@@ -94,7 +94,9 @@ def log_sparsity_exp(gamma: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9889, equation 5.
     """
-    return result(_log_exp(gamma))
+    deviation = _deviation(gamma)
+    with np.errstate(over="ignore"):
+        return result(-deviation * deviation / 2)
 
 
 def sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -131,9 +133,7 @@ def sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
         Su Jianlin, kexue.fm/archives/9889, equation 6 (there written with exp and erf, which
         loses all digits at u = -7); for few keys, about n Phi(u) of them are active at all.
     """
-    u = _ratio(beta, gamma)
-    tails = np.exp(_log_relu2_high(u)), np.exp(_log_relu2_low(u))
-    return result(np.select([u > 1, u < -1], tails, default=_relu2_middle(u)))
+    return result(np.exp(log_sparsity_relu2(beta, gamma)))
 
 
 def log_sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -197,8 +197,8 @@ def sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9889, equation 7.
     """
-    u = np.abs(_ratio(beta, gamma))
-    return result(np.where(u > 1, np.exp(_log_identity_high(u)), _identity_low(u)))
+    sparsity = np.exp(log_sparsity_identity(beta, gamma))
+    return result(np.maximum(sparsity, np.sqrt(2 / np.pi)))  # rounding must not go below it
 
 
 def log_sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -256,13 +256,6 @@ def effective_keys(sparsity: ArrayLike, n: ArrayLike) -> float | Array:
     value = checked("sparsity", sparsity, "a sparsity must be between 0 and 1", 0.0, 1.0)
     keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)
     return result(keys * value * value)
-
-
-def _log_exp(gamma: ArrayLike) -> Array:
-    """Log of the sparsity of exp(s), s Gaussian with deviation gamma."""
-    deviation = _deviation(gamma)
-    with np.errstate(over="ignore"):
-        return -deviation * deviation / 2
 
 
 def _ratio(beta: ArrayLike, gamma: ArrayLike) -> Array:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from acutance.theory.arguments import one_number
 from acutance.theory.families import Family, Gaussian, as_family
@@ -29,8 +28,7 @@ from acutance.theory.prediction.weighted import (
     decay_formulas,
     head_formulas,
     linear_formulas,
-    relu2_formulas,
-    size_formulas,
+    normal_formulas,
 )
 from acutance.theory.sparsity import (
     sparsity_decay,
@@ -96,26 +94,9 @@ def predict(
     mechanism: str,
     n: float,
     *,
-    logit_std: float | None = None,
-    logit_mean: float | None = None,
-    scale: float | None = None,
-    family: Any = None,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
-    query_norm: float | None = None,
-    tau: float | None = None,
-    lam: float | None = None,
-    q: ArrayLike | None = None,
-    mu: ArrayLike | None = None,
-    Sigma: ArrayLike | None = None,
-    sigma: float | None = None,
-    first_gap: float | None = None,
-    first_gap_std: float | None = None,
-    rest_logit_std: float | None = None,
-    rest_jensen_gap: float | None = None,
     value_variance: float = 1.0,
     metrics: Iterable[str] | None = None,
+    **parameters: Any,
 ) -> Prediction:
     """Predict the metrics of an attention row of n keys with random scores.
 
@@ -143,27 +124,29 @@ def predict(
     Args:
         mechanism: A name from the table.
         n: Number of visible keys, n >= 1.
-        logit_std: Standard deviation of the logits.
-        logit_mean: Their mean; 0 if left out, or what the family and scale make it.
-        scale: Factor of the scores.
-        family: Distribution of a score; see :func:`~acutance.theory.expected_entropy`.
-        d: Dimension of queries and keys.
-        rho: Exponent of the family ``"stretched"``.
-        a: Tail index of the family ``"pareto"``.
-        query_norm: Length of the query.
-        tau: Temperature.
-        lam: Decay per key, 0 < lam <= 1.
-        q: Query features, shape (d,).
-        mu: Mean of the key features, shape (d,), or of each component beside ``sigma``.
-        Sigma: Covariance of the key features, shape (d, d).
-        sigma: Standard deviation of independent, alike key components.
-        first_gap: Mean log-odds of the first key's weight against all others.
-        first_gap_std: Standard deviation of it over rows; 0 if left out.
-        rest_logit_std: Standard deviation of the other keys' logits.
-        rest_jensen_gap: Mean of their logsumexp − log(n − 1) − mean.
         value_variance: Variance of a value, summed over its components, for ``noise_gain``;
             values are assumed independent of each other and of the weights.
         metrics: Names of the metrics to compute; all if left out.
+        **parameters: Parameters of the mechanism.
+
+            * ``logit_std``: Standard deviation of the logits.
+            * ``logit_mean``: Their mean; 0 if left out, or what the family and scale make it.
+            * ``scale``: Factor of the scores.
+            * ``family``: Distribution of a score; see :func:`~acutance.theory.expected_entropy`.
+            * ``d``: Dimension of queries and keys.
+            * ``rho``: Exponent of the family ``"stretched"``.
+            * ``a``: Tail index of the family ``"pareto"``.
+            * ``query_norm``: Length of the query.
+            * ``tau``: Temperature.
+            * ``lam``: Decay per key, 0 < lam <= 1.
+            * ``q``: Query features, shape (d,).
+            * ``mu``: Mean of the key features, shape (d,), or of each component beside ``sigma``.
+            * ``Sigma``: Covariance of the key features, shape (d, d).
+            * ``sigma``: Standard deviation of independent, alike key components.
+            * ``first_gap``: Mean log-odds of the first key's weight against all others.
+            * ``first_gap_std``: Standard deviation of it over rows; 0 if left out.
+            * ``rest_logit_std``: Standard deviation of the other keys' logits.
+            * ``rest_jensen_gap``: Mean of their logsumexp − log(n − 1) − mean.
 
     Returns:
         A :class:`Prediction`. Its ``kinds`` say which numbers are exact expectations, its ``why``
@@ -188,13 +171,7 @@ def predict(
     Source:
         Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    arguments = {
-        "logit_std": logit_std, "logit_mean": logit_mean, "scale": scale, "family": family, "d": d,
-        "rho": rho, "a": a, "query_norm": query_norm, "tau": tau, "lam": lam, "q": q, "mu": mu,
-        "Sigma": Sigma, "sigma": sigma, "first_gap": first_gap, "first_gap_std": first_gap_std,
-        "rest_logit_std": rest_logit_std, "rest_jensen_gap": rest_jensen_gap,
-    }  # fmt: skip
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {name: value for name, value in parameters.items() if value is not None}
     if mechanism not in PREDICTED_MECHANISMS:
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
         raise ValueError(f"mechanism: must be one of {known}, got {mechanism!r}")
@@ -302,14 +279,11 @@ def _normal_scores(request: _Request) -> _Case:
     rule = "the deviation of the scores must be finite and greater than 0"
     deviation = request.number("logit_std", 1e-300, rule)
     mean = request.logit_mean()
-    if request.mechanism == "relu2":
-        formulas, population = relu2_formulas, sparsity_relu2
-    else:
-        formulas, population = size_formulas, sparsity_identity
+    squared = request.mechanism == "relu2"
     parameters = {"logit_mean": mean, "logit_std": deviation}
-    sparsity = float(population(mean, deviation))
+    sparsity = float((sparsity_relu2 if squared else sparsity_identity)(mean, deviation))
     return _Case(
-        formulas(request.n, mean, deviation),
+        normal_formulas(request.n, mean, deviation, squared=squared),
         sparse_population(request.n, sparsity, **parameters),
         parameters,
     )

@@ -71,15 +71,11 @@ class MetricRecord:
 
     def __sub__(self, other: Any) -> "MetricRecord":
         theirs = _values(other)
-        if theirs is None:
-            return NotImplemented
-        return MetricRecord(**{name: getattr(self, name) - theirs[name] for name in NAMES})
+        return NotImplemented if theirs is None else _difference(self.as_dict(), theirs)
 
     def __rsub__(self, other: Any) -> "MetricRecord":
         theirs = _values(other)
-        if theirs is None:
-            return NotImplemented
-        return MetricRecord(**{name: theirs[name] - getattr(self, name) for name in NAMES})
+        return NotImplemented if theirs is None else _difference(theirs, self.as_dict())
 
     def __repr__(self) -> str:
         known = [f"{name}={value!r}" for name, value in self.as_dict().items() if not _nan(value)]
@@ -110,6 +106,10 @@ class Prediction(MetricRecord):
     def __repr__(self) -> str:
         known = [f"{name}={getattr(self, name):.6g}" for name in self.kinds]
         return f"Prediction({self.mechanism!r}: {', '.join(known)})"
+
+
+def _difference(left: dict[str, Any], right: dict[str, Any]) -> MetricRecord:
+    return MetricRecord(**{name: left[name] - right[name] for name in NAMES})
 
 
 def _values(other: Any) -> dict[str, Any] | None:

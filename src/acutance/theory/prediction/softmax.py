@@ -36,12 +36,7 @@ from acutance.theory.finite_n.expected import (
     expected_varentropy,
     expected_weighted_mean,
 )
-from acutance.theory.finite_n.gaussian import (
-    expected_collision_gauss,
-    expected_entropy_gauss,
-    expected_logsumexp_gauss,
-    expected_max_gauss,
-)
+from acutance.theory.finite_n.gaussian import expected_entropy_gauss
 from acutance.theory.finite_n.grid import NODES, WEIGHTS, grid
 from acutance.theory.prediction.record import Kind, MetricRecord
 
@@ -76,29 +71,18 @@ def softmax_formulas(
     mean, variance = score_moments(family)
 
     def entropy() -> float:
-        return float(
-            expected_entropy_gauss(n, gamma) if normal else expected_entropy(n, gamma, family)
-        )
+        return float(expected_entropy(n, gamma, family))
 
     def collision() -> float:
-        exact = (
-            expected_collision_gauss(n, gamma) if normal else expected_collision(n, gamma, family)
-        )
-        return min(float(exact), 1.0)
+        return min(float(expected_collision(n, gamma, family)), 1.0)
 
     def log_sum(n: float = n) -> float:
-        if normal:
-            return float(expected_logsumexp_gauss(n, gamma))
-        if n == 1:
-            return gamma * mean
-        return float(expected_logsumexp(n, gamma, family))
+        return gamma * mean if n == 1 else float(expected_logsumexp(n, gamma, family))
 
     def top() -> float:
-        return gamma * float(expected_max_gauss(n) if normal else expected_max(n, family))
+        return gamma * float(expected_max(n, family))
 
     def attended() -> float:
-        if normal:
-            return gamma * gamma * (1 - collision())
         return gamma * float(expected_weighted_mean(n, gamma, family))
 
     def deviation(n: float = n) -> float:

@@ -17,12 +17,12 @@ Source: Su Jianlin, kexue.fm/archives/9889.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
-from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
+from scipy.special import log_ndtr, ndtr
 
 from acutance.theory.arguments import Array, log_probability, normal_density
 from acutance.theory.finite_n.expected import Maximum, mean_top_weight
@@ -45,42 +45,36 @@ _SIGNED = "The weights have both signs, so they are not a distribution."
 _NO_LAW = "Mean and covariance of the keys do not determine it."
 
 
-def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """Formulas for a row with weights max(s, 0)², s normal; means are over rows with weight."""
-    u, log_n = mean / deviation, math.log(n)
-    row = WeightedRow.relu2(n, u)
+def normal_formulas(n: float, mean: float, deviation: float, *, squared: bool) -> Formulas:
+    """Formulas for a row whose weights come from normal scores s.
+
+    The weights are max(s, 0)² if ``squared``, with means over rows with weight; else s itself, of
+    which metrics use the absolute value.
+    """
+    row, log_n = WeightedRow(n, mean / deviation, squared), math.log(n)
     entropy = cache(row.entropy)
     formulas: Formulas = {
         "entropy": ("mean", entropy),
         "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
         "information": ("mean", lambda: log_n - entropy()),
-        **_weight_formulas(row, lambda: relu2_top_weight(n, u)),
-    }
-    if not row.has_rows:
-        reason = f"Practically no row has a positive score: P = {row.active:.1g}."
-        formulas = dict.fromkeys(formulas, reason)
-    return _score_formulas(n, mean, deviation) | formulas
-
-
-def size_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """Formulas for a row whose weights are normal scores; metrics use their absolute values."""
-    u = mean / deviation
-    names = ("entropy", "normalized_entropy", "information")
-    return {
-        **_score_formulas(n, mean, deviation),
-        **dict.fromkeys(names, _SIGNED),
-        **_weight_formulas(WeightedRow.size(n, u), lambda: size_top_weight(n, u)),
-    }
-
-
-def _weight_formulas(row: WeightedRow, top_weight: Callable[[], float]) -> Formulas:
-    """Formulas of the metrics of independent weights that are not their entropy."""
-    return {
         "effective_keys": ("mean", row.effective_keys),
         "sparsity": ("mean", row.sparsity),
         "collision": ("mean", row.collision),
-        "top_weight": ("mean", top_weight),
-        "first_weight": ("mean", 1 / row.n),
+        "top_weight": ("mean", row.top_weight),
+        "first_weight": ("mean", 1 / n),
+    }
+    if not squared:
+        formulas |= dict.fromkeys(("entropy", "normalized_entropy", "information"), _SIGNED)
+    elif not row.active > _FEWEST:
+        reason = f"Practically no row has a positive score: P = {row.active:.1g}."
+        formulas = dict.fromkeys(formulas, reason)
+    return _without_softmax() | {
+        **formulas,
+        "n_keys": ("fixed", n),
+        "sink_mass": ("fixed", 0.0),
+        "max_logit": ("mean", lambda: mean + deviation * float(expected_max_gauss(n))),
+        "logit_mean": ("mean", mean),
+        "logit_std": ("mean", lambda: gaussian_deviation(n, deviation)),
     }
 
 
@@ -102,17 +96,6 @@ def linear_formulas(n: float, mean: float, sparsity: float) -> Formulas:
     }
 
 
-def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """Formulas for the metrics that depend on the scores alone."""
-    return _without_softmax() | {
-        "n_keys": ("fixed", n),
-        "sink_mass": ("fixed", 0.0),
-        "max_logit": ("mean", lambda: mean + deviation * float(expected_max_gauss(n))),
-        "logit_mean": ("mean", mean),
-        "logit_std": ("mean", lambda: gaussian_deviation(n, deviation)),
-    }
-
-
 def _without_softmax() -> Formulas:
     """The reason, by name, for each metric that only softmax weights have."""
     names = (
@@ -126,9 +109,6 @@ def _without_softmax() -> Formulas:
 _STEP = 0.3  # of log t: the trapezoid rule is then right to exp(-pi²/0.3) = 5e-15
 
 
-_TOP_STEP = 0.35  # of the log-odds of the largest score, where its density is smooth
-
-
 _BELOW, _ABOVE = 75.0, 160.0  # log t on both sides of where the sums are of order 1
 
 
@@ -137,44 +117,27 @@ _FEWEST = 1e-9  # expected active keys below which a mean over active rows says 
 
 @dataclass(frozen=True)
 class WeightedRow:
-    """Quadrature for a row of n keys with one distribution of weights.
+    """Quadrature for a row of n keys whose weights come from normal scores of deviation 1.
 
     Attributes:
         n: Number of keys.
-        weights: Nodes of the positive weights.
-        mass: Their probabilities.
-        idle: Probability that a weight is 0.
-        log_idle: Logarithm of that probability.
+        u: Mean of the scores s.
+        squared: Whether the weights are max(s, 0)² instead of abs(s).
     """
 
     n: float
-    weights: Array
-    mass: Array
-    idle: float
-    log_idle: float
+    u: float
+    squared: bool
 
-    @classmethod
-    def relu2(cls, n: float, u: float) -> WeightedRow:
-        """The row with weights max(s, 0)², s normal with mean u and deviation 1."""
-        scores, mass = _positive_nodes(u)
-        return cls(n, scores * scores, mass, float(ndtr(-u)), float(log_ndtr(-u)))
-
-    @classmethod
-    def size(cls, n: float, u: float) -> WeightedRow:
-        """The row with weights abs(s), s normal with mean u and deviation 1."""
-        parts = [_positive_nodes(u), _positive_nodes(-u)]
-        weights, mass = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return cls(n, weights, mass, 0.0, -math.inf)
+    @property
+    def log_idle(self) -> float:
+        """Logarithm of the probability that a weight is 0."""
+        return float(log_ndtr(-self.u)) if self.squared else -math.inf
 
     @property
     def active(self) -> float:
         """Probability that a row has any weight."""
         return -math.expm1(self.n * self.log_idle)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether rows with weight are common enough for a mean over them."""
-        return self.active > _FEWEST
 
     def effective_keys(self) -> float:
         """Mean number of effective keys, E (Σa)²/Σa²."""
@@ -204,15 +167,30 @@ class WeightedRow:
         mean_log = self.n * (t * log * np.exp((self.n - 1) * rest)).sum()
         return max(_STEP * float(log_sum - mean_log) / self.active, 0.0)
 
+    @property
+    def _idle(self) -> float:
+        """Probability that a weight is 0."""
+        return math.exp(self.log_idle)
+
+    @cached_property
+    def _weights(self) -> tuple[Array, Array]:
+        """Nodes of the positive weights, and their probabilities."""
+        scores, mass = _positive_nodes(self.u)
+        if self.squared:
+            return scores * scores, mass
+        below, mass_below = _positive_nodes(-self.u)
+        return np.concatenate([scores, below]), np.concatenate([mass, mass_below])
+
     @cached_property
     def _of_weights(self) -> tuple[Array, Array, Array]:
         """:meth:`_transforms` of a² and a log a with exp(-ta), a the weight."""
-        return self._transforms(1.0, [self.weights**2, self.weights * np.log(self.weights)])
+        weights, _ = self._weights
+        return self._transforms(1.0, [weights**2, weights * np.log(weights)])
 
     @cached_property
     def _of_squares(self) -> tuple[Array, Array, Array]:
         """:meth:`_transforms` of a with exp(-ta²), a the weight."""
-        return self._transforms(2.0, [self.weights])
+        return self._transforms(2.0, [self._weights[0]])
 
     def _transforms(self, power: float, factors: list[Array]) -> tuple[Array, Array, Array]:
         """Means over one weight a, at quadrature points t.
@@ -220,85 +198,53 @@ class WeightedRow:
         Returns:
             The points t; E factor · exp(-t a^power) for each factor; and log E exp(-t a^power).
         """
-        raised = self.weights**power
-        scale = -math.log(self.n * float(raised @ self.mass) + 1e-300)
+        weights, mass = self._weights
+        raised = weights**power
+        scale = -math.log(self.n * float(raised @ mass) + 1e-300)
         t = np.exp(np.arange(scale - _BELOW, scale + _ABOVE + 4 * math.log(self.n), _STEP))
         exponents = -t[:, None] * raised
         decay = np.exp(exponents)
-        *moments, present = (decay @ (np.stack([*factors, np.ones_like(raised)]) * self.mass).T).T
-        missing = -np.expm1(exponents, out=exponents) @ self.mass
-        return t, np.stack(moments), log_probability(self.idle + present, missing)
+        *moments, present = (decay @ (np.stack([*factors, np.ones_like(raised)]) * mass).T).T
+        missing = -np.expm1(exponents, out=exponents) @ mass
+        return t, np.stack(moments), log_probability(self._idle + present, missing)
+
+    def top_weight(self) -> float:
+        """Mean of the largest weight over the sum of all, over rows with weight.
+
+        Given the largest weight the others are independent, cut off there.
+        """
+        if self.n == 1:
+            return 1.0
+        u = self.u if self.squared else abs(self.u)
+        spread = _spread(u)
+        fine, wide = np.geomspace(1e-6, 0.5, 20), np.arange(1.0, (max(u, 0) + 13.5) / spread, 0.5)
+        edges = spread * np.concatenate([[0.0], fine, wide])
+
+        def nodes(ends: Array) -> tuple[Array, Array]:
+            sizes, widths = gauss(ends)
+            mirrored = 0.0 if self.squared else normal_density(sizes + u)
+            return sizes, widths * (normal_density(sizes - u) + mirrored)
+
+        tops, mass = nodes(edges)
+        above = ndtr(u - tops) + (0.0 if self.squared else ndtr(-u - tops))
+        chance = self.n * mass * np.exp((self.n - 1) * np.log1p(-np.minimum(above, 1 - 1e-16)))
+        live = chance > 1e-18 * self.active
+
+        def maxima() -> Iterator[Maximum]:
+            for top, factor, beyond in zip(
+                tops[live], self.n * mass[live], above[live], strict=True
+            ):
+                sizes, weights = nodes(np.append(edges[edges < top], top))
+                factors = (sizes / top) ** (2 if self.squared else 1)
+                yield Maximum(factor, factors, weights, beyond)
+
+        total = mean_top_weight(self.n, maxima(), _STEP, reach=35.0, zero=self._idle)
+        return total / self.active
 
 
-def relu2_top_weight(n: float, u: float) -> float:
-    """Mean of the largest relu² weight, E max a / Σa, over rows with weight.
-
-    Given the largest weight the others are independent, cut off there.
-    """
-    row = WeightedRow.relu2(n, u)
-    if n == 1:
-        return 1.0
-    start = float(log_ndtr(u) - log_ndtr(-u))  # log-odds of P(s > 0), so of P(s < 0) reversed
-    lowest = max(-start, -45.0)  # below it there is nothing to count
-    highest = math.log(n) + max(0.0, -start) + 42
-    v, measure = _panels(lowest, highest)
-    if float(_largest(n, np.array([lowest]))[0]) < 1e-15 * row.active:  # smooth, 0 at both ends
-        v = np.arange(lowest, highest, _TOP_STEP)
-        measure = np.full(v.shape, _TOP_STEP)
-    chance = measure * np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v))
-    live = measure * _largest(n, v) > 1e-18 * row.active
-
-    def maxima() -> Iterator[Maximum]:
-        for at, factor in zip(v[live], chance[live], strict=True):
-            below, mass = _panels(lowest, float(at))
-            scores, top = _score(below, u), _score(np.array([at]), u)[0]
-            factors = np.clip(scores / top, 0.0, 1.0) ** 2
-            yield Maximum(factor, factors, mass * expit(below) * expit(-below), float(expit(-at)))
-
-    return mean_top_weight(n, maxima(), _STEP, reach=35.0, zero=row.idle) / row.active
-
-
-def _largest(n: float, v: Array) -> Array:
-    """Density of the largest of n scores, as a function of the log-odds v of its probability."""
-    others = (n - 1) * np.logaddexp(0, -v)
-    return np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v) - others)
-
-
-def size_top_weight(n: float, u: float) -> float:
-    """Mean of the largest weight E max |s| / Σ|s|, for scores of mean u and deviation 1."""
-    u = abs(u)
-    edges = np.concatenate([[0.0], np.geomspace(1e-6, 0.5, 20), np.arange(1.0, u + 13.5, 0.5)])
-    if n == 1:
-        return 1.0
-
-    def nodes(ends: Array) -> tuple[Array, Array]:
-        sizes, widths = gauss(ends)
-        return sizes, widths * (normal_density(sizes - u) + normal_density(sizes + u))
-
-    tops, mass = nodes(edges)
-    above = ndtr(u - tops) + ndtr(-u - tops)
-    chance = n * mass * np.exp((n - 1) * np.log1p(-np.minimum(above, 1 - 1e-16)))
-    live = chance > 1e-18
-
-    def maxima() -> Iterator[Maximum]:
-        for top, factor, beyond in zip(tops[live], n * mass[live], above[live], strict=True):
-            sizes, weights = nodes(np.append(edges[edges < top], top))
-            yield Maximum(factor, sizes / top, weights, beyond)
-
-    return mean_top_weight(n, maxima(), _STEP, reach=35.0)
-
-
-def _score(v: Array, u: float) -> Array:
-    """Quantile of a score u + z at a probability given by its log-odds v."""
-    z = np.copysign(ndtri_exp(-np.logaddexp(0, np.abs(v))), v)
-    return np.asarray(np.maximum(u + z, 0.0))
-
-
-def _panels(low: float, high: float) -> tuple[Array, Array]:
-    """Gauss nodes and weights on [low, high], on panels of width 1, finer towards both ends."""
-    fine = 2.0 ** -np.arange(0.0, 12.0)
-    inner = np.concatenate([np.arange(low, high, 1.0), low + fine, high - fine, [high]])
-    return gauss(np.unique(np.clip(inner, low, high)))
+def _spread(u: float) -> float:
+    """How far a normal score of mean u typically is above 0, where 0 is in its tail; else 1."""
+    return 1 / max(1.0, -u)
 
 
 def _positive_nodes(u: float) -> tuple[Array, Array]:
@@ -306,7 +252,7 @@ def _positive_nodes(u: float) -> tuple[Array, Array]:
 
     The weights include the density: they sum to the probability of that part.
     """
-    spread = 1 / max(1.0, -u)  # how far a score above 0 typically is, where 0 is in the tail
+    spread = _spread(u)
     top = max(u, 0.0) + 13.0
     edges = np.concatenate(
         [
