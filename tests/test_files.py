@@ -186,6 +186,7 @@ def test_pipes_devices_and_directories_are_not_waited_for(tmp_path: Path) -> Non
 
 def test_states_and_records_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
     from acutance.calibration.by_loss.readings import Readings
+
     from acutance_lab.record import load
 
     pipe = tmp_path / "pipe"

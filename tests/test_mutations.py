@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from acutance.calibration.by_loss.readings import Readings
 from rich.console import Console
 
 import acutance
 from acutance.calibration import ApplyError, Law
 from acutance.calibration.by_loss.gradients import Reading
-from acutance.calibration.by_loss.readings import Readings
 from acutance.comparison import compare
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state

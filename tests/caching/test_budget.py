@@ -20,7 +20,7 @@ from acutance.caching.frontier import sentences
 from acutance.caching.packing import quantise
 from acutance.caching.proposals import Option, cheapest
 from acutance.caching.rules import HeadReach, propose, read_reach
-from acutance.calibration.by_loss.runs import read_windows
+from acutance.calibration.loss_table import read_windows
 from acutance.capture.attention_call import AttentionCall
 from acutance_lab.trained import decoder
 from tests.contract.caching.conftest import build

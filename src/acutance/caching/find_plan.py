@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,20 +20,22 @@ from acutance.caching.rules import propose, read_reach
 from acutance.calibration.apply_law import apply
 from acutance.calibration.by_loss.choose_windows import gate_slopes
 from acutance.calibration.by_loss.gates import Alternative
-from acutance.calibration.by_loss.gradients import Reading
-from acutance.calibration.by_loss.readings import Readings
-from acutance.calibration.by_loss.runs import (
+from acutance.calibration.fit.windows import AnyBatches, evaluating
+from acutance.calibration.loss_table import (
     Advance,
-    Run,
+    LossTable,
+    Reading,
+    Saving,
+    Unit,
     Windows,
     difference,
     margin,
     mean_loss,
+    read_units,
     read_windows,
 )
-from acutance.calibration.fit.windows import AnyBatches, evaluating
 from acutance.calibration.losses import AnyLoss
-from acutance.files import finite, refuse_replacing
+from acutance.files import finite
 from acutance.probing.causes import is_untrained
 from acutance.scaling import Window
 from acutance.shapes import check_number
@@ -51,8 +53,8 @@ PLANS = (
 )
 #: Shares of the full cache at which the frontier is measured.
 SHARES = (0.75, 0.5, 0.35, 0.25)
-#: Ends of the names of the files that keep derivatives, statistics and losses.
-_FILES = (".costs", ".reach", "")
+#: Ends of the names of the files that keep derivatives and statistics, beside that of the losses.
+_COSTS, _REACH = ".costs", ".reach"
 #: Windows in which spans are planted, at most, and their tokens, at least: eight spans of 24 and
 #: their repetitions.
 _MOST_RECALLED, _LEAST_RECALLED = 4, 452
@@ -129,9 +131,7 @@ def budget(
         True
     """
     shares = _check(keep, max_loss, shares, plans)
-    files = {part: None if save is None else f"{os.fspath(save)}{part}" for part in _FILES}
-    for file in files.values():
-        refuse_replacing(file, resume=resume, overwrite=overwrite)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, endings=("", _COSTS, _REACH))
     whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]
@@ -143,21 +143,25 @@ def budget(
             f"{len(units)}"
         )
     fitting, deciding = units[::2], units[1::2]
+
+    def told(tokens: int, part: int) -> None:
+        if advance is not None:
+            advance(tokens, part, 3)
+
     costs = gate_slopes(
         model,
         [turn.batch for unit in fitting for turn in unit.turns],
         [_alternative(plan) for plan in plans],
         key_heads=True,
         loss=loss,
-        save=files[".costs"],
+        save=saving.beside(_COSTS).path,
         resume=resume,
         overwrite=overwrite,
-        advance=None if advance is None else lambda tokens, *_: advance(tokens, 1, 3),
+        advance=lambda tokens, *_: told(tokens, 1),
     )
     reach = read_reach(
-        read, fitting, whole.shapes, save=files[".reach"], resume=resume,
-        advance=None if advance is None else lambda tokens, *_: advance(tokens, 2, 3),
-    )  # fmt: skip
+        read, fitting, whole.shapes, saving.beside(_REACH), lambda tokens: told(tokens, 2)
+    )
     by_head = {
         (one.module, one.head): tuple(map(sum, zip(one.slope, one.curvature, strict=True)))
         for one in costs
@@ -169,7 +173,9 @@ def budget(
         for rule, heads in propose(options, reach, targets)
     ]
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
-    points, before = _measure(read, deciding, proposals, asked, save, resume, advance)
+    points, before = _measure(
+        read, deciding, proposals, asked, saving, lambda tokens: told(tokens, 3)
+    )
     plan = _choose(points, n, keep, max_loss, len(deciding), whole)
     found = next((one for one in points if one.plan == plan), None)
     recalled = _recall(model, deciding, n, plan, HeadPlan(key_bits=4, value_bits=4) in plans)
@@ -267,27 +273,6 @@ def _alternative(plan: HeadPlan) -> Window | Alternative:
 # -- the losses of plans ---------------------------------------------------------------------------
 
 
-class _PlanScores:
-    """Context that measures the loss of a batch under one of several plans."""
-
-    def __init__(self, windows: Windows, plans: Sequence[CachePlan | None]) -> None:
-        self._windows, self._plans = windows, plans
-
-    def __enter__(self) -> _PlanScores:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
-
-    def score(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
-        """Loss of a batch under the plan with the number in ``values``."""
-        model = self._windows.model
-        with evaluating(model), torch.no_grad(), _applied(model, self._plans[int(values)]):
-            scored = self._windows.loss.score(model, batch)
-        return Reading.of(scored, torch.zeros(1, dtype=torch.float64))
-
-    read = score
-
-
 def _applied(model: torch.nn.Module, plan: CachePlan | None) -> AbstractContextManager[Any]:
     """Context in which a model runs under a plan, as a mask where a mask expresses it."""
     if plan is None:
@@ -302,37 +287,29 @@ def _applied(model: torch.nn.Module, plan: CachePlan | None) -> AbstractContextM
 
 def _measure(
     read: Windows,
-    deciding: Sequence[Any],
+    deciding: Sequence[Unit],
     proposals: Sequence[tuple[str, CachePlan]],
     asked: str,
-    save: str | os.PathLike[str] | None,
-    resume: bool,
-    advance: Advance | None,
+    saving: Saving,
+    advance: Callable[[int], object],
 ) -> tuple[list[Point], float]:
     """The loss of every proposal on the deciding windows, and the mean loss without a plan."""
-    different: dict[str, CachePlan] = {plan.words: plan for _, plan in proposals}
-    plans = [None, *different.values()]
-    settings = {**read.settings(), "plans": list(different), "shown": {"plans": asked}}
-    readings = Readings(settings, save, 1)
-    if resume:
-        readings.resume()
-    run = Run(read, _PlanScores(read, plans), readings)
+    different: dict[str, CachePlan | None] = {"": None}
+    different |= {plan.words: plan for _, plan in proposals}
+    settings = {**read.settings(), "plans": [*different][1:], "shown": {"plans": asked}}
+    measured: dict[str, list[Reading]] = {}
+    with LossTable(settings, saving) as table:
+        for words, plan in different.items():
 
-    def losses() -> list[list[Reading]]:
-        return [
-            [
-                run.read(unit, torch.tensor(index), advance, 3, 3, backward=False)
-                for unit in deciding
-            ]
-            for index in range(len(plans))
-        ]
+            def loss(batch: dict[str, Any], plan: CachePlan | None = plan) -> Reading:
+                with evaluating(read.model), torch.no_grad(), _applied(read.model, plan):
+                    return Reading.of(read.loss.score(read.model, batch))
 
-    before, *after = run.running(losses)
-    by_words = dict(zip(different, after, strict=True))
-    n = read.lengths[-1]
+            measured[words] = read_units(read, deciding, table, words, loss, advance)
+    n, before = read.lengths[-1], measured[""]
     points = []
     for rule, plan in proposals:
-        delta, error = difference(before, by_words[plan.words])
+        delta, error = difference(before, measured[plan.words])
         points.append(Point(rule, plan, plan.bytes(n), plan.share(n), delta, error))
     return points, mean_loss(before)
 

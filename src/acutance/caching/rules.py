@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,8 @@ from torch import Tensor
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import LayerShape
 from acutance.caching.proposals import Option, Place, cheapest
-from acutance.calibration.by_loss.gradients import Reading
-from acutance.calibration.by_loss.readings import Readings
-from acutance.calibration.by_loss.runs import Advance, Unit, Windows
 from acutance.calibration.fit.windows import evaluating
+from acutance.calibration.loss_table import LossTable, Reading, Saving, Unit, Windows, read_units
 from acutance.probing.open_probe import probe
 from acutance.summary.head_summary import HeadSummary
 
@@ -68,10 +65,8 @@ def read_reach(
     read: Windows,
     units: Sequence[Unit],
     shapes: Mapping[str, LayerShape],
-    *,
-    save: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    advance: Advance | None = None,
+    saving: Saving | None = None,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> dict[Place, HeadReach]:
     """How far back each key head reads, from one pass over some windows.
 
@@ -79,46 +74,38 @@ def read_reach(
         read: the model and its windows.
         units: those that are read.
         shapes: of the layers, by module name.
-        save: file that keeps what was read, to continue from.
-        resume: continue from it.
-        advance: called after each window with its tokens, 1 and 2.
+        saving: where what was read is kept.
+        advance: called after each window with its tokens.
     """
     octaves = read.lengths[-1].bit_length() + 1
-    readings = Readings({**read.settings(), "statistics": f"{_ROWS} rows"}, save, 1)
-    if resume:
-        readings.resume()
-    windows = []
-    try:
-        for unit in units:
-            make = functools.partial(_read, read, unit, shapes, octaves)
-            windows.append(readings.get(make))
-            if advance is not None:
-                advance(unit.tokens, 1, 2)
-    finally:
-        readings.save()
+    options: dict[str, Any] = {"max_rows": _ROWS, "verify": False, "profile": False}
+
+    def statistics(batch: dict[str, Any]) -> Reading:
+        with (
+            evaluating(read.model),
+            torch.no_grad(),
+            probe(
+                read.model,
+                metrics=["first_weight", "keys_95"],
+                gaps=True,
+                structure=True,
+                **options,
+            ) as watch,
+        ):
+            read.model(**batch)
+        numbers = _by_key_head(watch.summary(), shapes, octaves)
+        nothing = torch.zeros((), dtype=torch.float64)
+        return Reading(nothing, nothing, numbers.flatten())
+
+    settings = {**read.settings(), "statistics": f"{_ROWS} rows"}
+    with LossTable(settings, saving or Saving()) as table:
+        windows = read_units(read, units, table, "statistics", statistics, advance)
     mean = torch.stack([one.gradient for one in windows]).mean(0).view(-1, octaves + 2).tolist()
     places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
     return {
         place: HeadReach(tuple(row[:-2]), row[-2], row[-1], read.lengths[-1])
         for place, row in zip(places, mean, strict=True)
     }
-
-
-def _read(read: Windows, unit: Unit, shapes: Mapping[str, LayerShape], octaves: int) -> Reading:
-    """The numbers of a :class:`HeadReach` for all key heads, from one window."""
-    metrics = ["first_weight", "keys_95"]
-    with (
-        evaluating(read.model),
-        torch.no_grad(),
-        probe(
-            read.model, metrics=metrics, gaps=True, structure=True, max_rows=_ROWS, verify=False,
-            profile=False,
-        ) as watch,
-    ):  # fmt: skip
-        for turn in unit.turns:
-            read.model(**turn.inputs(read.device))
-    numbers = _by_key_head(watch.summary(), shapes, octaves)
-    return Reading(0.0, unit.tokens, numbers.flatten())
 
 
 def _by_key_head(summary: HeadSummary, shapes: Mapping[str, LayerShape], octaves: int) -> Tensor:

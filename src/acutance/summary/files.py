@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,10 @@ _COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
 def read(
-    path: str | os.PathLike[str], schema: str, what: str = "head summary"
+    path: str | os.PathLike[str],
+    schema: str,
+    what: str = "head summary",
+    earlier: Collection[str] = (),
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read the header and arrays of a state file.
 
@@ -66,6 +69,7 @@ def read(
         path: the file.
         schema: the schema that its header must name.
         what: what such a file contains, for messages.
+        earlier: schemas of earlier versions, which it may name too.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -82,7 +86,8 @@ def read(
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            if header.get("schema") == schema:  # other files may be large: not read in vain
+            known = header.get("schema") in (schema, *earlier)
+            if known:  # other files may be large: not read in vain
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, AttributeError, ValueError) as error:  # torch lacks some dtypes
         raise ValueError(f"{name} is not a complete safetensors file: {_line(error)}") from error
@@ -90,7 +95,7 @@ def read(
         raise OSError(f"{name} cannot be read: {error.strerror or _line(error)}") from error
     except MemoryError as error:
         raise OSError(f"{name} cannot be read: it is larger than the available memory") from error
-    if header.get("schema") != schema:
+    if not known:
         schema_read = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
             f"{name} is not a {what} that this version can read: its schema is "

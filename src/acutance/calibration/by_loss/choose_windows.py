@@ -11,30 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.by_loss.gates import (
-    Alternative,
-    GatedLayer,
-    GateGradients,
-    gated_layers,
-)
-from acutance.calibration.by_loss.gradients import Reading
-from acutance.calibration.by_loss.readings import Readings
-from acutance.calibration.by_loss.result import GateSlope, beyond_noise
-from acutance.calibration.by_loss.runs import (
+from acutance.calibration.by_loss.gates import Alternative, GateGradients
+from acutance.calibration.by_loss.result import GateSlope, beyond_noise, head_records
+from acutance.calibration.fit.windows import AnyBatches
+from acutance.calibration.loss_table import (
     Advance,
-    Run,
+    Reading,
+    Saving,
     Unit,
     Windows,
     difference,
     margin,
-    mean_gradient,
     mean_loss,
     read_windows,
 )
-from acutance.calibration.fit.windows import AnyBatches
 from acutance.calibration.losses import AnyLoss
-from acutance.capture.find_layers import layer_numbers
-from acutance.files import refuse_replacing
 from acutance.scaling import Window
 
 __all__ = ["WindowChoice", "choose_windows", "gate_slopes"]
@@ -75,11 +66,8 @@ def choose_windows(
     stopping: Sequence[Unit],
     choices: Sequence[Window],
     passes: int,
-    *,
-    save: str | os.PathLike[str] | None = None,
-    save_every: int = 1,
-    resume: bool = False,
-    advance: Advance | None = None,
+    saving: Saving,
+    advance: Advance | None,
 ) -> WindowChoice:
     """Choose the heads that read through a window, and through which.
 
@@ -95,108 +83,63 @@ def choose_windows(
         stopping: those that decide.
         choices: the windows.
         passes: largest number of passes.
-        save: file of the readings, or None.
-        save_every: windows between two writes.
-        resume: continue from the file.
+        saving: where readings are kept.
         advance: progress callback, or None.
 
     Raises:
         ValueError: if no layer can have gates.
     """
-    run, layers, skipped = _gate_run(windows, choices, False, save, save_every, resume)
-    job = _Choice(run, fitting, stopping, passes, advance)
-    values = run.running(job.choose)
-    slope, error, curvature = job.slopes
-    gates = _by_gate(windows.model, layers, run.gradients, slope, error, curvature)
-    law = run.gradients.law(values)
-    return WindowChoice(tuple(choices), law, gates, job.before, job.after, job.done, skipped)
-
-
-class _Choice:
-    """The passes of one choice; each decision follows from earlier readings."""
-
-    def __init__(
-        self,
-        run: Run[GateGradients],
-        fitting: Sequence[Unit],
-        stopping: Sequence[Unit],
-        passes: int,
-        advance: Advance | None,
-    ) -> None:
-        self._run, self._fitting, self._stopping = run, fitting, stopping
-        self._passes, self._advance = passes, advance
-        self.before: list[Reading] = []
-        self.after: list[Reading] = []
-        self.slopes: tuple[Tensor, Tensor, Tensor] = (torch.empty(0),) * 3
-        self.done = 1
-
-    def choose(self) -> Tensor:
-        """What each head computes, (gates,): 0 for all its keys, k for window k from 1."""
-        gates = sum(self._run.gradients.gates.values())
-        best = torch.zeros(gates, dtype=torch.float64)
-        self.before = self.after = self._score(best, 1)
-        tried = {_key(best)}
-        for number in range(1, self._passes + 1):
-            slope, error, curvature = self._slopes(best, number)
-            if number == 1:
-                self.slopes = slope, error, curvature
-            self.done = number
+    with GateGradients(windows, saving, advance, passes, alternatives=choices) as gradients:
+        best = gradients.zeros()  # 0 for all keys of a head, k for window k from 1
+        before = after = gradients.readings(stopping, best, backward=False)
+        first = slopes = gradients.slopes(fitting, best)
+        tried, number = {_key(best)}, 1
+        while True:
             better: list[tuple[Tensor, list[Reading]]] = []
-            for values in self._proposals(best, slope, error, number == 1):
+            beyond = beyond_noise(slopes[0], slopes[1], len(fitting)) & (slopes[0] < 0)
+            for values in _proposals(best, slopes[0], beyond, number == 1):
                 if _key(values) in tried:
                     continue
                 tried.add(_key(values))
-                after = self._score(values, number)
-                delta, error_of_it = difference(self.after, after)
-                if delta < -margin(error_of_it, len(after)):
-                    better.append((values, after))
+                found = gradients.readings(stopping, values, number, backward=False)
+                delta, error = difference(after, found)
+                if delta < -margin(error, len(found)):
+                    better.append((values, found))
                     if number > 1:
                         break
-            if not better:
+            if better:
+                best, after = min(better, key=lambda pair: mean_loss(pair[1]))
+            if not better or number == passes:
                 break
-            best, self.after = min(better, key=lambda pair: mean_loss(pair[1]))
-        return best
+            number += 1
+            slopes = gradients.slopes(fitting, best, number)
+    gates = _by_gate(windows.model, gradients, *first)
+    law = gradients.law(best)
+    return WindowChoice(tuple(choices), law, gates, before, after, number, gradients.skipped)
 
-    def _proposals(
-        self, now: Tensor, slope: Tensor, error: Tensor, first: bool
-    ) -> Iterator[Tensor]:
-        """What heads may compute instead, (gates,) each, those most likely to help first.
 
-        Args:
-            now: what they compute.
-            slope: derivatives by the gates, (gates, windows).
-            error: their standard errors.
-            first: whether this is the first pass.
-        """
-        beyond = beyond_noise(slope, error, len(self._fitting)) & (slope < 0)
-        least, at = slope.masked_fill(~beyond, math.inf).min(1)
-        change = least < 0
-        while bool(change.any()):
-            yield _changed(now, at, change)
-            if first:
-                break
-            strongest = least.argsort()[: int(change.sum()) // 2]
-            change = torch.zeros_like(change).index_fill(0, strongest, True)
+def _proposals(now: Tensor, slope: Tensor, beyond: Tensor, first: bool) -> Iterator[Tensor]:
+    """What heads may compute instead, (gates,) each, those most likely to help first.
+
+    Args:
+        now: what they compute.
+        slope: derivatives by the gates, (gates, windows).
+        beyond: which of them are negative beyond noise.
+        first: whether this is the first pass.
+    """
+    least, at = slope.masked_fill(~beyond, math.inf).min(1)
+    change = least < 0
+    while bool(change.any()):
+        yield _changed(now, at, change)
         if first:
-            for one in range(slope.shape[1]):
-                yield _changed(now, torch.full_like(at, one), beyond[:, one])
-                yield _changed(now, torch.full_like(at, one), slope[:, one] < 0)
-                yield torch.full_like(now, one + 1)
-
-    def _slopes(self, values: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Derivatives by the gates, standard errors and second-order costs at these values."""
-        readings = [
-            self._run.read(unit, values, self._advance, number, self._passes)
-            for unit in self._fitting
-        ]
-        return _mean(readings, self._run.gradients.alternatives)
-
-    def _score(self, values: Tensor, number: int) -> list[Reading]:
-        """Loss of each deciding window at these values."""
-        return [
-            self._run.read(unit, values, self._advance, number, self._passes, backward=False)
-            for unit in self._stopping
-        ]
+            break
+        strongest = least.argsort()[: int(change.sum()) // 2]
+        change = torch.zeros_like(change).index_fill(0, strongest, True)
+    if first:
+        for one in range(slope.shape[1]):
+            yield _changed(now, torch.full_like(at, one), beyond[:, one])
+            yield _changed(now, torch.full_like(at, one), slope[:, one] < 0)
+            yield torch.full_like(now, one + 1)
 
 
 def gate_slopes(
@@ -252,75 +195,23 @@ def gate_slopes(
     """
     if not alternatives:
         raise ValueError("alternatives must contain at least one window, got none")
-    refuse_replacing(save, resume=resume, overwrite=overwrite)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite)
     read = read_windows(model, windows, None, loss)
     if len(read.units) < 2:
         raise ValueError(f"errors need at least 2 windows, got {len(read.units)}")
-    run, layers, _ = _gate_run(read, alternatives, key_heads, save, 1, resume)
-
-    def slopes() -> list[Reading]:
-        zero = torch.zeros(sum(run.gradients.gates.values()), dtype=torch.float64)
-        return [run.read(unit, zero, advance, 1, 1) for unit in read.units]
-
-    return _by_gate(model, layers, run.gradients, *_mean(run.running(slopes), len(alternatives)))
-
-
-def _gate_run(
-    windows: Windows,
-    alternatives: Sequence[Window | Alternative],
-    key_heads: bool,
-    save: str | os.PathLike[str] | None,
-    every: int,
-    resume: bool,
-) -> tuple[Run[GateGradients], Mapping[str, GatedLayer], Mapping[str, str]]:
-    """What reads the derivatives by gates, the layers with gates, and why others have none."""
-    turn = windows.units[0].turns[-1]
-    layers, skipped = gated_layers(windows.model, turn, windows.device)
-    gradients = GateGradients(
-        windows.model, windows.loss, layers, alternatives, key_heads=key_heads
-    )
-    words = [str(one) if isinstance(one, Window) else one.words for one in alternatives]
-    shown = [
-        f"size={one.size},sinks={one.sinks}" if isinstance(one, Window) else one.words
-        for one in alternatives
-    ]
-    settings = {
-        **windows.settings(),
-        "alternatives": words,
-        "key_heads": key_heads,
-        "shown": {"alternatives": shown},
-    }
-    readings = Readings(settings, save, every)
-    if resume:
-        readings.resume()
-    return Run(windows, gradients, readings), layers, skipped
-
-
-def _mean(readings: Sequence[Reading], alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives, their standard errors, and second-order costs, (gates, alternatives) each."""
-    mean, error = mean_gradient(readings)
-    slope, curvature = (part.view(-1, alternatives) for part in mean.chunk(2))
-    return slope, error.chunk(2)[0].view(-1, alternatives), curvature
+    with GateGradients(
+        read, saving, advance, 1, alternatives=alternatives, key_heads=key_heads
+    ) as gradients:
+        slopes = gradients.slopes(read.units, gradients.zeros())
+    return _by_gate(model, gradients, *slopes)
 
 
 def _by_gate(
-    model: torch.nn.Module,
-    layers: Mapping[str, GatedLayer],
-    gradients: GateGradients,
-    slope: Tensor,
-    error: Tensor,
-    curvature: Tensor,
+    model: torch.nn.Module, gradients: GateGradients, *numbers: Tensor
 ) -> tuple[GateSlope, ...]:
-    """Derivatives of all gates and alternatives as one record for each gate, in model order."""
-    numbers = layer_numbers(model, list(layers))
+    """Derivatives, errors and costs, (gates, alternatives) each, as one record for each gate."""
     places = [(name, head) for name, gates in gradients.gates.items() for head in range(gates)]
-    index = {name: at for at, name in enumerate(layers)}
-    parts = [part.tolist() for part in (slope, error, curvature)]
-    found = [
-        GateSlope(numbers.get(name, index[name]), head, name, *(tuple(part[at]) for part in parts))
-        for at, (name, head) in enumerate(places)
-    ]
-    return tuple(sorted(found, key=lambda one: (one.layer, one.head)))
+    return head_records(GateSlope, model, places, *numbers)
 
 
 def _changed(now: Tensor, at: Tensor, change: Tensor) -> Tensor:

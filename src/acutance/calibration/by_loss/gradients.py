@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import apply
-from acutance.calibration.fit.measure import no_layer, read_layers
+from acutance.calibration.fit.measure import knots_of, no_layer, read_layers
 from acutance.calibration.fit.windows import Turn, evaluating, first_tokens
-from acutance.calibration.losses import Loss, Scored
+from acutance.calibration.loss_table import (
+    Advance,
+    LossTable,
+    Reading,
+    Saving,
+    Unit,
+    Windows,
+    read_units,
+)
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.scaling import HeadTable, Window
 from acutance.scaling.base import Rows
@@ -25,16 +34,7 @@ from acutance.scaling.learned import LearnedScaling
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "FactorTable",
-    "Layers",
-    "LossGradients",
-    "PreparedModel",
-    "Reading",
-    "attending_layers",
-    "joined",
-    "prepared",
-]
+__all__ = ["FactorTable", "Gradients", "LossGradients", "first_turn", "joined", "prepared"]
 
 _FEW = 32  # tokens of the run that finds the layers
 
@@ -89,135 +89,159 @@ class FactorTable(LearnedScaling):
         )
 
 
-@dataclass(frozen=True)
-class Layers:
-    """The attention layers of a model whose heads can be scaled.
-
-    Attributes:
-        heads: number of query heads by module name, in the order in which the layers ran.
-        skipped: why other layers cannot be scaled, by module name.
-    """
-
-    heads: Mapping[str, int]
-    skipped: Mapping[str, str]
+def first_turn(turn: Turn, tokens: int = _FEW) -> Turn:
+    """The first tokens of the first window of a batch, as a batch of their own."""
+    few = min(tokens, turn.length)
+    return Turn(few, first_tokens(turn.batch, few), torch.zeros(1, dtype=torch.int64))
 
 
-def attending_layers(
-    model: torch.nn.Module, turn: Turn, device: torch.device | None, windowed: bool
-) -> Layers:
-    """Find the attention layers of a model by running it on the first tokens of a batch.
+class Gradients(ABC):
+    """Context that reads a model's loss, and its derivatives by some parameters, window by window.
 
-    Raises:
-        ProbeError: if the model ran no attention that can be read.
-        ValueError: if no layer can be scaled.
-    """
-    few = Turn(
-        min(_FEW, turn.length), first_tokens(turn.batch, _FEW), torch.zeros(1, dtype=torch.int64)
-    )
-    layers, skipped = read_layers(model, [few], "entropy", (few.length,), windowed=windowed)
-    if not layers:
-        raise ValueError(no_layer(skipped))
-    return Layers({name: values.value.shape[1] for name, values in layers.items()}, skipped)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The loss of one or more batches and its derivative by each log-factor.
-
-    Attributes:
-        loss: sum over predictions, in nats.
-        count: number of predictions.
-        gradient: derivative of ``loss`` by each log-factor, (parameters,) float64.
-    """
-
-    loss: float
-    count: int
-    gradient: Tensor
-
-    @classmethod
-    def of(cls, scored: Scored, gradient: Tensor) -> Reading:
-        """The reading of a batch from the loss of its predictions."""
-        known = ~scored.loss.isnan()
-        return cls(float(scored.loss[known].sum()), int(known.sum()), gradient)
-
-
-class PreparedModel:
-    """Context for runs of a model that :func:`prepared` changes.
-
-    It is changed at the first run, since a resumed fit may need none.
+    The model is changed at the first run, since a resumed fit may need none.
 
     Args:
-        model: the model.
+        windows: the model, its loss and its windows.
+        settings: what decides the numbers beside them, which a resumed run must share.
+        saving: where readings are kept.
+        advance: progress callback, or None.
+        passes: largest number of passes, for the callback.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(
+        self,
+        windows: Windows,
+        settings: Mapping[str, Any],
+        saving: Saving,
+        advance: Advance | None,
+        passes: int,
+    ) -> None:
+        self._windows, self._model, self._loss = windows, windows.model, windows.loss
+        self._advance, self._passes = advance, passes
+        self._table = LossTable({**windows.settings(), **settings}, saving)
         self._context: ExitStack | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         context, self._context = self._context, None
-        if context is not None:
-            context.__exit__(*error)
+        try:
+            if context is not None:
+                context.__exit__(kind, *rest)
+        finally:
+            self._table.__exit__(kind, *rest)
 
-    def prepare(self) -> None:
-        """Prepare the model, unless that is done."""
+    def readings(
+        self, units: Sequence[Unit], values: Tensor, number: int = 1, *, backward: bool = True
+    ) -> list[Reading]:
+        """Loss and derivatives of windows, from the table or computed.
+
+        Args:
+            units: the windows.
+            values: of the parameters, (parameters,) float64.
+            number: number of this pass, for the progress callback.
+            backward: False reads the loss alone, without derivatives.
+        """
+        digest = hashlib.sha256(values.float().numpy().tobytes()).hexdigest()[:16]
+        return read_units(
+            self._windows,
+            units,
+            self._table,
+            f"{'derivatives' if backward else 'loss'} at {digest}",
+            lambda batch: self._run(batch, values, backward),
+            lambda tokens: self._advance and self._advance(tokens, number, self._passes),
+        )
+
+    def _prepare(self) -> None:
+        """Prepare the model for backward passes, unless that is done."""
         if self._context is not None:
             return
         with ExitStack() as context:
             context.enter_context(prepared(self._model))
-            self._prepare(context)
+            self._change(context)
             self._context = context.pop_all()
 
-    def _prepare(self, context: ExitStack) -> None:
-        """What a subclass adds to the context."""
+    @abstractmethod
+    def _change(self, context: ExitStack) -> None:
+        """Change the model while the context lasts."""
+
+    @abstractmethod
+    def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
+        """The reading of one batch; without derivatives unless ``backward``."""
 
 
-class LossGradients(PreparedModel):
-    """Context that computes a model's loss and its derivative by the factor of every head.
+class LossGradients(Gradients):
+    """The loss of a model and its derivative by the factor of every head.
 
     The parameters are one vector of log-factors: layer by layer, head by head, at the knots.
 
     Args:
-        model: a model with a loss.
-        loss: the loss.
-        layers: the layers to scale.
-        knots: numbers n of visible keys at which there are factors.
+        windows: as in :class:`Gradients`.
+        saving: likewise.
+        advance: likewise.
+        passes: likewise.
+        law: ``"table"`` for factors at every length, or ``"constant"``.
         windowed: also scale layers with a sliding window.
-        windows: windows of layers, by module name, and of heads, by (module name, head), which
+        fixed: windows of layers, by module name, and of heads, by (module name, head), which
             stay as they are.
+        settings: further settings that a resumed run must share.
+
+    Attributes:
+        tables: the factors of each layer, by module name.
+        skipped: why other layers cannot be scaled, by module name.
+
+    Raises:
+        ProbeError: if the model ran no attention that can be read.
+        ValueError: if no layer can be scaled.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        loss: Loss,
-        layers: Layers,
-        knots: Sequence[int],
+        windows: Windows,
+        saving: Saving,
+        advance: Advance | None,
+        passes: int,
         *,
-        windowed: bool = False,
-        windows: Mapping[Any, Window] | None = None,
+        law: str,
+        windowed: bool,
+        fixed: Mapping[Any, Window] | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(model)
-        self._loss, self._windowed = loss, windowed
-        self._windows = {} if windows is None else dict(windows)
-        self.tables = {name: FactorTable(heads, knots) for name, heads in layers.heads.items()}
+        few = first_turn(windows.units[0].turns[-1])
+        model = windows.model
+        layers, self.skipped = read_layers(
+            model, [few], "entropy", (few.length,), windowed=windowed
+        )
+        if not layers:
+            raise ValueError(no_layer(self.skipped))
+        super().__init__(
+            windows, {"law": law, "windowed": windowed, **settings}, saving, advance, passes
+        )
+        self._windowed, self._fixed = windowed, fixed or {}
+        knots = knots_of(windows.lengths) if law == "table" else (windows.lengths[-1],)
+        self.tables = {
+            name: FactorTable(values.value.shape[1], knots) for name, values in layers.items()
+        }
 
-    def _prepare(self, context: ExitStack) -> None:
+    def _change(self, context: ExitStack) -> None:
         """Apply the law with the factors to be fitted."""
-        law = joined(self.tables, self._windows)
+        law = joined(self.tables, self._fixed)
         context.enter_context(apply(self._model, law, windowed=self._windowed))
 
     @property
-    def size(self) -> int:
-        """Number of parameters: heads of all layers times knots."""
-        return sum(table.log_factor.numel() for table in self.tables.values())
+    def places(self) -> list[tuple[str, int]]:
+        """Module name and head of each row of factors."""
+        return [(name, head) for name, one in self.tables.items() for head in range(one.num_heads)]
 
-    def read(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
-        """Loss and gradient of a batch at these log-factors, (parameters,)."""
-        self.prepare()
+    def zeros(self) -> Tensor:
+        """Log-factors that change nothing, (parameters,)."""
+        size = sum(table.log_factor.numel() for table in self.tables.values())
+        return torch.zeros(size, dtype=torch.float64)
+
+    def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
+        """The reading of one batch, always with derivatives."""
+        self._prepare()
         self.set(values)
         with set_checkpoint_early_stop(False):
             scored = self._loss.backward(self._model, batch)
@@ -228,25 +252,13 @@ class LossGradients(PreparedModel):
             table.log_factor.grad = None
         return Reading.of(scored, torch.cat([part.flatten().double().cpu() for part in parts]))
 
-    def score(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
-        """The loss alone, with a gradient of 0."""
-        self.prepare()
-        self.set(values)
-        with torch.no_grad():
-            scored = self._loss.score(self._model, batch)
-        return Reading.of(scored, torch.zeros(self.size, dtype=torch.float64))
-
     def set(self, values: Tensor) -> None:
         """Apply these log-factors, (parameters,), from now on."""
-        for table, part in zip(self.tables.values(), self.split(values), strict=True):
-            with torch.no_grad():
-                table.log_factor.copy_(part)
-
-    def split(self, values: Tensor) -> list[Tensor]:
-        """A vector of parameters as one (heads, knots) tensor for each layer."""
         shapes = [table.log_factor.shape for table in self.tables.values()]
         parts = values.split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for table, part, shape in zip(self.tables.values(), parts, shapes, strict=True):
+            with torch.no_grad():
+                table.log_factor.copy_(part.view(shape))
 
 
 def joined(scalings: Mapping[str, Any], windows: Mapping[Any, Window]) -> dict[Any, Any]:

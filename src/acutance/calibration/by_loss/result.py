@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from scipy.stats import t as student
@@ -18,11 +18,19 @@ from acutance.calibration.fit.result import (
     of_model,
 )
 from acutance.calibration.head_laws import HeadLaws
+from acutance.capture.find_layers import layer_numbers
 from acutance.files import finite
 from acutance.report.table import Cell, Column, Table
 from acutance.scaling import Window
 
-__all__ = ["GateSlope", "HeadSlope", "LossCalibration", "beyond_noise", "significant"]
+__all__ = [
+    "GateSlope",
+    "HeadSlope",
+    "LossCalibration",
+    "beyond_noise",
+    "head_records",
+    "significant",
+]
 
 #: Heads that the table lists: those with the largest change to first order.
 MOST = 20
@@ -74,6 +82,33 @@ class GateSlope:
     slope: Numbers
     error: Numbers
     curvature: Numbers
+
+
+AnySlope = TypeVar("AnySlope", HeadSlope, GateSlope)
+
+
+def head_records(
+    kind: Callable[..., AnySlope],
+    model: torch.nn.Module,
+    places: Sequence[tuple[str, int]],
+    *columns: Any,
+) -> tuple[AnySlope, ...]:
+    """One record of a kind for each head, in model order.
+
+    Args:
+        kind: of the records: :class:`HeadSlope` or :class:`GateSlope`.
+        model: the model.
+        places: module name and head of each record.
+        columns: what the records hold after the place, a row for each of them.
+    """
+    names = list(dict.fromkeys(name for name, _ in places))
+    numbers = layer_numbers(model, names)
+    rows = zip(*([tuple(row) for row in column.tolist()] for column in columns), strict=True)
+    found = [
+        kind(numbers.get(name, names.index(name)), head, name, *row)
+        for (name, head), row in zip(places, rows, strict=True)
+    ]
+    return tuple(sorted(found, key=lambda one: (one.layer, one.head)))
 
 
 @dataclass(frozen=True, repr=False)
