@@ -78,7 +78,7 @@ def read_reach(
         advance: called after each window with its tokens.
     """
     octaves = read.lengths[-1].bit_length() + 1
-    options: dict[str, Any] = {"max_rows": _ROWS, "verify": False, "profile": False}
+    options: dict[str, Any] = {"gaps": True, "structure": True, "max_rows": _ROWS, "profile": False}
 
     def statistics(batch: dict[str, Any]) -> Reading:
         with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,8 +50,10 @@ __all__ = [
 
 SCHEMA = "acutance.losses/1"
 #: States of earlier versions: of a fit or a search for a plan, of ``extend``, and of ``judge``.
-_FIT, _SEARCH, _COMPARISON = (
-    f"acutance.{name}/1" for name in ("loss_calibration", "extension_state", "judgement_state")
+_EARLIER = _FIT, _SEARCH, _COMPARISON = (
+    "acutance.loss_calibration/1",
+    "acutance.extension_state/1",
+    "acutance.judgement_state/1",
 )
 
 #: Called after each run of the model: tokens just read, the pass from 1, and passes at most.
@@ -222,8 +225,8 @@ class LossTable:
         """Write everything as one safetensors file, whole or not at all."""
         from safetensors.torch import save
 
-        if self._saving.path is None or not self.readings:
-            return
+        if self._saving.path is None or not self.readings or self._unnamed:
+            return  # where readings of an earlier version are left, none was made
         readings = self.readings.values()
         tensors = {
             name: torch.cat([getattr(one, name).flatten().double().cpu() for one in readings])
@@ -244,7 +247,7 @@ class LossTable:
     def _resume(self, path: str, what: str, rows: Sequence[int]) -> None:
         """Take the readings of a file."""
         try:
-            header, tensors = read(path, SCHEMA, "table of losses", (_FIT, _SEARCH, _COMPARISON))
+            header, tensors = read(path, (SCHEMA, *_EARLIER), "table of losses")
             before = parse(header, "settings")
             if not all(bool(one.isfinite().all()) for one in tensors.values()):
                 raise ValueError("a reading is not a number")
@@ -297,10 +300,11 @@ def _of_search(
         )
     }
     names, seconds = parse(header, "slopes", list) if "slopes" in header else ([], 0.0)
-    for key in dict.fromkeys(key for key, _ in names):
-        slopes = [tensors[f"slopes.{at}"] for at, (one, _) in enumerate(names) if one == key]
-        found[key, -1] = Reading(_NONE, _NONE, torch.cat(slopes, 1), float(seconds))
-        seconds = 0.0  # it is that of all of them
+    layers: Counter[str] = Counter()
+    for at, (key, _) in enumerate(names):
+        layers[key] += 1
+        slopes = tensors[f"slopes.{at}"]
+        found[key, -layers[key]] = Reading(_NONE, _NONE, slopes, float(seconds) if at == 0 else 0.0)
     return found
 
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from acutance.calibration.fit.windows import evaluating
 from acutance.calibration.identity import longest, positions_are_learned
+from acutance.calibration.loss_table import LossTable, Saving
 from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.corpus.texts import model_digest, text_digest
 from acutance.extending.candidates import proposals
 from acutance.extending.entropy import entropy_by_n
 from acutance.extending.record import Extension
-from acutance.extending.runs import Runs
 from acutance.extending.search import Advance, Search
-from acutance.files import refuse_replacing
 from acutance.judging.remedies import PlanRemedy, as_remedies, check_fit, for_train_length
 from acutance.shapes import check_count, check_number
 
@@ -106,7 +105,7 @@ def extend(
     check_number("max_cost", max_cost, above=0.0, including=True)
     if budget is not None:
         check_number("budget", budget, above=0.0)
-    refuse_replacing(save, resume=resume, overwrite=overwrite)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite)
     if laws is None:
         remedies = proposals(model, trained, to)
     else:
@@ -137,12 +136,11 @@ def extend(
             "laws": [one.name for one in remedies] if laws is not None else "acutance's proposals"
         },
     }
-    runs = Runs(model, windows, measured, _ranges(trained, to), trained, settings, save)
-    if resume:
-        runs.resume()
+    ranges = _ranges(trained, to)
+    table = LossTable(settings, saving, "search to resume")
     search = Search(
-        runs, remedies, train_length=trained, search=count - last, final=last, max_cost=max_cost,
-        budget=None if budget is None else 60.0 * budget, tokens=to, by_head=by_head,
+        model, windows, measured, table, remedies, ranges=ranges, train_length=trained, final=last,
+        max_cost=max_cost, budget=None if budget is None else 60.0 * budget, by_head=by_head,
         advance=advance,
     )  # fmt: skip
     with evaluating(model), torch.inference_mode():
@@ -157,12 +155,12 @@ def extend(
         finals=tuple(search.final(one, heads.get(one, ())) for one in shown),
         gain=search.gain(shown),
         tried=tuple(search.tried()),
-        ranges=tuple(runs.ranges),
+        ranges=tuple(ranges),
         search_windows=count - last,
         final_windows=last,
         max_cost=max_cost,
         complete=search.complete,
-        seconds=runs.seconds,
+        seconds=search.seconds,
     )
 
 

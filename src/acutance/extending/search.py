@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from acutance.extending.by_head import law_part
+from acutance.calibration.loss_table import LossTable, Reading, ratio
+from acutance.calibration.losses import Loss
+from acutance.capture.find_layers import attention_layers
+from acutance.extending.by_head import head_slopes, law_part, mixed, with_temperature
+from acutance.extending.prefix import Prefix
 from acutance.extending.record import AS_IS, Final, Tried
-from acutance.extending.runs import Runs
+from acutance.judging.judge_model import measure_batch
 from acutance.judging.paired import Part, compare_losses
 from acutance.judging.remedies import Remedy
 from acutance.judging.rope import RopeRemedy
@@ -34,14 +40,18 @@ class Search:
     """A search by successive halving, and the measurement of its winners on other windows.
 
     Args:
-        runs: measures losses.
+        model: the model.
+        windows: tokens, (windows, L) int64; those of the search come first.
+        loss: the loss.
+        table: where losses are kept, by change and window.
         remedies: the changes of the model to try.
-        train_length: n up to which a change should not raise the loss.
-        search: number of windows of the search, at least 1.
-        final: number of windows for the final numbers, which follow those of the search.
+        ranges: first and last n, the tokens that a prediction could read, of each range; one ends
+            at the trained length.
+        train_length: n up to which a change should not raise the loss; changes that begin beyond
+            it are run from there on.
+        final: number of windows for the final numbers.
         max_cost: largest accepted rise of the mean loss up to ``train_length``, nats a token.
         budget: seconds of all runs after which the search stops; None is no limit.
-        tokens: tokens of a window.
         by_head: whether to go on from the best window to windows and temperatures by head.
         advance: progress callback, called after each run.
 
@@ -53,27 +63,131 @@ class Search:
 
     def __init__(
         self,
-        runs: Runs,
+        model: torch.nn.Module,
+        windows: Tensor,
+        loss: Loss,
+        table: LossTable,
         remedies: Sequence[Remedy],
         *,
+        ranges: Sequence[tuple[int, int]],
         train_length: int,
-        search: int,
         final: int,
         max_cost: float,
         budget: float | None,
-        tokens: int,
         by_head: bool,
         advance: Advance | None,
     ) -> None:
-        self._by_head = by_head
-        self._runs, self._remedies = runs, list(remedies)
-        self._within = torch.tensor([last <= train_length for _, last in runs.ranges])
-        self._search, self._finals = search, range(search, search + final)
-        self._max_cost, self._budget = max_cost, budget
-        self._tokens, self._advance = tokens, advance
+        self._model, self._loss, self._table = model, loss, table
+        self._tokens, self._remedies = windows, list(remedies)
+        self._prefix, self._ranges = Prefix(model, loss, train_length), ranges
+        self._within = torch.tensor([last <= train_length for _, last in ranges])
+        self._search = len(windows) - final
+        self._finals = range(self._search, len(windows))
+        self._max_cost, self._budget, self._by_head = max_cost, budget, by_head
+        self._advance = advance
         self._reached: dict[str, int] = {}  # windows of the search, by the words of a change
         self.chosen: Remedy | None = None
         self.complete = True
+
+    # -- losses of windows -------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Time of all runs so far, including those of the run that is resumed."""
+        return sum(one.seconds for one in self._table.readings.values())
+
+    def _longest(self, words: str | None = None) -> float:
+        """Seconds of the longest run under the remedy of these words, or any; 0 before a run."""
+        seconds = (
+            reading.seconds
+            for (change, window), reading in self._table.readings.items()
+            if words in (None, change) and window >= 0
+        )
+        return max(seconds, default=0.0)
+
+    def _known(self, remedy: Remedy | None, window: int) -> bool:
+        """Whether the loss of a window under a remedy (None: the unchanged model) is known."""
+        return (_words(remedy), window) in self._table.readings
+
+    def _measure(self, remedy: Remedy | None, window: int) -> None:
+        """Run the model on a window under a remedy, unless that is done, and report progress."""
+        known = self._known(remedy, window)
+        if not known:
+            self._run(remedy, window)
+        if remedy is not None and window < self._search:
+            self._reached[remedy.words] = max(window + 1, self._windows(remedy))
+        if self._advance is not None:
+            self._advance(self._tokens.shape[1], 1, not known)
+
+    def _run(self, remedy: Remedy | None, window: int) -> None:
+        """Run the model on a window under a remedy.
+
+        Tokens up to the trained length are not run under a remedy that begins beyond it: their
+        losses are those of the unchanged model, which is measured first.
+        """
+        ids, before, past = self._ids(window), None, 0
+        batch = {"input_ids": ids}
+        if remedy is not None:
+            before = self._table.readings["", window]
+            if self._prefix.serves(remedy, ids):
+                batch, past = self._prefix.after(window, ids), self._prefix.length
+        measure = functools.partial(
+            measure_batch, self._model, self._loss, batch, remedy, self._ranges, before, past
+        )
+        self._table.get(_words(remedy), window, measure)
+
+    def _ids(self, window: int) -> Tensor:
+        """The tokens of a window, (1, L), on the model's device."""
+        device = next((part.device for part in self._model.parameters()), None)
+        return self._tokens[window : window + 1].to(device)
+
+    def _sums(self, remedy: Remedy | None, windows: Sequence[int]) -> Tensor:
+        """Sums of the losses of measured windows, (windows, ranges) float64."""
+        return torch.cat([self._table.readings[_words(remedy), window].loss for window in windows])
+
+    def _counts(self, windows: Sequence[int]) -> Tensor:
+        """Number of predictions, (windows, ranges) float64."""
+        return torch.cat([self._table.readings["", window].count for window in windows])
+
+    def _mixes(self, best: Remedy, others: Sequence[Remedy], deciding: int) -> list[Remedy]:
+        """Laws by head, from one backward pass on a window, unless that was done before.
+
+        There are none if the heads have nothing to choose from.
+
+        Args:
+            best: a window for all heads, or a scaling and a window.
+            others: what heads may have instead, likewise.
+            deciding: index of the window, the last of the search.
+
+        Raises:
+            ValueError: if the model's attention does not allow it.
+        """
+        own, train_length, to = law_part(best), self._prefix.length, self._tokens.shape[1]
+        assert own is not None
+        parts = [part for part in map(law_part, others) if part is not None]
+        warm = with_temperature(own, train_length, to)
+        parts += [] if warm is None else [warm]
+        if not parts:
+            return []
+        key = json.dumps([str(own), [str(part) for part in parts], deciding])
+        read: dict[str, Tensor] = {}
+
+        def slopes_of(name: str) -> Reading:
+            if not read:
+                ids = self._ids(deciding)
+                batch = {"input_ids": ids}
+                if all(self._prefix.serves(one, ids) for one in (best, *others)):
+                    batch = self._prefix.after(deciding, ids)
+                read.update(head_slopes(self._model, self._loss, batch, own, parts))
+            return Reading(torch.empty(0), torch.empty(0), read[name])
+
+        slopes = {
+            name: self._table.get(key, -place, functools.partial(slopes_of, name), 0).gradient
+            for place, name in enumerate(attention_layers(self._model), 1)
+        }
+        self._table.write()
+        away = [self._part(best, one, range(1), ~self._within).delta for one in others]
+        return [*mixed(self._model, own, parts, slopes, away, train_length, to)]
 
     # -- the search -------------------------------------------------------------------------------
 
@@ -111,11 +225,10 @@ class Search:
             return
         windows = [one for one in self._remedies if self._windows(one) and law_part(one)]
         others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
-        if not self._has_time(best, 0, more=_BACKWARD * self._runs.longest(best.words)):
+        if not self._has_time(best, 0, more=_BACKWARD * self._longest(best.words)):
             self.complete = False
             return
-        away = [self._part(best, one, range(1), ~self._within).delta for one in others]
-        found = self._runs.mixes(best, others, away, len(deciding), self._tokens)
+        found = self._mixes(best, others, len(deciding))
         if not found:
             return
         self._remedies += found
@@ -132,19 +245,10 @@ class Search:
 
     def _has_time(self, remedy: Remedy | None, window: int, more: float = 0.0) -> bool:
         """Whether the budget allows a run under this remedy on a window, or ``more`` seconds."""
-        if self._budget is None or (self._runs.done(remedy, window) and not more):
+        if self._budget is None or (self._known(remedy, window) and not more):
             return True
-        reserved = (3 * len(self._finals) + 1) * self._runs.longest() + more
-        return self._runs.seconds + reserved <= self._budget
-
-    def _measure(self, remedy: Remedy | None, window: int) -> None:
-        """Run the model on a window under a remedy, and report progress."""
-        before = self._runs.done(remedy, window)
-        self._runs.measure(remedy, window)
-        if remedy is not None and window < self._search:
-            self._reached[remedy.words] = max(window + 1, self._windows(remedy))
-        if self._advance is not None:
-            self._advance(self._tokens, 1, not before)
+        reserved = (3 * len(self._finals) + 1) * self._longest() + more
+        return self.seconds + reserved <= self._budget
 
     def _windows(self, remedy: Remedy) -> int:
         """Number of windows of the search that a remedy was measured on."""
@@ -181,7 +285,7 @@ class Search:
                     beyond,
                     error,
                     within <= self._max_cost,
-                    self._runs.longest(one.words),
+                    self._longest(one.words),
                 )
             )
         return rows
@@ -214,16 +318,13 @@ class Search:
             remedy: the change; None is the unchanged model.
             entropy: as in :attr:`Final.entropy`.
         """
-        table = self._runs.table([remedy], self._finals)[0]  # (windows, parts)
-        counts = self._runs.counts(self._finals)
-        mean = table.sum(0) / counts.sum(0)
-        away = (table - mean * counts).square().sum(0) * len(table) / (len(table) - 1)
+        mean, error = ratio(self._sums(remedy, self._finals), self._counts(self._finals))
         return Final(
             AS_IS if remedy is None else remedy.name,
             self._part(None, remedy, self._finals, self._within),
             self._part(None, remedy, self._finals, ~self._within),
             tuple(mean.tolist()),
-            tuple((away.sqrt() / counts.sum(0)).tolist()),
+            tuple(error.tolist()),
             tuple(entropy),
         )
 
@@ -252,9 +353,14 @@ class Search:
             windows: indices of the windows.
             which: boolean over the ranges of n, True for those to include.
         """
-        sums = self._runs.table([before, after], windows)[..., which].sum(2, keepdim=True)
-        counts = self._runs.counts(windows)[:, which].sum(1, keepdim=True)
-        there = [pair for pair, one in zip(self._runs.ranges, which.tolist(), strict=True) if one]
+        sums, counts = (
+            one[..., which].sum(-1, keepdim=True)
+            for one in (
+                torch.stack([self._sums(before, windows), self._sums(after, windows)]),
+                self._counts(windows),
+            )
+        )
+        there = [pair for pair, one in zip(self._ranges, which.tolist(), strict=True) if one]
         whole = [(there[0][0], there[-1][1])]
         groups = torch.arange(len(windows))
         return compare_losses(["after"], sums, counts, groups, whole)[0].overall
@@ -278,3 +384,8 @@ def planned_runs(candidates: int, search: int, final: int) -> int:
 def _kept(count: int) -> int:
     """Number of ``count`` changes that go on to the next round."""
     return max(1, math.ceil(count / _KEEP))
+
+
+def _words(remedy: Remedy | None) -> str:
+    """What identifies a remedy in the table; None stands for the unchanged model."""
+    return "" if remedy is None else remedy.words

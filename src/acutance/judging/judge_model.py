@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,15 +23,13 @@ from acutance.calibration.fit.windows import (
     evaluating,
     whole_turns,
 )
-from acutance.calibration.losses import AnyLoss, Loss, LossError, choose_loss
+from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range
+from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
 from acutance.corpus.texts import model_digest
-from acutance.files import refuse_replacing
 from acutance.judging.paired import LossComparison, compare_losses, octaves
 from acutance.judging.remedies import Remedy, as_remedies, check_fit, for_train_length
-from acutance.judging.state import Sums
-from acutance.shapes import check_count
 
-__all__ = ["Advance", "Windows", "judge", "judge_windows"]
+__all__ = ["Advance", "Windows", "judge", "judge_windows", "measure_batch"]
 
 #: Called after each run of the model: tokens, windows that are now done, and whether they ran now
 #: rather than in the run that is resumed.
@@ -209,8 +208,7 @@ def judge_windows(
     Returns:
         The comparison, as :func:`judge`.
     """
-    refuse_replacing(save, resume=resume, overwrite=overwrite)
-    check_count("save_every", save_every, 1)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, every=save_every)
     groups, lengths = windows.groups, windows.lengths
     if len(groups.unique()) < 2:
         raise ValueError(
@@ -232,16 +230,15 @@ def judge_windows(
         **(given or {}),
         "shown": {"laws": [one.name for one in remedies]},
     }
-    sums = Sums.none(settings, 1 + len(remedies), len(windows.turns), windows.count, len(ranges))
-    if resume and save is not None:
-        sums.resume(save)
-    job = _Job(model, windows, remedies, loss, ranges, sums, save, save_every)
-    with evaluating(model), torch.inference_mode():
-        job.run(advance)
+    rows = [turn.groups.numel() for turn in windows.turns]
+    with LossTable(settings, saving, "comparison to resume", rows) as table:
+        readings = _readings(model, windows, [None, *remedies], loss, ranges, table, advance)
+    sums = torch.stack([torch.cat([one.loss for one in batches]) for batches in readings])
+    counts = torch.cat([one.count for one in readings[0]])
     return LossComparison(
-        laws=compare_losses([one.name for one in remedies], sums.loss, sums.count, groups, ranges),
+        laws=compare_losses([one.name for one in remedies], sums, counts, groups, ranges),
         loss=loss.words,
-        mean_loss=float(sums.loss[0].sum() / sums.count.sum()),
+        mean_loss=float(sums[0].sum() / counts.sum()),
         windows=windows.count,
         tokens=windows.tokens,
         lengths=lengths,
@@ -250,88 +247,72 @@ def judge_windows(
     )
 
 
-class _Job:
-    """Runs every batch through the unchanged model and under each law, and sums the losses."""
+def _readings(
+    model: torch.nn.Module,
+    windows: Windows,
+    remedies: Sequence[Remedy | None],
+    loss: Loss,
+    ranges: Sequence[tuple[int, int]],
+    table: LossTable,
+    advance: Advance | None,
+) -> list[list[Reading]]:
+    """The readings of all batches under each remedy, from the table or measured."""
+    device = next((part.device for part in model.parameters()), None)
+    readings: list[list[Reading]] = [[] for _ in remedies]
+    with evaluating(model), torch.inference_mode():
+        if len(table.readings) < len(remedies) * len(windows.turns):
+            loss.check(model, windows.turns[0].inputs(device))
+        for index, turn in enumerate(windows.turns):
+            for remedy, found in zip(remedies, readings, strict=True):
+                count = turn.groups.numel() if remedy is remedies[-1] else 0  # windows now done
+                words = "" if remedy is None else remedy.words
+                known = (words, index) in table.readings
+                before = None if remedy is None else readings[0][index]
+                measure = functools.partial(
+                    measure_batch, model, loss, turn.inputs(device), remedy, ranges, before
+                )
+                found.append(table.get(words, index, measure, count))
+                if advance is not None:
+                    advance(turn.tokens, count, not known)
+    return readings
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        windows: Windows,
-        remedies: Sequence[Remedy],
-        loss: Loss,
-        ranges: Sequence[tuple[int, int]],
-        sums: Sums,
-        save: str | os.PathLike[str] | None,
-        save_every: int,
-    ) -> None:
-        self._model, self._windows, self._remedies = model, windows, remedies
-        self._loss, self._ranges, self._sums = loss, ranges, sums
-        self._save, self._save_every, self._unsaved = save, save_every, 0
-        self._device = next((part.device for part in model.parameters()), None)
 
-    def run(self, advance: Advance | None) -> None:
-        """Make all runs that are not done yet; an interrupt saves those that are."""
-        done, last = self._sums.done, len(self._remedies)
-        if not bool(done.all()):
-            self._loss.check(self._model, self._windows.turns[0].inputs(self._device))
-        try:
-            row = 0
-            for index, turn in enumerate(self._windows.turns):
-                rows = slice(row, row + turn.groups.numel())
-                row = rows.stop
-                for place in range(last + 1):
-                    before = bool(done[index, place])
-                    if not before:
-                        self._step(turn, index, place, rows)
-                    if advance is not None:
-                        count = turn.groups.numel()
-                        advance(turn.length * count, count if place == last else 0, not before)
-        except KeyboardInterrupt:
-            self._write()
-            raise
-        self._write()
+def measure_batch(
+    model: torch.nn.Module,
+    loss: Loss,
+    batch: Mapping[str, Any],
+    remedy: Remedy | None,
+    ranges: Sequence[tuple[int, int]],
+    before: Reading | None,
+    past: int = 0,
+) -> Reading:
+    """Run a model on a batch under a remedy, and sum the losses by n.
 
-    def _step(self, turn: Turn, index: int, place: int, rows: slice) -> None:
-        """Run the model once on a batch, and add its losses to the sums.
+    Args:
+        model: the model.
+        loss: the loss.
+        batch: keywords of the model.
+        remedy: the change of the model; None is none.
+        ranges: first and last n of each range.
+        before: the reading without a change.
+        past: tokens before the batch, which every prediction could read too; up to them the losses
+            are those of ``before``.
 
-        Args:
-            turn: the batch.
-            index: index of the batch.
-            place: 0 for the unchanged model, k for the k-th law.
-            rows: the batch's windows among all windows.
-        """
-        remedy = None if place == 0 else self._remedies[place - 1]
-        with nullcontext() if remedy is None else remedy.applied(self._model):
-            scored = self._loss.score(self._model, turn.inputs(self._device))
-        known = ~scored.loss.isnan()
-        if remedy is not None and bool((known & scored.loss.isinf()).any()):
-            raise LossError(
-                f"the loss of some tokens is infinite under {remedy.name}; leave it out, or load "
-                "the model in a wider dtype"
-            )
-        sums, counts = [], []
-        for first, last in self._ranges:
-            least = 0 if first == 1 else first
-            here = known & (scored.n >= least) & (scored.n <= last)
-            sums.append(torch.where(here, scored.loss, 0.0).sum(1))
-            counts.append(here.sum(1))
-        count = torch.stack(counts, 1).double()
-        if place == 0:
-            self._sums.count[rows] = count
-        elif not torch.equal(self._sums.count[rows], count):
-            name = self._remedies[place - 1].name
-            raise LossError(
-                f"the loss of some tokens is NaN under {name} only; leave it out, or load the "
-                "model in a wider dtype"
-            )
-        self._sums.loss[place, rows] = torch.stack(sums, 1)
-        self._sums.done[index, place] = True
-        self._unsaved += turn.groups.numel() if place == len(self._remedies) else 0
-        if self._unsaved >= self._save_every:
-            self._write()
-
-    def _write(self) -> None:
-        """Save the sums to the file, if there is one."""
-        if self._save is not None:
-            self._sums.save(self._save)
-        self._unsaved = 0
+    Raises:
+        LossError: if a loss is infinite, or other tokens have a loss than before.
+    """
+    with nullcontext() if remedy is None else remedy.applied(model):
+        scored = loss.score(model, batch)
+    sums, counts = by_range(Scored(scored.loss, scored.n + past), ranges)
+    if before is not None:
+        read_before = torch.tensor([last <= past for _, last in ranges])
+        sums = torch.where(read_before, before.loss, sums)
+        counts = torch.where(read_before, before.count, counts)
+    wrong = "NaN" if before is not None and not torch.equal(counts, before.count) else "infinite"
+    if wrong == "NaN" or not bool(sums.isfinite().all()):
+        under = "" if remedy is None else f" under {remedy.name}"
+        raise LossError(
+            f"the loss of some tokens is {wrong}{under}; load the model in a wider dtype, such as "
+            "float32"
+        )
+    return Reading(sums, counts)

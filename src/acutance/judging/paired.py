@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
+from acutance.calibration.fit.measure import student_t_quantile
+from acutance.calibration.loss_table import ratio
 from acutance.files import as_json, finite, write_text
 from acutance.report.screen import Wrapped
 from acutance.report.table import Cell, Column, Table
@@ -328,16 +329,19 @@ def _part(difference: Tensor, count: Tensor, loss: float, miss: float, n: tuple[
     """
     has = count > 0
     difference, count = difference[has], count[has]
-    total, number = float(count.sum()), int(has.sum())
-    delta = float(difference.sum()) / total
-    error = math.nan
+    number = int(has.sum())
+    delta, error = map(float, ratio(difference, count))
     half = math.inf
     if number > 1:
-        away = (difference - delta * count).square().sum()
-        error = math.sqrt(float(away) * number / (number - 1)) / total
-        quantile = float(student.ppf(1 - miss / 2, number - 1))
-        half = max(quantile * error, _ROUNDING)
-    return Part(*n, delta, error, delta - half, delta + half, loss / total)
+        half = max(student_t_quantile(number - 1, 1 - miss / 2) * error, _ROUNDING)
+    return Part(
+        *n,
+        delta,
+        error if number > 1 else math.nan,
+        delta - half,
+        delta + half,
+        loss / float(count.sum()),
+    )
 
 
 def conclusion(comparison: LossComparison) -> str:

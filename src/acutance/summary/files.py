@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,14 @@ _COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
 def read(
-    path: str | os.PathLike[str],
-    schema: str,
-    what: str = "head summary",
-    earlier: Collection[str] = (),
+    path: str | os.PathLike[str], schema: str | tuple[str, ...], what: str = "head summary"
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read the header and arrays of a state file.
 
     Args:
         path: the file.
-        schema: the schema that its header must name.
+        schema: the schema that its header must name, or also those of earlier versions after it.
         what: what such a file contains, for messages.
-        earlier: schemas of earlier versions, which it may name too.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -79,15 +75,14 @@ def read(
     """
     from safetensors import SafetensorError, safe_open
 
-    name = os.fspath(path)
+    name, known = os.fspath(path), (schema,) if isinstance(schema, str) else schema
     check_regular(path)
     if (size := Path(path).stat().st_size) > MOST_BYTES:
         raise ValueError(f"{name} has {size} bytes, which is too large for a state")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            known = header.get("schema") in (schema, *earlier)
-            if known:  # other files may be large: not read in vain
+            if header.get("schema") in known:  # other files may be large: not read in vain
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, AttributeError, ValueError) as error:  # torch lacks some dtypes
         raise ValueError(f"{name} is not a complete safetensors file: {_line(error)}") from error
@@ -95,11 +90,11 @@ def read(
         raise OSError(f"{name} cannot be read: {error.strerror or _line(error)}") from error
     except MemoryError as error:
         raise OSError(f"{name} cannot be read: it is larger than the available memory") from error
-    if not known:
+    if header.get("schema") not in known:
         schema_read = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
             f"{name} is not a {what} that this version can read: its schema is "
-            f"{schema_read!r}, expected {schema!r}"
+            f"{schema_read!r}, expected {known[0]!r}"
         )
     seal = header.pop(SEAL, None)
     if seal is not None and seal != sealed(header, tensors)[SEAL]:

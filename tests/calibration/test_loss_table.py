@@ -1,0 +1,71 @@
+"""Tables of losses: every row once, whatever stops a run, and states of earlier versions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from acutance.calibration.loss_table import LossTable, Reading, Saving
+
+FILES = Path(__file__).parents[1] / "contract" / "files"
+
+
+class Killed(BaseException):
+    """Ends a run as SIGKILL does."""
+
+
+def reading(number: int) -> Reading:
+    """One with different shapes for different numbers."""
+    return Reading(
+        torch.full((number, 2), 0.1 * number, dtype=torch.float64),
+        torch.full((number, 2), number),
+        torch.arange(float(number - 1), dtype=torch.float64),
+    )
+
+
+def test_a_row_is_read_once_whatever_stops_the_run(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make(number: int, stop: type[BaseException] | None = None) -> Reading:
+        if stop is not None:
+            raise stop
+        made.append(number)
+        return reading(number)
+
+    saving = Saving(str(tmp_path / "state"), resume=True, every=2)
+    for count, stop in ((1, Killed), (3, Killed), (4, KeyboardInterrupt), (5, ValueError)):
+        with suppress(stop), LossTable({}, saving) as table:
+            for number in range(1, count + 1):
+                table.get("change", number, lambda number=number: make(number))
+            table.get("change", 9, lambda stop=stop: make(9, stop))
+    with LossTable({}, saving) as table:
+        for number in range(1, 6):
+            found = table.get("change", number, lambda: make(9))
+            for name in ("loss", "count", "gradient"):
+                torch.testing.assert_close(
+                    getattr(found, name), getattr(reading(number), name).double()
+                )
+    assert made == [1, 1, 2, 3, 3, 4, 5]  # killed before a second window was there, and a fourth
+
+
+@pytest.mark.parametrize("name", ["calibration.safetensors", "budget.safetensors.costs"])
+def test_a_state_without_names_is_not_lost_by_a_run_that_stops(name: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    shutil.copy(FILES / name, state)
+    with safe_open(state, framework="pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+        losses = file.get_tensor("loss")
+    saving = Saving(str(state), resume=True)
+    with suppress(KeyboardInterrupt), LossTable(settings, saving) as table:
+        table.get("first", 0, lambda: reading(1))
+        raise KeyboardInterrupt
+    for _ in range(2):
+        with LossTable(settings, saving) as table:
+            found = [table.get("any", number, lambda: reading(1)) for number in range(len(losses))]
+        assert [float(one.loss) for one in found] == losses.tolist()
