@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
         pytest.param("gptj", "queries", id="gptj: by hand"),
         pytest.param("llama", "queries", id="llama: the interface"),
         pytest.param("qwen3", "queries", id="qwen3: the output of a normalisation"),
-        pytest.param("bloom", "queries", id="bloom: a part of one projection"),
+        pytest.param("gpt_neox", "queries", id="gpt_neox: a part of one projection"),
         pytest.param("convbert", "keys", id="convbert: the query has another use"),
     ],
 )

@@ -396,16 +396,12 @@ class Applied(CountedChange):
         above = self._modules.module_of(name.rpartition(".")[0])
         return heads_of(self._modules.module_of(name)) or heads_of(above)
 
-    def changed_scores(
-        self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
-    ) -> Tensor:
-        """The scores of a hand-written softmax as the law changes them.
+    def changed_scores(self, name: str, scores: Tensor, narrow: torch.dtype) -> Tensor:
+        """The scores of a hand-written softmax over the last dimension as the law changes them.
 
         Args:
             name: name of the attention module.
-            scores: input of the softmax.
-            bare: the scores without the products of queries and keys, same shape.
-            dim: dimension of the keys.
+            scores: input of the softmax, products of queries and keys with nothing but masks added.
             narrow: dtype whose most negative numbers count as hiding a key.
 
         Raises:
@@ -418,13 +414,13 @@ class Applied(CountedChange):
         laws, heads, changed = plan.laws, self._heads(running), scores
         try:
             if laws.scalings():
-                changed = scaled_scores(scores, bare, dim, laws, heads, narrow)
+                changed = scaled_scores(scores, laws, heads, narrow)
             if laws.all_windows():
-                changed = masked_scores(laws, changed, dim, heads, narrow)
+                changed = masked_scores(laws, changed, heads, narrow)
         except ValueError as error:
             raise self.unreachable(name, str(error)) from error
         if name not in self.calls:
-            warn_of_shallow_mask(name, bare, dim, narrow)
+            warn_of_shallow_mask(name, scores, narrow)
         self._count(name)
         return changed
 

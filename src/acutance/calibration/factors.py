@@ -13,7 +13,7 @@ from acutance.calibration.head_laws import HeadLaws
 from acutance.calibration.law import AnyLaw, by_layer
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import is_softmax, is_windowed_inside
-from acutance.capture.head_axis import folded
+from acutance.capture.head_axis import fold
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.readers.interface_call import InterfaceCall
@@ -143,19 +143,11 @@ def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
     return torch.stack([n if window is None else window.keys_read(n) for window, n in pairs], 1)
 
 
-def scaled_scores(
-    scores: Tensor, bare: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
-) -> Tensor:
-    r"""Scores whose products are multiplied by a law's factor of each row, biases as they are.
-
-    .. math:: s' = s + (\lambda - 1)(s - s_0)
-
-    with :math:`s_0` the scores without their products.
+def scaled_scores(scores: Tensor, laws: HeadLaws, heads: int | None, narrow: torch.dtype) -> Tensor:
+    """Scores multiplied by a law's factor of each row; those of hidden keys stay as they are.
 
     Args:
-        scores: what a softmax is about to take, two dimensions or more.
-        bare: :math:`s_0`, same shape.
-        dim: over which dimension: the last, or of four one before, with heads last.
+        scores: what a softmax over the last dimension is about to take, two dimensions or more.
         laws: of the layer.
         heads: how many there are, None if unknown.
         narrow: a key is hidden by a score that hides in this dtype.
@@ -166,44 +158,40 @@ def scaled_scores(
     Example:
         >>> from acutance import scaling
         >>> scores = torch.tensor([[[4.0, 1.0], [2.0, -torch.inf]]])
-        >>> bare = torch.tensor([[[1.0, 1.0], [1.0, -torch.inf]]])
-        >>> scaled_scores(scores, bare, -1, HeadLaws(scaling.HeadTable([2.0])), 1, torch.float32)
-        tensor([[[7., 1.],
-                 [3., -inf]]])
+        >>> scaled_scores(scores, HeadLaws(scaling.HeadTable([2.0])), 1, torch.float32)
+        tensor([[[8., 2.],
+                 [4., -inf]]])
     """
     if scores.dim() == 2:  # rows of one query each
-        three = scaled_scores(scores[:, None], bare[:, None], -1, laws, heads, narrow)
-        return three.squeeze(1)
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        return scaled_scores(scores[:, None], laws, heads, narrow).squeeze(1)
     with torch._C.DisableTorchFunction():
-        factor, hidden = _factor(scores, dim, laws, heads, narrow)
+        factor, hidden = _factor(scores, laws, heads, narrow)
     # seen by what is around this: another law follows these to the softmax too
-    products = (scores.to(wide) - bare.to(wide)).masked_fill(hidden, 0.0)
+    products = scores.masked_fill(hidden, 0.0).to(factor.dtype)
     return scores + (products * (factor - 1)).to(scores.dtype)
 
 
-def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype) -> None:
+def warn_of_shallow_mask(name: str, scores: Tensor, narrow: torch.dtype) -> None:
     """Warn if keys seem hidden by a number that does not count as hiding, such as −1e4.
 
     Args:
         name: of the module.
-        bare: scores without their products.
-        dim: of the keys.
+        scores: (..., S).
         narrow: as for :func:`scaled_scores`.
 
     Example:
-        >>> mask = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, -1e4]])
-        >>> warn_of_shallow_mask("attn", mask * 1e6, -1, mask.dtype)  # −1e10 hides
+        >>> scores = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, -1e4]])
+        >>> warn_of_shallow_mask("attn", scores * 1e6, scores.dtype)  # −1e10 hides
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("error")
-        ...     warn_of_shallow_mask("attn", mask, -1, mask.dtype)
+        ...     warn_of_shallow_mask("attn", scores, scores.dtype)
         Traceback (most recent call last):
             ...
         UserWarning: attn hides keys with a number above -1e9, ...
     """
     with torch._C.DisableTorchFunction(), torch.no_grad():
         try:
-            shallow = shallow_mask(bare, dim, narrow) is not None
+            shallow = shallow_mask(scores, dtype=narrow) is not None
         except RuntimeError:  # under vmap, which has no numbers to ask
             return
     if shallow:
@@ -215,21 +203,21 @@ def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype)
 
 
 def _factor(
-    scores: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
+    scores: Tensor, laws: HeadLaws, heads: int | None, narrow: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Factor of each row of scores, of size 1 along ``dim``, and the mask of hidden keys."""
+    """Factor of each row of scores (..., L, S), of shape (..., L, 1), and which keys are hidden."""
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     hidden = hidden_scores(scores, narrow)
     with torch.no_grad():
-        count = torch.logical_not(hidden).sum(dim, keepdim=True)
-        n = folded(count, dim, heads).squeeze(-1)
+        count = torch.logical_not(hidden).sum(-1, keepdim=True)
+        n = fold(count, heads).squeeze(-1)
         entropy = None
         if laws.needs_entropy:
-            weights = torch.softmax(scores.detach().to(wide).masked_fill(hidden, -torch.inf), dim)
-            rows = torch.special.entr(weights).sum(dim, keepdim=True).nan_to_num()
-            entropy = folded(rows, dim, heads).squeeze(-1)
+            weights = scores.detach().to(wide).masked_fill(hidden, -torch.inf).softmax(-1)
+            entropy = fold(torch.special.entr(weights).sum(-1, keepdim=True).nan_to_num(), heads)
+            entropy = entropy.squeeze(-1)
         places = torch.arange(count.numel(), device=scores.device)
-        order = folded(places.view(count.shape), dim, heads).flatten()
+        order = fold(places.view(count.shape), heads).flatten()
     factor = query_factor(laws, n, n.shape[1], wide, entropy).expand(n.shape)
     row = torch.empty_like(order)
     row[order] = places  # where each row of the scores lies among the folded ones

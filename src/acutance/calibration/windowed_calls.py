@@ -242,30 +242,21 @@ def masked_arguments(laws: HeadLaws, call: AttentionCall, given: dict[str, Any])
     return {**given, "attn_mask": mask, "is_causal": False}
 
 
-def masked_scores(
-    laws: HeadLaws, scores: Tensor, dim: int, heads: int | None, narrow: torch.dtype
-) -> Tensor:
+def masked_scores(laws: HeadLaws, scores: Tensor, heads: int | None, narrow: torch.dtype) -> Tensor:
     """The scores of a hand-written softmax with the keys hidden that a window does not read.
 
     Args:
         laws: of the layer.
         scores: (..., L, S).
-        dim: of the keys.
         heads: how many the layer has, None if unknown.
         narrow: a key is hidden by a score that hides in this dtype.
 
     Raises:
-        ValueError: if a window moves keys, keys are not the last dimension, or heads that differ
-            are not the third last.
+        ValueError: if a window moves keys, or heads that differ are not the third last.
     """
     _refuse_moves(laws)
-    if dim not in (-1, scores.dim() - 1):
-        raise ValueError(
-            "a window needs scores (..., L, S) with the keys in the last dimension, but its "
-            f"softmax is over dimension {dim} of {tuple(scores.shape)}"
-        )
     if scores.dim() == 2:
-        return masked_scores(laws, scores[:, None], -1, heads, narrow)[:, 0]
+        return masked_scores(laws, scores[:, None], heads, narrow)[:, 0]
     windows = [laws.window] if laws.window is not None else laws.windows_by_head(heads or 0)
     if laws.window is None and (scores.dim() < 4 or scores.shape[-3] != heads):
         raise ValueError(

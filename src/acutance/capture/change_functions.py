@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from acutance.capture.entry_points import ATTENTION_FUNCTIONS, EXP
-from acutance.capture.handwritten.products import Lineage, LineageError
+from acutance.capture.handwritten.scores import Scores, ScoreTracker
 from acutance.capture.handwritten.softmax import (
     FEWEST,
     LOG_SOFTMAX,
@@ -39,7 +39,12 @@ __all__ = ["FunctionChange"]
 
 _SDPA = F.scaled_dot_product_attention
 _ATTENTION = {_SDPA, F.multi_head_attention_forward, *SOFTMAX, *LOG_SOFTMAX}
-_HINT = "; to exclude it, give the law by layer"
+_HINT = "; to exclude it, give the law by layer; to scale it, use F.scaled_dot_product_attention"
+_NO_PRODUCT = "its scores are not a product of queries and keys"
+_WRITTEN_OUT = (
+    "its weights were computed without a softmax call, as those that are exponentiated and divided "
+    "by their sum"
+)
 _UNUSED = ", and no matrix product uses its softmax over keys"
 
 
@@ -55,16 +60,12 @@ class FunctionChanger(KernelChanger, Protocol):
     def factor_of_arguments(self, name: str, arguments: dict[str, Any]) -> Tensor:
         """Factor of the query, (B or 1, H or 1, L, 1), for an SDPA call with these arguments."""
 
-    def changed_scores(
-        self, name: str, scores: Tensor, without_products: Tensor, dim: int, narrow: torch.dtype
-    ) -> Tensor:
-        """Scores of a softmax with their products of queries and keys scaled.
+    def changed_scores(self, name: str, scores: Tensor, narrow: torch.dtype) -> Tensor:
+        """Scores of a softmax over the last dimension, scaled and with keys hidden.
 
         Args:
             name: name of the module.
-            scores: input of the softmax.
-            without_products: the same with every product of queries and keys set to zero.
-            dim: dimension of the softmax.
+            scores: input of the softmax, products of queries and keys with nothing but masks added.
             narrow: of the dtypes the scores passed through, the one whose lowest number, the usual
                 mask value, is highest.
         """
@@ -92,15 +93,15 @@ class FunctionChange(TorchFunctionMode):
     def __init__(self, changer: FunctionChanger) -> None:
         super().__init__()
         self._changer = changer
-        self._lineage = Lineage(by_hand=self._on_handwritten_weights)
-        self._softmaxes = Softmaxes(self._on_product, self._on_unused)
+        self._scores = ScoreTracker()
+        self._softmaxes = Softmaxes(self._on_product, self._on_unused, self._on_written_out)
         self._reasons: dict[str, str] = {}  # by module, why its softmax was left as it is
 
     def __exit__(self, *error: Any) -> None:
         """Stop following products and release them."""
         leave(self)
         self._softmaxes.finish()
-        self._lineage.clear()
+        self._scores.clear()
 
     def __torch_function__(
         self,
@@ -134,8 +135,8 @@ class FunctionChange(TorchFunctionMode):
             name = self._changer.module_to_change()
             if name is not None:
                 raise self._changer.unreachable(name, "it calls flex_attention itself")
-        result = self._lineage.call(func, args, arguments)
-        if self._softmaxes:
+        result = self._scores.call(func, args, arguments)
+        if self._softmaxes or (isinstance(result, Tensor) and self._scores.of(result) is not None):
             self._softmaxes.follow(func, args, arguments, result)
         return result
 
@@ -149,45 +150,31 @@ class FunctionChange(TorchFunctionMode):
         scores, dim = scores_of(args, kwargs)
         if scores is None or dim is None:
             return func(*args, **kwargs)
-        name, active = self._changer.module_to_change(), self._lineage.is_active(scores)
+        name, known = self._changer.module_to_change(), self._scores.of(scores)
+        active = known is not None and known.active
         if not _may_be_attention(scores, 2 if active else FEWEST):
             return func(*args, **kwargs)
-        over_keys = self._changer.could_be_over_keys(scores, dim)
-        if name is None or not (over_keys or active):
-            return self._weights(func, args, kwargs)
-        without_products, reason = None, "its scores are not a product of queries and keys"
-        if not over_keys:
-            reason = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
-        elif active:
-            try:
-                without_products = self._lineage.without_products(scores)
-            except LineageError as error:
-                reason = str(error)
-        if without_products is None:
-            result, log = self._weights(func, args, kwargs), func in LOG_SOFTMAX
+        reason = ""
+        if name is not None and (active or self._changer.could_be_over_keys(scores, dim)):
+            reason = _why_not_scaled(scores, dim, known)
+            if not reason:
+                assert known is not None
+                changed = self._changer.changed_scores(name, scores, known.narrow)
+                kwargs = {key: value for key, value in kwargs.items() if value is not scores}
+                args = (changed, *args[1:])
+        result = func(*args, **kwargs)
+        self._scores.mark_weights(result)
+        if name is not None and reason:
             self._reasons[name] = reason
             with torch._C.DisableTorchFunction():
-                self._softmaxes.add(scores, result, name, dim=dim, log=log)
-            return result
-        narrow = self._lineage.narrowest(scores)
-        changed = self._changer.changed_scores(name, scores, without_products, dim, narrow)
-        if args:
-            return self._weights(func, (changed, *args[1:]), kwargs)
-        return self._weights(func, (), {**kwargs, "input": changed})
-
-    def _weights(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run a softmax and register its result as weights, not scores."""
-        result = func(*args, **kwargs)
-        self._lineage.weights(result)
+                self._softmaxes.add(scores, result, name, dim=dim, log=func in LOG_SOFTMAX)
         return result
 
-    def _on_handwritten_weights(self, reason: str) -> None:
+    def _on_written_out(self) -> None:
         """Raise for weights computed without a softmax call that a matrix product uses."""
         name = self._changer.module_to_change()
         if name is not None:
-            raise self._changer.unreachable(name, reason + _HINT)
+            raise self._changer.unreachable(name, _WRITTEN_OUT + _HINT)
 
     def _on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
         """Raise for a matrix product with the softmax of scores that could not be scaled."""
@@ -231,6 +218,21 @@ class FunctionChange(TorchFunctionMode):
 
         with changing_sdpa(query), changing_softmax(scores):
             return func(*args, **kwargs)
+
+
+def _why_not_scaled(scores: Tensor, dim: int, known: Scores | None) -> str:
+    """Why a law cannot scale the input of a softmax; empty if it can.
+
+    Args:
+        scores: input of the softmax.
+        dim: dimension of the softmax.
+        known: how the scores were computed; None if not from a product.
+    """
+    if dim not in (-1, scores.dim() - 1):
+        return f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
+    if known is None or not known.active:
+        return _NO_PRODUCT
+    return f"its scores {known.problem}" if known.problem else ""
 
 
 def _may_be_attention(scores: Tensor, fewest: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ __all__ = [
     "FunctionObserver",
     "Instead",
     "Observer",
-    "ProductObserver",
     "ProductReceiver",
     "Provider",
     "Receiver",
@@ -98,7 +97,13 @@ class Instead(Protocol):
 
 
 class FunctionObserver(Observer, Protocol):
-    """The observer of a :class:`FunctionCapture`; it also tracks the running module."""
+    """The observer of a :class:`FunctionCapture`; it also tracks the running module.
+
+    Attributes:
+        products: whether it receives the products in hand-written scores instead of the scores.
+    """
+
+    products: bool
 
     def note_function(self) -> None:
         """Note a call of a function that is or may be attention."""
@@ -116,17 +121,6 @@ class FunctionObserver(Observer, Protocol):
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
         """Record rows from their scores (B, H, L, S); ``doubt`` returns why they may be wrong."""
-
-
-@runtime_checkable
-class ProductObserver(FunctionObserver, Protocol):
-    """An observer of the products of queries and keys in hand-written scores.
-
-    Attributes:
-        products: whether it receives products instead of scores.
-    """
-
-    products: bool
 
     def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
         """Record the scaled products of queries and keys, −inf where the key is hidden."""

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.capture.handwritten.graph import einsum_terms
-
 __all__ = [
-    "LEFT",
+    "PRODUCTS",
     "Layout",
     "ProductAxes",
-    "layout_of",
     "axes_in_product",
+    "einsum_terms",
+    "is_parameter",
+    "layout_of",
+    "shares_memory",
+    "storage_address",
     "summed_operands",
     "summed_size",
     "sums_to_one",
@@ -27,7 +29,11 @@ __all__ = [
 ]
 
 #: Products of the factors as they are given.
-LEFT = {"matmul", "__matmul__", "bmm", "mm"}
+_LEFT = {"matmul", "__matmul__", "bmm", "mm"}
+#: All matrix products.
+PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
+
+_DOTS = "0123456789"  # labels that no einsum has
 
 #: Step in memory and size of each dimension of a tensor.
 Layout = list[tuple[int, int]]
@@ -130,7 +136,7 @@ def summed_operands(
         True
     """
     arguments = [*args, *kwargs.values()]
-    if name in LEFT:
+    if name in _LEFT:
         return _by_strides(arguments[:2], step)
     if name == "__rmatmul__":
         return _by_strides([arguments[1], arguments[0]], step)
@@ -186,11 +192,61 @@ def sums_to_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weigh
         return False
     with torch.no_grad(), torch._C.DisableTorchFunction():
         sums = weights.sum(labels[0].index(labels[3]))
-        near = (sums - 1).abs() <= min(0.05, 100 * torch.finfo(weights.dtype).eps)
+        near = (sums - 1).abs() <= min(0.05, max(1e-6, 100 * torch.finfo(weights.dtype).eps))
         try:
             return bool((near | (sums == 0)).all() & near.any() & (weights >= 0).all())
         except (RuntimeError, NotImplementedError):  # no numbers to ask: vmap, or a meta tensor
             return False
+
+
+def einsum_terms(args: Sequence[Any]) -> tuple[list[str], list[Any], str] | None:
+    """Labels of an einsum's two factors, the factors, and the labels of its result.
+
+    None if it does not have two factors, or its formula has no arrow.
+
+    Example:
+        >>> einsum_terms(("...ij,...jd->...id", torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)))[0]
+        ['9ij', '9jd']
+    """
+    terms, arrow, out = str(args[0]).replace(" ", "").partition("->")
+    names = terms.split(",")
+    pair = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
+    if not arrow or len(names) != 2 or len(pair) != 2:
+        return None
+    if "..." in terms:  # as many labels, the same from the right, as the dots stand for
+        dots = [
+            part.dim() - len(name.replace("...", ""))
+            for part, name in zip(pair, names, strict=True)
+        ]
+        names = [
+            name.replace("...", _DOTS[-n:] if n else "")
+            for n, name in zip(dots, names, strict=True)
+        ]
+        out = out.replace("...", _DOTS[-max(dots) :] if max(dots) else "")
+    if "." in "".join(names) or any(
+        part.dim() != len(name) for part, name in zip(pair, names, strict=True)
+    ):
+        return None
+    return names, pair, out
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of a tensor's storage, which its views share; 0 if it has no accessible storage."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def shares_memory(view: Any, base: Tensor) -> bool:
+    """Whether two tensors share the same storage."""
+    return isinstance(view, Tensor) and storage_address(view) == storage_address(base) != 0
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    base = tensor if tensor.is_inference() or tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter)
 
 
 def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE
-from acutance.capture.handwritten.graph import is_parameter, shares_memory
 from acutance.capture.handwritten.product_layout import (
-    LEFT,
+    PRODUCTS,
     Layout,
     ProductAxes,
     axes_in_product,
+    is_parameter,
     layout_of,
+    shares_memory,
     summed_operands,
     summed_size,
     sums_to_one,
@@ -65,7 +66,6 @@ OPERATORS = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
 LOG_OPERATORS = {"log_softmax", "_log_softmax", "special_log_softmax"}
 #: Softmaxes that add noise of their own to their scores.
 NOISY = {F.gumbel_softmax}
-_PRODUCTS = {*LEFT, "__rmatmul__", "baddbmm", "einsum"}
 _MAPS = ("linear", "conv", "norm", "embedding")  # what they give is no longer the weights
 FEWEST = 3  # dimensions: routers and classifiers have two
 
@@ -253,7 +253,7 @@ class Softmaxes:
         inputs = [each for each in given if id(each) in self._pending]
         computed = [each for each in given if id(each) in self._products]
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             for weights in inputs:
                 softmax = self._pending[id(weights)][1] if id(weights) in self._pending else None
                 if softmax is None or softmax.log:

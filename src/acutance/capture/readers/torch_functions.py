@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.entry_points import ATTENTION_FUNCTIONS
-from acutance.capture.handwritten.graph import match_scores
-from acutance.capture.handwritten.products import Lineage
+from acutance.capture.handwritten.scores import ScoreTracker, products_of
 from acutance.capture.handwritten.softmax import (
     LOG_OPERATORS,
     LOG_SOFTMAX,
@@ -40,7 +39,7 @@ from acutance.capture.head_axis import (
     heads_of,
 )
 from acutance.capture.kernel_functions.calls import never_called, observe_operator, operator_kernel
-from acutance.capture.protocols import FunctionObserver, ProductObserver
+from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.acutance_attention import ACUTANCE, acutance_call
 from acutance.capture.readers.interface_call import is_cross
 from acutance.capture.readers.torch_multihead import (
@@ -62,7 +61,6 @@ from acutance.capture.readers.torch_sdpa import (
     to_four_dims,
 )
 from acutance.capture.torch_modes import leave
-from acutance.masks import hidden_scores
 
 __all__ = ["NO_PRODUCT", "FunctionCapture", "FunctionObserver"]
 
@@ -104,8 +102,7 @@ class FunctionCapture(TorchFunctionMode):
         self.observer = observer
         self._softmaxes = Softmaxes(self._on_product, self._on_unused, self._on_written_out)
         self._heads, self._chunks = HeadAxes(), QueryChunks()
-        wants_products = isinstance(observer, ProductObserver) and observer.products
-        self._lineage = Lineage(operands=True) if wants_products else None
+        self._scores = ScoreTracker(factors=True) if observer.products else None
 
     def __exit__(self, *error: Any) -> None:
         """Leave the mode and forget softmaxes that no product used."""
@@ -113,8 +110,8 @@ class FunctionCapture(TorchFunctionMode):
         self._softmaxes.clear()
         for module, reason in self._heads.undecided():
             self.observer.unreadable(module, reason)
-        if self._lineage is not None:
-            self._lineage.clear()
+        if self._scores is not None:
+            self._scores.clear()
 
     def __torch_function__(
         self,
@@ -127,7 +124,7 @@ class FunctionCapture(TorchFunctionMode):
         kind = _KINDS.get(func)
         if kind is None and type(func) in _OPERATORS:
             kind = "operator"
-        if kind is None and not self._softmaxes and self._lineage is None:
+        if kind is None and not self._softmaxes and self._scores is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = dict(kwargs or {})
         if self.observer.muted():
@@ -135,10 +132,10 @@ class FunctionCapture(TorchFunctionMode):
         if kind not in (None, "product"):
             self.observer.note_function()
         else:
-            if self._lineage is None:
+            if self._scores is None:
                 result = func(*args, **kwargs)
             else:
-                result = self._lineage.call(func, args, kwargs)
+                result = self._scores.call(func, args, kwargs)
             if self._softmaxes or kind == "product":
                 self._softmaxes.follow(func, args, kwargs, result)
             return result
@@ -337,8 +334,8 @@ class FunctionCapture(TorchFunctionMode):
                     unreadable_reason=unreadable_reason,
                     over_keys=over_keys,
                 )
-            if over_keys and self._lineage is not None:
-                self._lineage.weights(result)
+            if over_keys and self._scores is not None:
+                self._scores.mark_weights(result)
         return result
 
     def _on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
@@ -359,8 +356,10 @@ class FunctionCapture(TorchFunctionMode):
                     base, module, softmax.base.shape, heads, softmax.product_axes
                 )
             scores = folded(softmax.base, softmax.dim, heads, head_axis)
-            if self._lineage is not None:
-                self._report_products(self._lineage, softmax, scores, heads, head_axis, name)
+            if self._scores is not None:
+                with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+                    products = products_of(self._scores.of(softmax.base), scores)
+                self.observer.observe_products(*products, name)
                 return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
@@ -368,42 +367,6 @@ class FunctionCapture(TorchFunctionMode):
         if softmax.left_out == 1:
             self.observer.unreadable(name, NO_VALUE)
         self.observer.observe_scores(scores, name, doubt)
-
-    def _report_products(
-        self,
-        lineage: Lineage,
-        softmax: Softmax,
-        scores: Tensor,
-        heads: int | None,
-        head_axis: int | None,
-        name: str,
-    ) -> None:
-        """Report the products of queries and keys in the scores of a softmax.
-
-        Raises:
-            ValueError: if the scores contain no product or several, or cannot be traced.
-        """
-        with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-            without_products, pairs = (
-                lineage.without_products(softmax.base),
-                lineage.pairs(softmax.base),
-            )
-            if without_products is None or len(pairs) != 1:
-                description = (
-                    f"the sum of {len(pairs)} products" if len(pairs) > 1 else "not a product"
-                )
-                raise ValueError(
-                    f"its scores are {description} of queries and keys; only one product can "
-                    "be read"
-                )
-            hidden = hidden_scores(scores, lineage.narrowest(softmax.base))
-            wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-            products = scores.to(wide) - folded(without_products, softmax.dim, heads, head_axis).to(
-                wide
-            )
-            query, key = match_scores(pairs[0], scores)
-        assert isinstance(self.observer, ProductObserver)
-        self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)
 
     def _on_written_out(self) -> None:
         """List a product that takes weights which were computed without a softmax."""
