@@ -1,9 +1,9 @@
 """Published claims about attention, tested: prediction, measurement and verdict for each.
 
-One experiment is one file of :mod:`acutance_lab`, a package that comes with acutance. It states its
-prediction and the verdict it expects before it runs, measures with what measures everything else in
-acutance, compares with :mod:`acutance.theory`, and leaves a record (JSON) and a figure (PNG and
-SVG, light and dark).
+One experiment is one function of :mod:`acutance_lab`, a package that comes with acutance, and what
+it is decorated with: its prediction and the verdict it expects, stated before it runs. It measures
+with what measures everything else in acutance, compares with :mod:`acutance.theory`, and leaves a
+record (JSON) and a figure (PNG and SVG, light and dark).
 """
 
 from __future__ import annotations

@@ -1,23 +1,26 @@
-"""What an experiment is, the settings of its run, and the means and rows that experiments share."""
+"""What an experiment is, and the settings of its run."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.rowstats import RowStatistics, observe
-from acutance_lab.record import Claim, Estimate, Record, Row
+from acutance_lab.record import Claim, Estimate, Record, Row, untested_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: A number that an experiment measures: key of the claim it tests, quantity, prediction,
+#: measurement (a number or an :class:`~acutance_lab.record.Estimate`), and condition.
+Measured: TypeAlias = tuple[str, str, Any, Any, Mapping[str, Any]]
 
 #: Seeds of models are up to a hundred times as large, and must fit 64 bits.
 MAX_SEED = 2**32 - 1
@@ -120,171 +123,46 @@ class Experiment:
         return tuple(claim for claim in self.claims if not (quick and claim.key in self.full_only))
 
 
-def statistics(scores: Tensor) -> RowStatistics:
-    """Row statistics of scores (rows, n), by :func:`acutance.rowstats.observe`."""
-    return RowStatistics(observe(scores))
+def experiment(
+    title: str,
+    prediction: str,
+    *claims: Claim,
+    figure: Callable[[Record, Any], Figure],
+    **needs: Any,
+) -> Callable[[Callable[[Run], Iterator[Measured]]], Experiment]:
+    """Make an :class:`Experiment` of the function that measures; its name is the function's.
 
-
-def sparsity(weights: Tensor) -> Tensor:
-    """S = E abs(a) / sqrt(E a²) of each row of weights, from its measured collision.
-
-    Any non-negative weights are the softmax of their logarithms, so the collision is that of rows
-    with scores log abs(a); a weight of 0 is a hidden key.
-
-    Args:
-        weights: (..., n), any sign; a row of zeros gives NaN.
-
-    Example:
-        >>> sparsity(torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
-        tensor([0.7071])
-    """
-    collision: Tensor = statistics(weights.abs().log()).collision
-    return (collision * weights.shape[-1]).rsqrt()
-
-
-def mean(values: Tensor | Sequence[Tensor]) -> Estimate:
-    """The mean of independent numbers, its standard error, and its skewness.
-
-    Example:
-        >>> mean(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        Estimate(value=2.5, error=0.645497, samples=4, skewness=0.0)
-    """
-    x = _flat(values)
-    root = math.sqrt(x.numel())
-    centred = x - x.mean()
-    second = float(centred.square().mean())
-    skewness = float(centred.pow(3).mean()) / second**1.5 if second > 0.0 else 0.0
-    return Estimate(float(x.mean()), float(x.std()) / root, x.numel(), skewness / root)
-
-
-def median(values: Tensor | Sequence[Tensor]) -> Estimate:
-    """The median of independent numbers; its error is half the span of ± one deviation in rank.
-
-    Example:
-        >>> median(torch.arange(1.0, 102.0))
-        Estimate(value=51.0, error=5.0, samples=101, skewness=0.0)
-    """
-    x = _flat(values).sort().values
-    samples = x.numel()
-    middle = (samples - 1) / 2
-    reach = max(1, round(math.sqrt(samples) / 2))
-    low, high = max(0, int(middle) - reach), min(samples - 1, math.ceil(middle) + reach)
-    centre = float(x[int(middle)] + x[math.ceil(middle)]) / 2
-    return Estimate(centre, float(x[high] - x[low]) / 2, samples)
-
-
-def _flat(values: Tensor | Sequence[Tensor]) -> Tensor:
-    tensors = [values] if isinstance(values, Tensor) else list(values)
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
-
-
-def ratio(upper: Estimate, lower: Estimate) -> Estimate:
-    """The ratio of two independent estimates.
-
-    Example:
-        >>> ratio(Estimate(6.0, 0.3), Estimate(2.0, 0.0))
-        Estimate(value=3.0, error=0.15, samples=0, skewness=0.0)
-    """
-    value = upper.value / lower.value
-    return Estimate(value, value * math.hypot(upper.error / upper.value, lower.error / lower.value))
-
-
-def difference(first: Estimate, second: Estimate) -> Estimate:
-    """The first of two independent estimates less the second.
-
-    Example:
-        >>> difference(Estimate(5.0, 0.3), Estimate(2.0, 0.4))
-        Estimate(value=3.0, error=0.5, samples=0, skewness=0.0)
-    """
-    return Estimate(first.value - second.value, math.hypot(first.error, second.error))
-
-
-#: From a run, a number of rows and n to scores of unit scale, (rows, n).
-Draw = Callable[[Run, int, int], Tensor]
-
-
-def gaussian(run: Run, rows: int, n: int) -> Tensor:
-    """Independent standard normal scores, (rows, n)."""
-    return run.normal(rows, n)
-
-
-def uniform(run: Run, rows: int, n: int) -> Tensor:
-    """Independent scores uniform on [-1, 1], (rows, n)."""
-    return 2 * run.uniform(rows, n) - 1
-
-
-def exponential(run: Run, rows: int, n: int) -> Tensor:
-    """Independent scores with P(s > x) = exp(-x), (rows, n)."""
-    return -run.uniform(rows, n).log()
-
-
-def cosine(d: int) -> Draw:
-    """A function that draws cosines of random directions of R^d with a fixed one, (rows, n)."""
-
-    def draw(run: Run, rows: int, n: int) -> Tensor:
-        # x / sqrt(x² + the sum of d - 1 other squares), a chi-squared number
-        x = run.normal(rows, n)
-        rest = torch.full_like(x, (d - 1) / 2)
-        others = 2 * torch._standard_gamma(rest, generator=run.generator)
-        return x / (x.square() + others).sqrt()
-
-    return draw
-
-
-def over_scales(
-    run: Run, draw: Draw, n: int, rows: int, scales: Sequence[float], metrics: Sequence[str]
-) -> dict[str, list[Tensor]]:
-    """Metrics of softmax rows at several scales, with the same random scores at each.
+    The function yields numbers (:data:`Measured`) that name the claim they test by its key.
 
     Args:
-        run: gives the random numbers.
-        draw: draws scores at scale 1.
-        n: keys in a row.
-        rows: how many rows.
-        scales: factors on the scores.
-        metrics: names in :data:`acutance.METRICS`.
-
-    Returns:
-        By metric, for each scale, the rows' values, shape (rows,).
+        title: of the experiment.
+        prediction: what is expected.
+        claims: what is tested; the first gives the verdict.
+        figure: draws the record.
+        needs: ``needs``, ``full_needs`` and ``full_only`` of the experiment.
     """
-    blocks: dict[str, list[list[Tensor]]] = {name: [[] for _ in scales] for name in metrics}
-    for count in run.blocks(rows, n):
-        scores = draw(run, count, n)
-        for index, scale in enumerate(scales):
-            stats = statistics(scale * scores)
-            for name in metrics:
-                blocks[name][index].append(stats[name])
-    return {name: [torch.cat(rows) for rows in by_scale] for name, by_scale in blocks.items()}
+
+    def made_of(measurement: Callable[[Run], Iterator[Measured]]) -> Experiment:
+        @wraps(measurement)
+        def measure(run: Run) -> Iterator[Row]:
+            return rows(claims, measurement(run))
+
+        name = measurement.__name__
+        return Experiment(name, title, prediction, claims, measure, figure, **needs)
+
+    return made_of
 
 
-def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> list[Estimate]:
-    """Mean Σp² of rows of Gaussian logits, with a trustworthy standard error at every scale.
+def rows(claims: Iterable[Claim], numbers: Iterable[Measured]) -> Iterator[Row]:
+    """The rows of numbers, each compared with its prediction as the claim that it tests says."""
+    by_key = {claim.key: claim for claim in claims}
+    for key, quantity, predicted, measured, where in numbers:
+        if key:
+            yield by_key[key].row(quantity, predicted, measured, where)
+        else:
+            yield untested_row(quantity, measured, where)
 
-    From half the freezing scale √(2 log n) on, a few rows with one large logit carry the mean: at
-    γ = 2 and 65,536 keys that of 1000 plain rows had a skewness of 0.8. So below freezing one key
-    of every other row is raised by t = min(2γ, √(2 log n)), and rows count by the ratio of the
-    densities (importance sampling): 1 / (½ + ½ r), r being the mean of exp(t·z − t²/2) over the
-    row's keys, any of which could be the one. Beyond freezing rows are plain.
 
-    Args:
-        run: gives the random numbers.
-        n: keys in a row.
-        rows: how many rows, an even number.
-        scales: standard deviations γ of the logits.
-
-    Returns:
-        An estimate for each scale.
-    """
-    blocks: list[list[Tensor]] = [[] for _ in scales]
-    done, freezing = 0, math.sqrt(2 * math.log(n))
-    for count in run.blocks(rows, n):
-        z = gaussian(run, count, n)
-        other = (torch.arange(done, done + count) % 2).to(z.dtype)  # half of all rows
-        done += count
-        plain = z[:, 0].clone()
-        for index, scale in enumerate(scales):
-            raised = min(2 * scale, freezing) if scale < freezing else 0.0
-            z[:, 0] = plain + raised * other
-            density = (torch.logsumexp(raised * z, 1) - raised**2 / 2 - math.log(n)).exp()
-            blocks[index].append(statistics(scale * z).collision / (0.5 + 0.5 * density))
-    return [mean(rows) for rows in blocks]
+def untested(quantity: str, measured: float | Estimate, where: Mapping[str, Any]) -> Measured:
+    """A number that tests no claim: it is recorded for the figure."""
+    return "", quantity, math.nan, measured, where

@@ -177,11 +177,10 @@ class Level(NamedTuple):
     name: str = "_nolegend_"
 
 
-@dataclass(frozen=True)
 class Panel:
     """A panel of a page.
 
-    Attributes:
+    Args:
         x: horizontal axis.
         y: vertical axis.
         curves: what is drawn: :class:`Lines`, or functions of the record that give curves.
@@ -193,15 +192,22 @@ class Panel:
         also: draws what is neither curve nor level.
     """
 
-    x: Axis
-    y: Axis
-    curves: Sequence[Callable[[Record], Iterable[Curve]]]
-    title: str = ""
-    levels: Sequence[Level] | Callable[[Record], Sequence[Level]] = ()
-    legend: str | tuple[float, float] | None = "best"
-    legend_title: str = ""
-    columns: int = 1
-    also: Callable[[Axes, Record, plot_style.Theme], object] | None = None
+    def __init__(
+        self,
+        x: Axis,
+        y: Axis,
+        *curves: Callable[[Record], Iterable[Curve]],
+        title: str = "",
+        levels: Sequence[Level] | Callable[[Record], Sequence[Level]] = (),
+        also: Callable[[Axes, Record, plot_style.Theme], object] | None = None,
+        legend: str | tuple[float, float] | None = "best",
+        legend_title: str = "",
+        columns: int = 1,
+    ) -> None:
+        self.x, self.y, self.curves = x, y, curves
+        self.title, self.levels, self.also = title, levels, also
+        self.legend = legend
+        self.legend_options: dict[str, Any] = {"title": legend_title, "columns": columns}
 
     def draw(self, axes: Axes, record: Record, theme: plot_style.Theme) -> None:
         """Draw the panel on its axes."""
@@ -226,9 +232,7 @@ class Panel:
         self.y.set(axes, "y")
         plot_style.label(axes, x=self.x.label, y=self.y.label, title=self.title)
         if self.legend is not None:
-            plot_style.legend(
-                axes, theme, where=self.legend, title=self.legend_title, columns=self.columns
-            )
+            plot_style.legend(axes, theme, where=self.legend, **self.legend_options)
 
     def _smooth(self, line: Points) -> Points:
         """A line through points that bends smoothly on these axes, and swings nowhere."""

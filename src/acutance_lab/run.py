@@ -120,7 +120,7 @@ def _one_thread() -> Iterator[None]:
 
 def _about(experiment: Experiment) -> dict[str, str]:
     """Versions of the packages used, and a hash of the experiment's source file."""
-    source = Path(inspect.getsourcefile(experiment.measure) or "").read_bytes()
+    source = Path(inspect.getsourcefile(inspect.unwrap(experiment.measure)) or "").read_bytes()
     versions = {name: version(name) for name in ("acutance", "torch", "numpy", "scipy")}
     return versions | {"code": hashlib.sha256(source).hexdigest()[:16]}
 

@@ -16,10 +16,10 @@ from PIL import Image
 from acutance import theory
 from acutance.report import plot_style
 from acutance.reproduce import EXPERIMENTS, Record, Run, run_one
-from acutance_lab.experiment import gaussian_collision
 from acutance_lab.experiments import noise
 from acutance_lab.record import decided
 from acutance_lab.run import draw
+from acutance_lab.sampling import gaussian_collision
 
 Check = Callable[[Record], None]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acutance.reproduce import Run
 from acutance_lab import language
-from acutance_lab.experiments import real_distance, real_lengths, real_sinks, real_topk
+from acutance_lab.experiments import real
 
 pytest.importorskip("transformers")
 
@@ -65,7 +65,7 @@ def test_sinks_are_the_means_of_columns(reader: language.Reader) -> None:
     ids = reader.windows[0]
     rows = torch.arange(48, 0, -1)
     want = written_out(reader, ids).sum(1) / rows
-    torch.testing.assert_close(real_sinks.weights(reader, ids), want, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(real.weights(reader, ids), want, rtol=1e-3, atol=1e-5)
 
 
 def test_measured_rows_are_those_of_softmax_written_out() -> None:
@@ -93,7 +93,7 @@ def test_a_power_of_distance_has_its_exponent() -> None:
     weights = torch.arange(1, 1024, dtype=torch.float64) ** -gamma
     sums = [weights[2 ** (k - 1) - 1 : 2**k - 1].sum() for k in range(1, 11)]
     octaves = torch.stack([torch.zeros(()).double(), *sums, torch.zeros(()).double()])
-    got = real_distance.exponent(*real_distance.densities(octaves, length))
+    got = real.exponent(*real.densities(octaves, length))
     assert got.item() == pytest.approx(gamma, abs=0.01)
 
 
@@ -102,13 +102,13 @@ def test_the_gaussian_rule_is_that_of_many_draws(deviation: float) -> None:
     logits = deviation * np.random.default_rng(0).standard_normal(1_000_000)
     weights = np.sort(np.exp(logits))[::-1]
     keys = np.searchsorted(weights.cumsum(), 0.99 * weights.sum()) + 1
-    rule = float(real_topk.gaussian_share(torch.tensor(deviation)))
+    rule = float(real.gaussian_share(torch.tensor(deviation)))
     assert keys / len(logits) == pytest.approx(rule, rel=0.01)
 
 
 def test_changes_of_a_model_are_the_scores_they_say(reader: language.Reader) -> None:
     """Each changes the losses while it is on, and nothing afterwards."""
-    changes = real_lengths.changes(context=128, width=24)
+    changes = real.changes(context=128, width=24)
     ids = reader.windows[0]
     own = reader.losses(ids)
     with changes["cos_scale"](reader.model):

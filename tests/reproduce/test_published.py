@@ -9,11 +9,14 @@ import pytest
 from scipy import integrate, stats
 
 from acutance import theory
-from acutance_lab.experiments.entropy_floor import one_above_rest
-from acutance_lab.experiments.gap_law import limit_constant
-from acutance_lab.experiments.homogeneous import power_entropy
-from acutance_lab.experiments.simplex import closed_form, outputs_cosine
-from acutance_lab.experiments.sparsity_relu2 import printed
+from acutance_lab.experiments.many_keys import (
+    closed_form,
+    limit_constant,
+    one_above_rest,
+    outputs_cosine,
+)
+from acutance_lab.experiments.scores import power_entropy
+from acutance_lab.experiments.sparsity import printed
 
 
 @pytest.mark.parametrize(

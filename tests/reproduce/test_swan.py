@@ -11,7 +11,7 @@ from torch import Tensor
 
 import acutance
 from acutance.scaling import ClipLogN, Window
-from acutance_lab import trained
+from acutance_lab import experiment, trained
 from acutance_lab.experiment import Run
 from acutance_lab.experiments import swan
 from acutance_lab.record import decided, judge
@@ -72,17 +72,18 @@ def test_verdicts_follow_the_sign_of_paired_differences() -> None:
         for law, change in changes.items()
     }
     found[swan.ROPE, swan.NONE] = [losses(0.5, 0)]
-    rows = list(swan.rows_of((1, 2, 4), found))
+    claims = {claim.key: claim for claim in swan.swan.claims}
+    rows = list(experiment.rows(claims.values(), swan.of_all_seeds((1, 2, 4), found)))
     verdicts = {
-        claim.key: judge(claim, rows).kind
-        for claim in swan.EXPERIMENT.claims
-        if claim not in (swan.SPREADS, swan.SAME)
+        key: judge(claim, rows).kind
+        for key, claim in claims.items()
+        if key not in ("spreads", "same")
     }
     assert verdicts == {
         "log_n": "does not hold", "free": "does not hold", "robust": "holds", "llama4": "holds",
         "loss": "holds", "entropy": "does not hold", "window": "holds",
     }  # fmt: skip
-    assert decided(swan.LOG, rows)
+    assert decided(claims["log_n"], rows)
     (last,) = [row for row in rows if row.claim == "window"]
     assert last.condition["law"] == swan.LOSS
     assert last.measured == pytest.approx(-0.02, abs=2e-3)

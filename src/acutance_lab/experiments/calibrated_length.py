@@ -11,10 +11,11 @@ from acutance import apply, calibrate, probe
 from acutance.calibration import measure as measure_law
 from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax, Window, Yarn
 from acutance_lab import texts
-from acutance_lab.experiment import Experiment, Run, mean
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.experiments import mlm_table
 from acutance_lab.figure import Axis, Curve, Page, Panel, Points, means
-from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row, values
+from acutance_lab.record import Claim, Estimate, Record, values
+from acutance_lab.sampling import mean
 from acutance_lab.trained import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses, train
 
 SOURCE = "acutance.calibrate"
@@ -27,38 +28,6 @@ BOUND = "times"  # the training length
 FIXED = ("none", "log_n", "clip_log_n", "ssmax", "yarn", "sqrt_log_n")
 MEDIAN, LARGEST = (f"{which} of |H / H at 1× − 1|" for which in ("median", "largest"))
 LAST = 64  # bytes at the end of a window over which a decoder's loss is taken
-
-HOLDS = Claim(
-    "holds", "the calibrated law keeps the median head's entropy within 5 % of that at 1×, on "
-    "held-out text", SOURCE, relation="<=",
-)  # fmt: skip
-# Stated of every head before the first run.
-EVERY = Claim(
-    "every", "it does so for every head of the decoders", SOURCE, "does not hold", relation="<=",
-)  # fmt: skip
-LOSES = Claim(
-    "loses", "a decoder calibrated to constant entropy loses to no fixed law by more than the "
-    "spread over seeds", SOURCE, relation="<=",
-)  # fmt: skip
-# Expected to hold as well before the first run, which told otherwise.
-ENCODERS = Claim(
-    "encoders", "a masked encoder calibrated to constant entropy loses to no fixed law by more "
-    "than the spread over seeds", SOURCE, "does not hold", relation="<=",
-)  # fmt: skip
-SHARE = Claim(
-    "share", "calibrated to each head's share of log n loses to no fixed law by more than the "
-    "spread over seeds", SOURCE, relation="<=",
-)  # fmt: skip
-HELPS = Claim("helps", "at the longest texts calibrated has less loss than none", SOURCE,
-              relation="<=")  # fmt: skip
-WINDOW = Claim(
-    "window", "for the decoders a window of the training length has less loss than every "
-    "temperature, at the longest texts", "acutance.scaling.Window", relation="<=",
-)  # fmt: skip
-SAME = Claim(
-    "same", "laws that are 1 up to the training length change nothing there", within=1e-5,
-    theorem=True,
-)  # fmt: skip
 
 
 class Subject(NamedTuple):
@@ -170,105 +139,52 @@ def fitted_laws(run: Run, subject: Subject) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str, Tensor]]:
+def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict[str, Tensor]]:
     """Calibrate a model, then measure its entropies and losses under every law and length.
 
     The entropies under a window are not measured: none of its rows sees more keys than in training.
 
     Returns:
-        The rows, and by name of the law the losses in nats, (lengths, windows).
+        The numbers, and by name of the law the losses in nats, (lengths, windows).
     """
     lengths = [subject.length * factor for factor in times(run)]
     if run.note is not None:
         run.note(f"calibrated_length: calibrating {subject.name}, seed {seed}")
     laws: dict[str, Any] = {**fixed_laws(subject), **fitted_laws(run, subject)}
-    rows: list[Row] = []
+    numbers: list[Measured] = []
     losses: dict[str, Tensor] = {}
     start: Tensor | None = None
+
+    def where(law: str, factor: int) -> dict[str, Any]:
+        return {"model": subject.name, "law": law, "seed": seed, BOUND: factor}
+
     for name, law in laws.items():
         with apply(subject.model, law):
             losses[name] = torch.stack([subject.losses(length) for length in lengths]).double()
-        wheres: list[Where] = [
-            {"model": subject.name, "law": name, "seed": seed, BOUND: factor}
-            for factor in times(run)
-        ]
-        for where, loss in zip(wheres, losses[name], strict=True):
-            rows.append(untested_row("loss, nat", mean(loss), where))
+        for factor, loss in zip(times(run), losses[name], strict=True):
+            numbers.append(untested("loss, nat", mean(loss), where(name, factor)))
         if isinstance(law, Window):
             continue
         entropies = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
         H = entropies.flat()[:, [entropies.lengths.index(length) for length in lengths]]
         if start is None:
             start = H[:, 0]  # every head's own, at the training length, without a law
-        for where, entropy in zip(wheres, H.T, strict=True):
-            off = (entropy / start - 1).abs()
-            middle = untested_row(MEDIAN, float(off.median()), where)
-            if name == CALIBRATED and where[BOUND] != 1:
-                middle = HOLDS.row(MEDIAN, 0.05, middle.measured, where)
-            largest = untested_row(LARGEST, float(off.max()), where)
-            rows += [untested_row("mean H, nat", float(entropy.mean()), where), middle, largest]
+        for factor, entropy in zip(times(run), H.T, strict=True):
+            off, at = (entropy / start - 1).abs(), where(name, factor)
+            held = "holds" if name == CALIBRATED and factor != 1 else ""
+            numbers.append(untested("mean H, nat", float(entropy.mean()), at))
+            numbers.append((held, MEDIAN, 0.05, float(off.median()), at))
+            numbers.append(untested(LARGEST, float(off.max()), at))
     for name in ("clip_log_n", "yarn", CALIBRATED, FRACTION):
-        at: Where = {"model": subject.name, "law": name, "seed": seed, BOUND: 1}
         before, after = (float(losses[law][0].mean()) for law in ("none", name))
-        rows.append(SAME.row("loss at 1×, nat", before, after, at))
+        numbers.append(("same", "loss at 1×, nat", before, after, where(name, 1)))
     windowed = losses.get(WINDOWED.format(subject.length))
     if windowed is not None:
         last = {name: losses[name][-1] for name in laws if not isinstance(laws[name], Window)}
         best = min(last, key=lambda name: float(last[name].mean()))
-        at = {"model": subject.name, "law": best, "seed": seed, BOUND: times(run)[-1]}
-        less = mean(windowed[-1] - last[best])
-        rows.append(WINDOW.row("loss, window − best temperature, nat", 0.0, less, at))
-    return rows, losses
-
-
-def measure(run: Run) -> Iterator[Row]:
-    """Loss and entropy of each kind of model and seed, under each law and at each length."""
-    worst = 0.0  # of all heads, lengths and seeds of the decoders
-    for kind in (decoder_subject,) if run.quick else (decoder_subject, encoder_subject):
-        by_seed: list[dict[str, Tensor]] = []
-        for step in range(run.size(1, 3)):
-            subject = kind(run, step)
-            seed = step if kind is decoder_subject else run.seed * 100 + step
-            rows, losses = examine(run, subject, seed)
-            yield from rows
-            by_seed.append(losses)
-            where = {"model": "decoder", "law": CALIBRATED}.items()
-            largest = [r for r in rows if r.quantity == LARGEST and where <= r.condition.items()]
-            worst = max([worst, *(row.measured for row in largest)])
-        for name in FIXED:
-            yield from compared(run, subject.name, name, by_seed)
-            yield from compared(run, subject.name, name, by_seed, FRACTION)
-    over: Where = {"law": CALIBRATED, "decoders": "all heads, lengths and seeds"}
-    yield EVERY.row(LARGEST, 0.05, worst, over)
-
-
-def compared(
-    run: Run,
-    kind: str,
-    name: str,
-    by_seed: Sequence[dict[str, Tensor]],
-    fitted: str = CALIBRATED,
-) -> Iterator[Row]:
-    """A row for each length: the loss under a calibrated law less that under the law ``name``.
-
-    Args:
-        run: the run.
-        kind: name of the kind of model.
-        name: of the fixed law.
-        by_seed: for each seed the losses by name of law, (lengths, windows).
-        fitted: name of the calibrated law.
-    """
-    claim = SHARE if fitted == FRACTION else LOSES if kind == "decoder" else ENCODERS
-    for at, factor in enumerate(times(run)):
-        less = [losses[fitted][at] - losses[name][at] for losses in by_seed]
-        means = torch.stack([change.mean() for change in less])
-        noise = math.sqrt(sum(mean(change).error ** 2 for change in less)) / len(means)
-        spread = float(means.std()) if len(means) > 1 else 0.0
-        where: Where = {"model": kind, "law": name, BOUND: factor}
-        estimate = Estimate(float(means.mean()), noise)
-        yield claim.row(f"loss, {fitted} − this law, nat", spread, estimate, where)
-        if fitted == CALIBRATED and name == "none" and factor == times(run)[-1]:
-            yield HELPS.row("loss, calibrated − none, nat", 0.0, estimate, where)
+        less, at = mean(windowed[-1] - last[best]), where(best, times(run)[-1])
+        numbers.append(("window", "loss, window − best temperature, nat", 0.0, less, at))
+    return numbers, losses
 
 
 def _average(record: Record, quantity: str, law: str) -> Points:
@@ -296,30 +212,103 @@ def _entropies(record: Record) -> Iterator[Curve]:
             yield Curve("", points, points, style=style)
 
 
+def _room_below(axes: Any, record: Record, theme: Any) -> None:
+    axes.set_ylim(bottom=1.8 * axes.get_ylim()[0])
+
+
 _LENGTH = Axis(
     "length, training = 1", log=True, ticks={factor: f"{factor}×" for factor in (1, 2, 4, 8)}
 )
-EXPERIMENT = Experiment(
-    "calibrated_length", "temperatures and windows beyond the training length",
+
+
+@experiment(
+    "temperatures and windows beyond the training length",
     "a factor for each head and length, fitted on text of training, keeps the entropy "
     "of the median head within 5 % of that at the training length, on held-out text up to 8 times "
     "as long, but not that of every head; a decoder's loss under it, and every model's under one "
     "that keeps H / log n, is above that of no fixed law by more than the spread over seeds; but a "
     "window of the training length beats every temperature: a decoder's loss under it is below "
     "that under any law",
-    (HOLDS, EVERY, LOSES, ENCODERS, SHARE, HELPS, WINDOW, SAME), measure,
-    Page(
+    Claim("holds", "the calibrated law keeps the median head's entropy within 5 % of that at 1×, "
+          "on held-out text", SOURCE, relation="<="),
+    # Stated of every head before the first run.
+    Claim("every", "it does so for every head of the decoders", SOURCE, "does not hold",
+          relation="<="),
+    Claim("loses", "a decoder calibrated to constant entropy loses to no fixed law by more than "
+          "the spread over seeds", SOURCE, relation="<="),
+    # Expected to hold as well before the first run, which told otherwise.
+    Claim("encoders", "a masked encoder calibrated to constant entropy loses to no fixed law by "
+          "more than the spread over seeds", SOURCE, "does not hold", relation="<="),
+    Claim("share", "calibrated to each head's share of log n loses to no fixed law by more than "
+          "the spread over seeds", SOURCE, relation="<="),
+    Claim("helps", "at the longest texts calibrated has less loss than none", SOURCE,
+          relation="<="),
+    Claim("window", "for the decoders a window of the training length has less loss than every "
+          "temperature, at the longest texts", "acutance.scaling.Window", relation="<="),
+    Claim("same", "laws that are 1 up to the training length change nothing there", within=1e-5,
+          theorem=True),
+    figure=Page(
         "Beyond its training length a window serves a decoder better than every temperature",
         "Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at "
         "every length, less that without a law. A window's entropy is not measured.",
         Panel(
-            _LENGTH, Axis("loss − loss without a law, nat"), [_losses], "loss",
-            legend="lower center", columns=2,
-            also=lambda axes, record, theme: axes.set_ylim(bottom=1.8 * axes.get_ylim()[0]),
+            _LENGTH, Axis("loss − loss without a law, nat"), _losses, title="loss",
+            legend="lower center", columns=2, also=_room_below,
         ),
         Panel(
-            _LENGTH, Axis("mean entropy of heads, nat"), [_entropies], "entropy", legend=None
+            _LENGTH, Axis("mean entropy of heads, nat"), _entropies, title="entropy", legend=None
         ),
     ),
     needs="transformers", full_only=("loses", "encoders", "share", "helps"),
 )  # fmt: skip
+def calibrated_length(run: Run) -> Iterator[Measured]:
+    """Loss and entropy of each kind of model and seed, under each law and at each length."""
+    worst = 0.0  # of all heads, lengths and seeds of the decoders
+    for kind in (decoder_subject,) if run.quick else (decoder_subject, encoder_subject):
+        by_seed: list[dict[str, Tensor]] = []
+        for step in range(run.size(1, 3)):
+            subject = kind(run, step)
+            seed = step if kind is decoder_subject else run.seed * 100 + step
+            numbers, losses = examine(run, subject, seed)
+            yield from numbers
+            by_seed.append(losses)
+            for _, quantity, _, largest, where in numbers:
+                if quantity == LARGEST and (where["model"], where["law"]) == (
+                    "decoder",
+                    CALIBRATED,
+                ):
+                    worst = max(worst, largest)
+        for name in FIXED:
+            yield from compared(run, subject.name, name, by_seed)
+            yield from compared(run, subject.name, name, by_seed, FRACTION)
+    over = {"law": CALIBRATED, "decoders": "all heads, lengths and seeds"}
+    yield "every", LARGEST, 0.05, worst, over
+
+
+def compared(
+    run: Run,
+    kind: str,
+    name: str,
+    by_seed: Sequence[dict[str, Tensor]],
+    fitted: str = CALIBRATED,
+) -> Iterator[Measured]:
+    """At each length the loss under a calibrated law less that under the law ``name``.
+
+    Args:
+        run: the run.
+        kind: name of the kind of model.
+        name: of the fixed law.
+        by_seed: for each seed the losses by name of law, (lengths, windows).
+        fitted: name of the calibrated law.
+    """
+    claim = "share" if fitted == FRACTION else "loses" if kind == "decoder" else "encoders"
+    for at, factor in enumerate(times(run)):
+        less = [losses[fitted][at] - losses[name][at] for losses in by_seed]
+        averages = torch.stack([change.mean() for change in less])
+        noise = math.sqrt(sum(mean(change).error ** 2 for change in less)) / len(averages)
+        spread = float(averages.std()) if len(averages) > 1 else 0.0
+        where = {"model": kind, "law": name, BOUND: factor}
+        estimate = Estimate(float(averages.mean()), noise)
+        yield claim, f"loss, {fitted} − this law, nat", spread, estimate, where
+        if fitted == CALIBRATED and name == "none" and factor == times(run)[-1]:
+            yield "helps", "loss, calibrated − none, nat", 0.0, estimate, where

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab.encoder import Block, Encoder
-from acutance_lab.experiment import Experiment, Run, mean, statistics
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Page, Panel
-from acutance_lab.record import Claim, Row, Where, untested_row
+from acutance_lab.record import Claim
+from acutance_lab.sampling import mean, statistics
 from acutance_lab.training import Plan, fit, seeded
 
 SOURCE = "Chiang & Cholak (2022), arXiv:2202.12172"
@@ -20,19 +21,6 @@ TEST = 1000
 FAR = 10**12  # exp(f·s₁) of these models is 10⁵ at most, so float32 no longer sees the first symbol
 LAWS: dict[str, Scaling] = {"none": NoScaling(), "log n": LogN(base=math.e, n_min=1)}
 START = 2  # the symbol before the string, whose output answers; 0 and 1 are the string's
-
-ORDER = Claim(
-    "order", f"at n = {TEST} scaling by log n is at least as accurate as none", SOURCE,
-    relation=">=",
-)  # fmt: skip
-FALLS = Claim(
-    "falls", "without it every model is at chance at a million million symbols", SOURCE,
-)  # fmt: skip
-KEEPS = Claim("keeps", f"with it accuracy at n = {TEST} is 0.95 or more", SOURCE, relation=">=")
-DILUTES = Claim(
-    "dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
-    "with the scores of a short string", within=1e-4, theorem=True,
-)  # fmt: skip
 
 
 def strings(count: int, n: int, generator: torch.Generator) -> Tensor:
@@ -134,7 +122,36 @@ def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor
     return (factor * rows + many.log()).softmax(1)[:, 1]
 
 
-def measure(run: Run) -> Iterator[Row]:
+def _lines(law: str) -> Lines:
+    """Mean accuracies under a law, a curve for each length of training."""
+    return Lines(
+        "", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",
+        where={"law": law}, hollow=law == "none", style=0,
+    )  # fmt: skip
+
+
+@experiment(
+    "length of strings, FIRST",
+    "a softmax without scaling weighs the first of n symbols e^s₁/Σe^s, which falls "
+    "as 1/n, so from some n on the answer is lost; multiplied by log n the weight stays, and so "
+    f"does the answer, at n = {TEST} at least",
+    Claim("order", f"at n = {TEST} scaling by log n is at least as accurate as none", SOURCE,
+          relation=">="),
+    Claim("falls", "without it every model is at chance at a million million symbols", SOURCE),
+    Claim("keeps", f"with it accuracy at n = {TEST} is 0.95 or more", SOURCE, relation=">="),
+    Claim("dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
+          "with the scores of a short string", within=1e-4, theorem=True),
+    figure=Page(
+        "FIRST: what was learned on short strings lasts with log n",
+        "Mean accuracy over seeds on strings of n symbols. Filled: queries "
+        "multiplied by log n; hollow: not. Chance is 0.5.",
+        Panel(
+            Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)),
+            *map(_lines, LAWS), levels=[Level(y=0.5, name="chance")], legend="center right",
+        ),
+    ),
+)  # fmt: skip
+def first(run: Run) -> Iterator[Measured]:
     """Accuracy of models trained with each law at each length, on strings of 1000 bits and more."""
     seeds = run.seeds(2, 5)
     reach = [round(10 ** (step / 2)) for step in range(2, 25)]
@@ -149,64 +166,38 @@ def measure(run: Run) -> Iterator[Row]:
                 model = train(run, law, length, seed)
                 right[law, seed] = answers(model, tests[seed])
                 by_counts.append([accuracy_by_counts(model, n, drawn[seed]) for n in reach])
-                where: Where = {"law": law, "trained at": length, "seed": seed}
+                where: dict[str, Any] = {"law": law, "trained at": length, "seed": seed}
                 yield from _first_symbol_weight(model, run.generator, where)
                 if law == "none":
                     far = by_counts[-1][reach.index(FAR)]
-                    yield FALLS.row("accuracy", 0.5, far, where | {"n": FAR})
+                    yield "falls", "accuracy", 0.5, far, {**where, "n": FAR}
             where = {"law": law, "trained at": length}
             for n, accuracies in zip(reach, torch.tensor(by_counts).T, strict=True):
-                yield untested_row("accuracy by counts", mean(accuracies), where | {"n": n})
-            where |= {"n": TEST}
+                yield untested("accuracy by counts", mean(accuracies), {**where, "n": n})
+            where["n"] = TEST
             average = mean(torch.stack([right[law, seed].mean() for seed in seeds]))
-            yield untested_row("accuracy", average, where)
+            yield untested("accuracy", average, where)
             if law == "log n":
-                yield KEEPS.row("mean accuracy", 0.95, average.value, where)
+                yield "keeps", "mean accuracy", 0.95, average.value, where
         for seed in seeds:
-            gain = mean(right["log n", seed] - right["none", seed])
-            where = {"trained at": length, "seed": seed}
-            yield ORDER.row("gain in accuracy by log n", 0.0, gain, where)
+            gain, where = mean(right["log n", seed] - right["none", seed]), {"trained at": length}
+            yield "order", "gain in accuracy by log n", 0.0, gain, {**where, "seed": seed}
 
 
-def _first_symbol_weight(model: Encoder, generator: torch.Generator, where: Where) -> Iterator[Row]:
+def _first_symbol_weight(
+    model: Encoder, generator: torch.Generator, where: dict[str, Any]
+) -> Iterator[Measured]:
     """Compare the first symbol's weight in a long string with one predicted from a short string."""
     short, long = (strings(32, n, generator) for n in (32, TEST))
     _, scores = weight_of_first(model, short)
     weights, _ = weight_of_first(model, long)
-    law = LAWS[str(where["law"])]
+    law = LAWS[where["law"]]
     for bit in (0, 1):
         ids, same = short[short[:, 1] == bit][:1], long[:, 1] == bit
         if not len(ids) or not same.any():
             continue
         ones = long[same][:1, 2:].sum()
         counts = torch.stack([TEST - 1 - ones, ones])
-        predicted = float(diluted(scores[short[:, 1] == bit][:1], ids, counts, law))
-        weight, at = float(weights[same][0]), where | {"n": TEST, "first": bit}
-        yield DILUTES.row("weight of the first symbol", predicted, weight, at)
-
-
-def _lines(law: str) -> Lines:
-    """Mean accuracies under a law, a curve for each length of training."""
-    return Lines(
-        "", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",
-        where={"law": law}, hollow=law == "none", style=0,
-    )  # fmt: skip
-
-
-EXPERIMENT = Experiment(
-    "first", "length of strings, FIRST",
-    "a softmax without scaling weighs the first of n symbols e^s₁/Σe^s, which falls "
-    "as 1/n, so from some n on the answer is lost; multiplied by log n the weight stays, and so "
-    f"does the answer, at n = {TEST} at least",
-    (ORDER, FALLS, KEEPS, DILUTES), measure,
-    Page(
-        "FIRST: what was learned on short strings lasts with log n",
-        "Mean accuracy over seeds on strings of n symbols. Filled: queries "
-        "multiplied by log n; hollow: not. Chance is 0.5.",
-        Panel(
-            Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)),
-            [_lines(law) for law in LAWS],
-            levels=[Level(y=0.5, name="chance")], legend="center right",
-        ),
-    ),
-)  # fmt: skip
+        predicted = diluted(scores[short[:, 1] == bit][:1], ids, counts, law)
+        weight, at = float(weights[same][0]), {**where, "n": TEST, "first": bit}
+        yield "dilutes", "weight of the first symbol", predicted, weight, at

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from acutance.scaling import AdaptivePoly, LearnedSSMax, LogN, NoScaling
 from acutance.scaling import Scaling as Law
-from acutance_lab.experiment import Experiment, Run, difference, mean, statistics
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import GREY, Axis, Curve, Lines, Page, Panel, Points
-from acutance_lab.record import Claim, Estimate, Record, Row, Where, untested_row
+from acutance_lab.record import Claim, Estimate, Record
+from acutance_lab.sampling import difference, mean, statistics
 from acutance_lab.training import Plan, fit, seeded
 
 SOURCE = "Veličković et al. (2024), arXiv:2410.01104"
@@ -23,25 +24,6 @@ KINDS = {
     "none": "none", "adaptive": "none", "log n after training": "none", "log n": "log n",
     "SSMax": "SSMax",
 }  # fmt: skip
-
-FALLS = Claim(
-    "falls", "accuracy without scaling falls from 16 items to 1024", SOURCE, relation=">="
-)
-ADAPTS = Claim(
-    "adapts", "adaptive temperature, on the same weights, is at least as accurate as none", SOURCE,
-    relation=">=",
-)  # fmt: skip
-ORDER = Claim(
-    "order", "trained with log n or SSMax is at least as accurate as adaptive temperature",
-    relation=">=",
-)  # fmt: skip
-ALIKE = Claim(
-    "alike", "SSMax and log n differ by no more than 0.05", relation="<=",
-)  # fmt: skip
-SPREADS = Claim(
-    "spreads", "scores are bounded, so H without scaling grows as log n: from 256 to 1024 by what "
-    "independent items give, log 4 in the limit", SOURCE,
-)  # fmt: skip
 
 
 class Retriever(nn.Module):
@@ -147,41 +129,6 @@ def scores_of_items(model: Retriever, sizes: int = 2000) -> Tensor:
     return model.read(items)[0].double().flatten()
 
 
-@torch.no_grad()
-def measure(run: Run) -> Iterator[Row]:
-    """Accuracy and entropy of models trained with each law, for up to 64 times the trained n."""
-    for seed in run.seeds(1, 3):
-        models = {kind: train(run, kind, seed) for kind in dict.fromkeys(KINDS.values())}
-        right: dict[tuple[str, int], Tensor] = {}  # 1 where the answer is right
-        entropies: dict[tuple[str, int], Estimate] = {}
-        for n in TESTS:
-            # of 8192, 4 standard errors of "alike" are 0.02
-            items, classes = sample(run.size(768, 8192), n, run.generator)
-            for kind, trained in KINDS.items():
-                model = models[trained]
-                right[kind, n], H = answers(model, tested_law(kind, model), items, classes)
-                entropies[kind, n] = mean(H)
-                where: Where = {"law": kind, "seed": seed, "n": n}
-                yield untested_row("accuracy", mean(right[kind, n]), where)
-                yield untested_row("mean H, nat", entropies[kind, n], where)
-        grown = difference(entropies["none", 1024], entropies["none", 256])
-        scores = scores_of_items(models["none"])
-        expected = expected_entropy(scores, 1024) - expected_entropy(scores, 256)
-        yield SPREADS.row("H at 1024 − H at 256, nat", expected, grown, {"seed": seed})
-        lost = float((right["none", 16] - right["none", 1024]).mean())
-        yield FALLS.row("accuracy at 16 − accuracy at 1024", 0.1, lost, {"seed": seed})
-        for n in (256, 1024):
-            where = {"seed": seed, "n": n}
-            gain = mean(right["adaptive", n] - right["none", n])
-            yield ADAPTS.row("accuracy, adaptive − none", 0.0, gain, where)
-            for kind in ("log n", "SSMax"):
-                gain, at = mean(right[kind, n] - right["adaptive", n]), where | {"law": kind}
-                yield ORDER.row("accuracy − that of adaptive", 0.0, gain, at)
-            apart = mean(right["SSMax", n] - right["log n", n])
-            apart = apart._replace(value=abs(apart.value))
-            yield ALIKE.row("accuracy, |SSMax − log n|", 0.05, apart, where)
-
-
 def answers(
     model: Retriever, law: Law | LearnedSSMax, items: Tensor, classes: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -196,6 +143,10 @@ def answers(
     return torch.cat(right), torch.cat(H)
 
 
+def _even_weights(record: Record) -> Iterator[Curve]:
+    yield Curve("", Points(TESTS, [math.log(n) for n in TESTS]), style=GREY)
+
+
 def _name_the_limit(axes: Any, record: Record, theme: Any) -> None:
     axes.annotate(
         "log n, even weights", (TESTS[1], math.log(TESTS[1])), xytext=(-6, 6), ha="right",
@@ -204,29 +155,69 @@ def _name_the_limit(axes: Any, record: Record, theme: Any) -> None:
 
 
 _N = Axis("items n", log=True, ticks={n: str(n) for n in TESTS})
-EXPERIMENT = Experiment(
-    "max_retrieval", "the largest of many items",
+
+
+@experiment(
+    "the largest of many items",
     "scores of bounded items spread over n: without scaling H grows from 256 items to "
     "1024 by what independent items give, some log 4, and accuracy falls; adaptive temperature "
     "helps some, training with a factor of "
     "log n or with SSMax more, both alike",
-    (ORDER, ADAPTS, ALIKE, FALLS, SPREADS), measure,
-    Page(
+    Claim("order", "trained with log n or SSMax is at least as accurate as adaptive temperature",
+          relation=">="),
+    Claim("adapts", "adaptive temperature, on the same weights, is at least as accurate as none",
+          SOURCE, relation=">="),
+    Claim("alike", "SSMax and log n differ by no more than 0.05", relation="<="),
+    Claim("falls", "accuracy without scaling falls from 16 items to 1024", SOURCE, relation=">="),
+    Claim("spreads", "scores are bounded, so H without scaling grows as log n: from 256 to 1024 "
+          "by what independent items give, log 4 in the limit", SOURCE),
+    figure=Page(
         "Taught on 16 items at most, the largest of many is found with a scale that grows",
         "Means over seeds. Adaptive temperature and 'log n after training' are put on the model "
         "trained without scaling.",
         Panel(
             _N, Axis("accuracy", limits=(0.0, 1.04)),
-            [Lines("", "n", "{}", by="law", quantity="accuracy")], "accuracy",
-            legend="lower left",
+            Lines("", "n", "{}", by="law", quantity="accuracy"),
+            title="accuracy", legend="lower left",
         ),
         Panel(
-            _N, Axis("entropy H, nat"), [
-                Lines("", "n", "{}", by="law", quantity="mean H, nat"),
-                lambda record: [Curve("", Points(TESTS, [math.log(n) for n in TESTS]), style=GREY)],
-            ], "entropy", legend=None,
-            also=_name_the_limit,
+            _N, Axis("entropy H, nat"),
+            Lines("", "n", "{}", by="law", quantity="mean H, nat"), _even_weights,
+            title="entropy", legend=None, also=_name_the_limit,
         ),
     ),
     full_only=("alike",),
 )  # fmt: skip
+@torch.no_grad()
+def max_retrieval(run: Run) -> Iterator[Measured]:
+    """Accuracy and entropy of models trained with each law, for up to 64 times the trained n."""
+    for seed in run.seeds(1, 3):
+        models = {kind: train(run, kind, seed) for kind in dict.fromkeys(KINDS.values())}
+        right: dict[tuple[str, int], Tensor] = {}  # 1 where the answer is right
+        entropies: dict[tuple[str, int], Estimate] = {}
+        for n in TESTS:
+            # of 8192, 4 standard errors of "alike" are 0.02
+            items, classes = sample(run.size(768, 8192), n, run.generator)
+            for kind, trained in KINDS.items():
+                model = models[trained]
+                right[kind, n], H = answers(model, tested_law(kind, model), items, classes)
+                entropies[kind, n] = mean(H)
+                where: dict[str, Any] = {"law": kind, "seed": seed, "n": n}
+                yield untested("accuracy", mean(right[kind, n]), where)
+                yield untested("mean H, nat", entropies[kind, n], where)
+        grown = difference(entropies["none", 1024], entropies["none", 256])
+        scores = scores_of_items(models["none"])
+        expected = expected_entropy(scores, 1024) - expected_entropy(scores, 256)
+        yield "spreads", "H at 1024 − H at 256, nat", expected, grown, {"seed": seed}
+        lost = float((right["none", 16] - right["none", 1024]).mean())
+        yield "falls", "accuracy at 16 − accuracy at 1024", 0.1, lost, {"seed": seed}
+        for n in (256, 1024):
+            where = {"seed": seed, "n": n}
+            gain = mean(right["adaptive", n] - right["none", n])
+            yield "adapts", "accuracy, adaptive − none", 0.0, gain, where
+            for kind in ("log n", "SSMax"):
+                gain = mean(right[kind, n] - right["adaptive", n])
+                yield "order", "accuracy − that of adaptive", 0.0, gain, {**where, "law": kind}
+            apart = mean(right["SSMax", n] - right["log n", n])
+            apart = apart._replace(value=abs(apart.value))
+            yield "alike", "accuracy, |SSMax − log n|", 0.05, apart, where

@@ -12,9 +12,10 @@ from acutance import apply, probe
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab import texts
 from acutance_lab.encoder import Encoder
-from acutance_lab.experiment import Experiment, Run, mean
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Lines, Page, Panel
-from acutance_lab.record import Claim, Estimate, Row, Where, untested_row
+from acutance_lab.record import Claim, Estimate
+from acutance_lab.sampling import between_seeds, mean
 from acutance_lab.training import Plan, fit, seeded
 
 SOURCE = "Su Jianlin, kexue.fm/archives/8823"
@@ -27,25 +28,9 @@ _SHAPE: dict[str, Any] = {
     "symbols": 257, "outputs": 256, "width": 64, "heads": 4, "hidden": 192, "layers": 2,
     "base": (TRAIN_LENGTH / (2 * math.pi)) ** (16 / 14), "norm_first": True,
 }  # fmt: skip
-
-EQUAL = Claim(
-    "equal", "at the training length accuracies differ by no more than 0.02", SOURCE, relation="<="
-)
-ABOVE = Claim(
-    "above", "beyond it log n is on average at least as accurate as none", SOURCE, relation=">="
-)
-MOST = Claim(
-    "most", "and at eight times that length and more it is ahead in most pairs of trainings",
-    SOURCE, relation=">=",
-)  # fmt: skip
 PAIRS = "share of pairs with a gain"
 #: Nearer to the training length one pair of trainings says little about another.
 FAR = 512
-SAME = Claim(
-    "same", "a law built into a model and the same law applied to it give the same loss",
-    within=1e-4, theorem=True,
-)  # fmt: skip
-ENTROPY = Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">=")
 
 
 def masked(windows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -105,56 +90,6 @@ def read(
     return torch.cat(right), loss / int(hidden.sum())
 
 
-def measure(run: Run) -> Iterator[Row]:
-    """Accuracy and entropy with and without log n, on the same masked bytes at each length."""
-    seeds, data = run.seeds(1, 6), evaluation(run)
-    # for each seed: whether each answer is right, and the mean entropy
-    right: dict[tuple[str, int], list[Tensor]] = {}
-    entropy: dict[tuple[str, int], list[float]] = {}
-    for seed in seeds:
-        for kind in LAWS:
-            model = train(run, kind, seed)
-            for n in LENGTHS:
-                right.setdefault((kind, n), []).append(read(model, *data, n)[0].double())
-                with probe(model, metrics=["entropy"]) as opened, torch.no_grad():
-                    model(data[1][:4].reshape(-1, n))
-                summary = opened.summary()
-                H = summary.mean("entropy")
-                entropy.setdefault((kind, n), []).append(float(H.mean()))
-                where: Where = {"seed": seed, "n": n}
-                if kind == "E":
-                    built_in, applied = built_in_and_applied(model, data, n)
-                    yield SAME.row("loss, nat", built_in, applied, where)
-                for at, (layer, head) in enumerate(summary.places):
-                    place: Where = {"law": kind, **where, "head": f"{layer}.{head}"}
-                    yield untested_row("H of a head, nat", float(H[at]), place)
-    for (kind, n), answers in right.items():
-        accuracy = _over_seeds([float(answer.mean()) for answer in answers])
-        yield untested_row("accuracy", accuracy, {"law": kind, "n": n})
-        yield untested_row("mean H, nat", _over_seeds(entropy[kind, n]), {"law": kind, "n": n})
-    for n in LENGTHS:
-        pairs = zip(right["E", n], right["O", n], strict=True)
-        gains = [mean(mine - theirs) for mine, theirs in pairs]
-        for at, (seed, gain) in enumerate(zip(seeds, gains, strict=True)):
-            where = {"n": n, "seed": seed}
-            yield untested_row("gain in accuracy", gain, where)
-            if n > TRAIN_LENGTH:
-                O, E = (entropy[kind, n][at] - entropy[kind, TRAIN_LENGTH][at] for kind in "OE")
-                yield ENTROPY.row("rise of H, O − E, nat", 0.0, O - E, where)
-            elif not run.quick:
-                apart = Estimate(abs(gain.value), gain.error)
-                yield EQUAL.row("difference of accuracies", 0.02, apart, where)
-        # with little training E may still be behind O, whatever its entropy
-        if n > TRAIN_LENGTH and not run.quick:
-            gained = [gain.value for gain in gains]
-            yield ABOVE.row("mean gain in accuracy", 0.0, _over_seeds(gained), {"n": n})
-            share = sum(gain > 0 for gain in gained) / len(gained)
-            if n >= FAR:
-                yield MOST.row(PAIRS, 0.5, share, {"n": n})
-            else:
-                yield untested_row(PAIRS, share, {"n": n})
-
-
 def built_in_and_applied(
     model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int
 ) -> tuple[float, float]:
@@ -174,32 +109,83 @@ def built_in_and_applied(
     return built_in, applied
 
 
-def _over_seeds(values: list[float]) -> Estimate:
-    """Mean of one value per seed and its standard error, which is 0 for a single seed."""
-    return mean(torch.tensor(values)) if len(values) > 1 else Estimate(values[0], 0.0)
-
-
 _NAMES = {kind: f"Attention-{kind}" for kind in LAWS}
 _N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
-EXPERIMENT = Experiment(
-    "mlm_table", "masked language model, beyond its length",
+
+
+@experiment(
+    "masked language model, beyond its length",
     "trained at n = 64 both are equally accurate there; read at 128 to 1024 the one "
     "with log n is above the one without, and its entropy grows less",
-    (ABOVE, MOST, EQUAL, ENTROPY, SAME), measure,
-    Page(
+    Claim("above", "beyond it log n is on average at least as accurate as none", SOURCE,
+          relation=">="),
+    Claim("most", "and at eight times that length and more it is ahead in most pairs of trainings",
+          SOURCE, relation=">="),
+    Claim("equal", "at the training length accuracies differ by no more than 0.02", SOURCE,
+          relation="<="),
+    Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">="),
+    Claim("same", "a law built into a model and the same law applied to it give the same loss",
+          within=1e-4, theorem=True),
+    figure=Page(
         "Masked bytes: trained on 64 at a time, read in longer windows",
         "O: no scaling. E: log n to the base 512, in training and after. Means over seeds, with "
         "standard errors. The same masked bytes at every n.",
         Panel(
             _N, Axis("accuracy on masked bytes", limits=(0.0, None)),
-            [Lines("", "n", _NAMES, by="law", quantity="accuracy", bars=True)],
-            "accuracy", legend="lower left",
+            Lines("", "n", _NAMES, by="law", quantity="accuracy", bars=True),
+            title="accuracy", legend="lower left",
         ),
         Panel(
             _N, Axis("mean entropy of heads, nat"),
-            [Lines("", "n", _NAMES, by="law", quantity="mean H, nat", bars=True)],
-            "entropy", legend=None,
+            Lines("", "n", _NAMES, by="law", quantity="mean H, nat", bars=True),
+            title="entropy", legend=None,
         ),
     ),
-    full_only=(ABOVE.key, MOST.key, EQUAL.key),
+    full_only=("above", "most", "equal"),
 )  # fmt: skip
+def mlm_table(run: Run) -> Iterator[Measured]:
+    """Accuracy and entropy with and without log n, on the same masked bytes at each length."""
+    seeds, data = run.seeds(1, 6), evaluation(run)
+    # for each seed: whether each answer is right, and the mean entropy
+    right: dict[tuple[str, int], list[Tensor]] = {}
+    entropy: dict[tuple[str, int], list[float]] = {}
+    for seed in seeds:
+        for kind in LAWS:
+            model = train(run, kind, seed)
+            for n in LENGTHS:
+                right.setdefault((kind, n), []).append(read(model, *data, n)[0].double())
+                with probe(model, metrics=["entropy"]) as opened, torch.no_grad():
+                    model(data[1][:4].reshape(-1, n))
+                summary = opened.summary()
+                H = summary.mean("entropy")
+                entropy.setdefault((kind, n), []).append(float(H.mean()))
+                where: dict[str, Any] = {"seed": seed, "n": n}
+                if kind == "E":
+                    built_in, applied = built_in_and_applied(model, data, n)
+                    yield "same", "loss, nat", built_in, applied, where
+                for at, (layer, head) in enumerate(summary.places):
+                    place = {"law": kind, **where, "head": f"{layer}.{head}"}
+                    yield untested("H of a head, nat", float(H[at]), place)
+    for (kind, n), answers in right.items():
+        where = {"law": kind, "n": n}
+        accuracy = between_seeds([float(answer.mean()) for answer in answers])
+        yield untested("accuracy", accuracy, where)
+        yield untested("mean H, nat", between_seeds(entropy[kind, n]), where)
+    for n in LENGTHS:
+        pairs = zip(right["E", n], right["O", n], strict=True)
+        gains = [mean(mine - theirs) for mine, theirs in pairs]
+        for at, (seed, gain) in enumerate(zip(seeds, gains, strict=True)):
+            where = {"n": n, "seed": seed}
+            yield untested("gain in accuracy", gain, where)
+            if n > TRAIN_LENGTH:
+                O, E = (entropy[kind, n][at] - entropy[kind, TRAIN_LENGTH][at] for kind in "OE")
+                yield "entropy", "rise of H, O − E, nat", 0.0, O - E, where
+            elif not run.quick:
+                apart = Estimate(abs(gain.value), gain.error)
+                yield "equal", "difference of accuracies", 0.02, apart, where
+        # with little training E may still be behind O, whatever its entropy
+        if n > TRAIN_LENGTH and not run.quick:
+            gained = [gain.value for gain in gains]
+            yield "above", "mean gain in accuracy", 0.0, between_seeds(gained), {"n": n}
+            share = sum(gain > 0 for gain in gained) / len(gained)
+            yield "most" if n >= FAR else "", PAIRS, 0.5, share, {"n": n}

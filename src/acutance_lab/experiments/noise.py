@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from acutance import attention, theory
-from acutance_lab.experiment import Experiment, Run, mean, ratio, statistics
+from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import GREY, Axis, Lines, Page, Panel
-from acutance_lab.record import Claim, Estimate, Row, Where
+from acutance_lab.record import Claim, Estimate
+from acutance_lab.sampling import mean, ratio, statistics
 
 Kind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 
-SOURCE = "Su Jianlin, kexue.fm/archives/9593"
 WIDTH = 128  # of the values; the more, the less the error itself varies
-#: Rows: keys and the deviation of their Gaussian logits; then two special ones.
-ROWS = {"γ = 0": 0.0, "γ = 1": 1.0, "γ = 2": 2.0, "γ = 3": 3.0}
 N = 256
 WIDER = 2.5  # how many times, at least, the noise of one key is widened in importance sampling
 GAUSSIAN = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
@@ -26,32 +24,12 @@ OTHERS: tuple[tuple[Kind, float], ...] = (
     ("uniform", 0.5), ("uniform", 2.0), ("laplace", 0.1), ("laplace", 0.3), ("laplace", 2.0),
     ("gumbel", 0.1), ("gumbel", 0.3), ("gumbel", 1.0),
 )  # fmt: skip
-#: Noise whose averaging is followed over n, with the rate r of its right tail, P(ε > x) ~ e^(−rx).
+#: Noise whose averaging is followed over n, with the rate r of its right tail, P(ε > x) ~ e^(−rx);
+#: "infinite" is 10^9.
 TAILS: tuple[tuple[Kind, float, float], ...] = (
-    ("gaussian", 0.5, math.inf), ("laplace", 0.2, 5.0), ("laplace", 2 / 3, 1.5),
-    ("gumbel", 1.0, 1.0), ("laplace", 2.0, 0.5),
+    ("gaussian", 0.5, 1e9), ("laplace", 0.2, 5.0), ("laplace", 2 / 3, 1.5), ("gumbel", 1.0, 1.0),
+    ("laplace", 2.0, 0.5),
 )  # fmt: skip
-
-UNCHANGED = Claim(
-    "unchanged", "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
-    SOURCE, "holds only where", relation="<=", bound="ν/N_eff",
-)  # fmt: skip
-_NAMES: dict[Kind, str] = {
-    "gaussian": "Gaussian", "uniform": "uniform", "laplace": "Laplace", "gumbel": "Gumbel",
-}  # fmt: skip
-FIRST: dict[Kind, Claim] = {
-    kind: Claim(
-        f"first order, {kind}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
-        expected="holds only where", within=0.02, bound="ν/N_eff",
-    )
-    for kind, name in _NAMES.items()
-}  # fmt: skip
-EXACT = Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row")
-AVERAGES = Claim(
-    "averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
-    expected="holds only where", within=0.01, bound="tail rate r", sense="from",
-)  # fmt: skip
-COLLAPSE = Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01)
 
 
 def sample(run: Run, kind: Kind, scale: float, rows: int, n: int) -> Tensor:
@@ -114,13 +92,58 @@ def output_error(
     return mean(errors)
 
 
-def measure(run: Run) -> Iterator[Row]:
+_TAIL_NAMES = {
+    rate: f"{kind.capitalize()}, b = {b:.2g}, r = {rate:g}".replace("1e+09", "∞")
+    for kind, b, rate in TAILS
+}
+_ERROR = "mean square error of the output, value²"
+
+
+@experiment(
+    "robustness to noise on the logits",
+    "E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the "
+    "error of n even keys falls as 1/n for a right tail e^(−rx) with r > 2, as n^(1−r) for "
+    "1 < r < 2, as 1/log n at r = 1, and not at all below",
+    Claim("unchanged",
+          "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
+          "Su Jianlin, kexue.fm/archives/9593", "holds only where", relation="<=", bound="ν/N_eff"),
+    *(
+        Claim(f"first order, {kind}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
+              expected="holds only where", within=0.02, bound="ν/N_eff")
+        for kind, name in (("gaussian", "Gaussian"), ("uniform", "uniform"),
+                           ("laplace", "Laplace"), ("gumbel", "Gumbel"))
+    ),
+    Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row"),
+    Claim("averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
+          expected="holds only where", within=0.01, bound="tail rate r", sense="from"),
+    Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01),
+    figure=Page(
+        "Attention averages logit noise away, the slower the heavier its right tail",
+        "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
+        "noisy runs of attention, bars of one standard error.",
+        Panel(
+            Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
+            Axis(_ERROR, log=True, limits=(1e-8, 3e2)),
+            Lines("first order, gaussian", "b", by="N_eff", marks=False, style=GREY),
+            Lines("exact", "b", "{:.3g}", by="N_eff", where={"noise": "gaussian"}, bars=True),
+            title="rows of 1 to 256 effective keys",
+            legend="lower right", legend_title="effective keys", columns=2,
+        ),
+        Panel(
+            Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
+            Axis(_ERROR, log=True, limits=(1e-7, 2.0)),
+            Lines("exact", "n", _TAIL_NAMES, by="tail rate r", bars=True),
+            title="tail rate r of the noise", legend="lower left",
+        ),
+    ),
+)  # fmt: skip
+def noise(run: Run) -> Iterator[Measured]:
     """Output error of rows of each width under each noise, and of uniform rows for growing n.
 
     It is compared with the exact integral, the first-order formula and the limits for many keys.
     """
     value, z = run.normal(N, WIDTH), run.normal(N)
-    cases = {name: gamma * z for name, gamma in ROWS.items()}
+    cases = {f"γ = {gamma}": float(gamma) * z for gamma in range(4)}
     cases["two keys"] = torch.zeros(2, dtype=torch.float64)
     cases["0.999 on one key"] = torch.tensor([0.999] + [0.001 / 15] * 15, dtype=torch.float64).log()
     for name, logits in cases.items():
@@ -132,7 +155,7 @@ def measure(run: Run) -> Iterator[Row]:
 
 def _of_row(
     run: Run, name: str, logits: Tensor, value: Tensor, kind: Kind, b: float
-) -> Iterator[Row]:
+) -> Iterator[Measured]:
     """The output error of one row of logits under one noise."""
     p = torch.softmax(logits, 0)
     weights, v = (p / p.sum()).numpy(), value.numpy()
@@ -140,19 +163,19 @@ def _of_row(
     spread = float((value - value.mean(0)).square().sum(1).mean())
     repeat = 16 if keys < 1.5 else 1  # the errors of a nearly one-hot row are rare
     error = output_error(run, logits, value, kind, b, run.size(5000, 10000) * repeat)
-    where: Where = {"row": name, "N_eff": keys, "noise": kind, "b": b}
-    yield EXACT.row("E‖õ − o‖²", theory.exact_noise_mse(weights, v, kind, b), error, where)
+    where = {"row": name, "N_eff": keys, "noise": kind, "b": b}
+    yield "exact", "E‖õ − o‖²", theory.exact_noise_mse(weights, v, kind, b), error, where
     infinite = kind in ("laplace", "gumbel") and b >= 0.5
     nu = math.inf if infinite else float(theory.noise_variance_ratio(kind, b))
-    where |= {UNCHANGED.bound: nu / keys}
+    where = {**where, "ν/N_eff": nu / keys}
     relative = error._replace(value=error.value / spread, error=error.error / spread)
-    yield UNCHANGED.row("E‖õ − o‖² / mean ‖v − v̄‖²", 0.01, relative, where)
+    yield "unchanged", "E‖õ − o‖² / mean ‖v − v̄‖²", 0.01, relative, where
     if not infinite:
         first = theory.first_order_mse(weights, v, kind, b)
-        yield FIRST[kind].row("E‖õ − o‖²", first, error, where)
+        yield f"first order, {kind}", "E‖õ − o‖²", first, error, where
 
 
-def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Row]:
+def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Measured]:
     """The output error of n evenly weighted keys for growing n."""
     before = None
     for n in (256, 4096) if run.quick else (256, 4096, 65536):
@@ -162,52 +185,14 @@ def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Row]:
         even = torch.zeros(n, dtype=torch.float64)
         runs = run.size(12000 if n == 256 else 6000, 20000 if n <= 4096 else 2000)
         error = output_error(run, even, v, kind, b, runs)
-        where: Where = {"noise": kind, "b": b, "n": n, "tail rate r": min(rate, 1e9)}
+        where = {"noise": kind, "b": b, "n": n, "tail rate r": rate}
         exact = theory.exact_noise_mse(np.full(n, 1 / n), v.numpy(), kind, b)
-        yield EXACT.row("E‖õ − o‖²", exact, error, where)
+        yield "exact", "E‖õ − o‖²", exact, error, where
         if before is not None:
-            yield AVERAGES.row("error here / at n/16", 1 / 16, ratio(error, before), where)
+            yield "averages", "error here / at n/16", 1 / 16, ratio(error, before), where
         if rate < 1:
             rolls = run.size(10000 if n == 256 else 2000, 20000 if n <= 4096 else 2000)
             draws = (sample(run, kind, b, size, n) for size in run.blocks(rolls, n))
             collision = mean([statistics(noisy).collision for noisy in draws])
-            yield COLLAPSE.row("mean Σp̃²", 1 - rate, collision, where)
+            yield "collapse", "mean Σp̃²", 1 - rate, collision, where
         before = error
-
-
-#: Names of the noises of the right panel, by the rate of their tail.
-_TAILS = {
-    min(rate, 1e9): f"{kind.capitalize()}, b = {b:.2g}, r = {rate:g}".replace("inf", "∞")
-    for kind, b, rate in TAILS
-}
-_ERROR = "mean square error of the output, value²"
-EXPERIMENT = Experiment(
-    "noise", "robustness to noise on the logits",
-    "E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the "
-    "error of n even keys falls as 1/n for a right tail e^(−rx) with r > 2, as n^(1−r) for "
-    "1 < r < 2, as 1/log n at r = 1, and not at all below",
-    (UNCHANGED, *FIRST.values(), EXACT, AVERAGES, COLLAPSE), measure,
-    Page(
-        "Attention averages logit noise away, the slower the heavier its right tail",
-        "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
-        "noisy runs of attention, bars of one standard error.",
-        Panel(
-            Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
-            Axis(_ERROR, log=True, limits=(1e-8, 3e2)),
-            [
-                Lines("first order, gaussian", "b", by="N_eff", marks=False, style=GREY),
-                Lines(
-                    "exact", "b", "{:.3g}", by="N_eff", where={"noise": "gaussian"}, bars=True
-                ),
-            ],
-            "rows of 1 to 256 effective keys",
-            legend="lower right", legend_title="effective keys", columns=2,
-        ),
-        Panel(
-            Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
-            Axis(_ERROR, log=True, limits=(1e-7, 2.0)),
-            [Lines("exact", "n", _TAILS, by="tail rate r", bars=True)], "tail rate r of the noise",
-            legend="lower left",
-        ),
-    ),
-)  # fmt: skip

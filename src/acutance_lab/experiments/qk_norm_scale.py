@@ -1,7 +1,7 @@
 """Query-key normalisation and the scale after it: small decoders trained at several scales."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -10,38 +10,19 @@ from torch import Tensor, nn
 from acutance import probe, theory
 from acutance.nn import rotate
 from acutance_lab import texts
-from acutance_lab.experiment import Experiment, Run
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Page, Panel
-from acutance_lab.record import Claim, Estimate, Row, Where, untested_row
+from acutance_lab.record import Claim
+from acutance_lab.sampling import between_seeds
 from acutance_lab.training import Plan, fit, seeded
 
 GEMMA = "huggingface/transformers, issue 45676"
-NANOCHAT = "karpathy/nanochat, gpt.py: q and k times 1.2 after RMSNorm"
 LENGTH, WIDTH, HEADS, LAYERS = 128, 128, 2, 3
 HEAD = WIDTH // HEADS
 LESS_UNIT, GRADIENTS = "loss less that of 1/√d, nat", "log ratio of first gradients"
+ENTROPY = "entropy before training, nat"
 UNIT, SHARPER, ONE = 1.0, 1.44, math.sqrt(HEAD)  # scale 1/√d, nanochat's, and 1
 HELD_OUT = 128  # windows that every model is evaluated on
-
-ENTROPY = Claim(
-    "entropy", "before training, scale 1 after QK-norm has the entropy of normal logits of "
-    "deviation √d", GEMMA, "does not hold", within=0.05,
-)  # fmt: skip
-ONE_HOT = Claim(
-    "one_hot", "a decoder trained with scale 1 after QK-norm has a higher loss than with 1/√d",
-    GEMMA, relation=">=",
-)  # fmt: skip
-EXPLODES = Claim(
-    "explodes", "with scale 1 the first gradient of the query and key projections is larger than "
-    "with 1/√d", GEMMA, relation=">=",
-)  # fmt: skip
-SHARPENS = Claim(
-    "sharpens", "a logit deviation of 1.44 has no more loss than 1", NANOCHAT, relation="<="
-)
-GAIN = Claim(
-    "gain", "trained gains after the normalisation make up for scale 1: no more loss than 1/√d "
-    "without gains", relation="<=",
-)  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -161,47 +142,6 @@ def train(
     return {"entropy": entropy, "gradient": gradient, "loss": float(torch.cat(parts).mean())}
 
 
-def between_seeds(values: Sequence[float]) -> Estimate:
-    """The mean over trainings, with its standard error from seed to seed."""
-    x = torch.tensor(values, dtype=torch.float64)
-    return Estimate(float(x.mean()), float(x.std()) / math.sqrt(len(values)))
-
-
-def measure(run: Run) -> Iterator[Row]:
-    """Train every contender from the same seeds, on the same batches."""
-    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
-    generator = torch.Generator().manual_seed(3000 + run.seed)
-    windows = texts.sample_windows(held_out, LENGTH + 1, run.size(32, HELD_OUT), generator)
-    trained = {
-        contender: [train(run, contender, seed, windows, training) for seed in run.seeds(3, 4)]
-        for contender in contenders(run)
-    }
-    for contender, runs in trained.items():
-        deviation, gains = contender
-        pairs = list(zip(runs, trained[UNIT, False], strict=True))
-        loss, entropy = (between_seeds([own[key] for own in runs]) for key in ("loss", "entropy"))
-        change = between_seeds([own["loss"] - unit["loss"] for own, unit in pairs])
-        growth = between_seeds(
-            [math.log(own["gradient"] / unit["gradient"]) for own, unit in pairs]
-        )
-        where: Where = {
-            "logit_std": round(deviation, 2), "gains": "trained" if gains else "none"
-        }  # fmt: skip
-        yield untested_row("loss, nat", loss, where)
-        yield untested_row(LESS_UNIT, change, where)
-        yield untested_row(GRADIENTS, growth, where)
-        yield untested_row("entropy before training, nat", entropy, where)
-        if contender == (SHARPER, False):
-            yield SHARPENS.row(LESS_UNIT, 0.0, change, where)
-        elif contender == (ONE, False):
-            exact = float(theory.expected_entropy_gauss(LENGTH, ONE))
-            yield ONE_HOT.row(LESS_UNIT, 0.0, change, where)
-            yield EXPLODES.row(GRADIENTS, 0.0, growth, where)
-            yield ENTROPY.row("entropy before training, nat", exact, entropy, where)
-        elif contender == (ONE, True):
-            yield GAIN.row(LESS_UNIT, 0.0, change, where)
-
-
 def _by_gains(quantity: str) -> Lines:
     names = {"none": "no gains", "trained": "trained gains"}
     return Lines("", "logit_std", names, by="gains", quantity=quantity, bars=True)
@@ -210,25 +150,65 @@ def _by_gains(quantity: str) -> Lines:
 _DEVIATION = Axis(
     "deviation of the logits before training", log=True, ticks=(0.5, 1, 1.44, 2, 4, 8)
 )
-EXPERIMENT = Experiment(
-    "qk_norm_scale", "query-key normalisation and the scale after it",
+
+
+@experiment(
+    "query-key normalisation and the scale after it",
     "with heads 64 wide, scale 1 after QK-norm gives logits of deviation 8 and nearly "
     "one-hot rows; training then ends at a higher loss, which trained gains make up for; 1.44 in "
     "place of 1 costs nothing",
-    (EXPLODES, ONE_HOT, SHARPENS, GAIN, ENTROPY), measure,
-    Page(
+    Claim("explodes", "with scale 1 the first gradient of the query and key projections is larger "
+          "than with 1/√d", GEMMA, relation=">="),
+    Claim("one_hot", "a decoder trained with scale 1 after QK-norm has a higher loss than with "
+          "1/√d", GEMMA, relation=">="),
+    Claim("sharpens", "a logit deviation of 1.44 has no more loss than 1",
+          "karpathy/nanochat, gpt.py: q and k times 1.2 after RMSNorm", relation="<="),
+    Claim("gain", "trained gains after the normalisation make up for scale 1: no more loss than "
+          "1/√d without gains", relation="<="),
+    Claim("entropy", "before training, scale 1 after QK-norm has the entropy of normal logits of "
+          "deviation √d", GEMMA, "does not hold", within=0.05),
+    figure=Page(
         "After QK-norm the scale still matters",
         f"Decoders of bytes trained on windows of {LENGTH}, heads {HEAD} wide, all else the same. "
         "Deviation 1 is the scale 1/√d, 8 is the scale 1. Bars: standard errors between seeds.",
         Panel(
-            _DEVIATION, Axis("held-out loss less that of 1/√d, nat"), [_by_gains(LESS_UNIT)],
-            "loss", [Level(y=0.0)],
+            _DEVIATION, Axis("held-out loss less that of 1/√d, nat"), _by_gains(LESS_UNIT),
+            title="loss", levels=[Level(y=0.0)],
         ),
         Panel(
-            _DEVIATION, Axis("log of the gradient's norm over that of 1/√d"),
-            [_by_gains(GRADIENTS)],
-            "first gradient of queries and keys", [Level(y=0.0)],
+            _DEVIATION, Axis("log of the gradient's norm over that of 1/√d"), _by_gains(GRADIENTS),
+            title="first gradient of queries and keys", levels=[Level(y=0.0)],
         ),
     ),
     full_only=("one_hot", "sharpens", "gain"),
 )  # fmt: skip
+def qk_norm_scale(run: Run) -> Iterator[Measured]:
+    """Train every contender from the same seeds, on the same batches."""
+    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
+    generator = torch.Generator().manual_seed(3000 + run.seed)
+    windows = texts.sample_windows(held_out, LENGTH + 1, run.size(32, HELD_OUT), generator)
+    trained = {
+        contender: [train(run, contender, seed, windows, training) for seed in run.seeds(3, 4)]
+        for contender in contenders(run)
+    }
+    for (deviation, gains), runs in trained.items():
+        pairs = list(zip(runs, trained[UNIT, False], strict=True))
+        loss, entropy = (between_seeds([own[key] for own in runs]) for key in ("loss", "entropy"))
+        change = between_seeds([own["loss"] - unit["loss"] for own, unit in pairs])
+        growth = between_seeds(
+            [math.log(own["gradient"] / unit["gradient"]) for own, unit in pairs]
+        )
+        where = {"logit_std": round(deviation, 2), "gains": "trained" if gains else "none"}
+        yield untested("loss, nat", loss, where)
+        yield untested(LESS_UNIT, change, where)
+        yield untested(GRADIENTS, growth, where)
+        yield untested(ENTROPY, entropy, where)
+        if (deviation, gains) == (SHARPER, False):
+            yield "sharpens", LESS_UNIT, 0.0, change, where
+        elif (deviation, gains) == (ONE, False):
+            exact = theory.expected_entropy_gauss(LENGTH, ONE)
+            yield "one_hot", LESS_UNIT, 0.0, change, where
+            yield "explodes", GRADIENTS, 0.0, growth, where
+            yield "entropy", ENTROPY, exact, entropy, where
+        elif (deviation, gains) == (ONE, True):
+            yield "gain", LESS_UNIT, 0.0, change, where

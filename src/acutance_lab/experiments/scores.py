@@ -1,44 +1,89 @@
-"""Dot, scaled dot and cosine scores of random queries and keys: what each norm factor does."""
+"""What scores say at initialisation, and weights that no temperature of the scores sharpens."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from scipy.special import roots_genlaguerre
+from torch import Tensor
 
 from acutance import row_statistics, theory
-from acutance_lab.experiment import Experiment, Run, mean
+from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import Axis, Level, Lines, Page, Panel
-from acutance_lab.record import Claim, Estimate, Record, Row, Where
+from acutance_lab.record import Claim, Estimate, Record
+from acutance_lab.sampling import mean, statistics
 
-VASWANI = "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"
+N = 1024
+LAMBDAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+#: From scores to the logarithm of the weights, before they are normalised by their sum.
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda scores: scores,
+    "relu²": lambda scores: 2 * scores.relu().log(),
+    "|x|": lambda scores: scores.abs().log(),
+    "|x|³": lambda scores: 3 * scores.abs().log(),
+}
+#: Powers k and the share of keys that take part, for the entropies below.
+POWERS = {"relu²": (2.0, 0.5), "|x|": (1.0, 1.0), "|x|³": (3.0, 1.0)}
+
+
+def power_entropy(n: int, k: float, share: float) -> float:
+    """Entropy in nats, for large n, of n weights |z|^k of normal z, a ``share`` of them not 0."""
+    moment = 2 ** (k / 2) * math.gamma((k + 1) / 2) / math.sqrt(math.pi)
+    digamma = float(torch.special.digamma(torch.tensor((k + 1) / 2, dtype=torch.float64)))
+    log_mean = k / 2 * (math.log(2) + digamma)  # E |z|^k log |z|^k over E |z|^k
+    return math.log(n * share) + math.log(moment) - log_mean
+
+
+@experiment(
+    "temperature on homogeneous weights",
+    "f(λx) = λ^k f(x) makes λ cancel in f(s)/Σf(s): the entropy of relu² and |x|^k is "
+    "the same at every λ, that of exp falls",
+    Claim("sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
+          "holds only where", relation="<=", bound="weights", sense="in"),
+    Claim("cancels", "λ leaves relu² and |x|^k unchanged", "Su Jianlin, kexue.fm/archives/9019",
+          within=1e-9, theorem=True),
+    Claim("entropy", "there H = log n + log E|x|^k − E|x|^k log|x|^k / E|x|^k, for any λ",
+          within=0.005),
+    Claim("exp", "exp: E H is the exact integral at every λ"),
+    figure=Page(
+        "A temperature sharpens exp and nothing that is a power",
+        f"n = {N} Gaussian scores multiplied by λ; weights are normalised by their sum. Lines: "
+        "theory. Marks: mean over sampled rows.",
+        Panel(
+            Axis("scale λ of the scores", log=True, ticks=LAMBDAS),
+            Axis("entropy H, nat", limits=(0.0, 7.4)),
+            Lines("exp", "λ", "exp"), Lines("entropy", "λ", "{}", by="weights"),
+            levels=[Level(y=math.log(N), name="log n")],
+            legend="lower left", legend_title="weights ∝",
+        ),
+    ),
+)  # fmt: skip
+def homogeneous(run: Run) -> Iterator[Measured]:
+    """Mean entropy of the same Gaussian rows for each kind of weights and scale λ of the scores."""
+    z = run.normal(run.size(256, 4096), N)
+    exact = np.asarray(theory.expected_entropy_gauss(N, LAMBDAS))
+    for kind, weigh in WEIGHTS.items():
+        before = None
+        for at, lam in enumerate(LAMBDAS):
+            H = torch.cat([statistics(weigh(lam * block)).entropy for block in z.split(128)])
+            where = {"weights": kind, "λ": lam, "n": N}
+            if kind == "exp":
+                yield "exp", "mean H, nat", exact[at], mean(H), where
+            else:
+                yield "entropy", "mean H, nat", power_entropy(N, *POWERS[kind]), mean(H), where
+            if before is not None:
+                # at least a hundredth of a nat, each time λ doubles
+                yield "sharpens", "H at λ − H at λ/2, nat", -0.01, mean(H - before), where
+                if kind != "exp":
+                    change = float((H / before).sub(1).abs().max())
+                    yield "cancels", "H at λ / H at λ/2", 1.0, 1 + change, where
+            before = H
+
+
 #: Kinds of scores, with their formulas.
 KINDS = {"dot": "q·k", "scaled dot": "q·k / √d", "cosine": "q·k / ‖q‖‖k‖"}
 WIDTHS = (4, 8, 16, 32, 64, 128, 256)
-
-VARIANCE = Claim("variance", "q·k has variance d", VASWANI)
-KURTOSIS = Claim("kurtosis", "and fourth moment (3 + 6/d)·d²: excess kurtosis 6/d")
-HALF = Claim(
-    "half", "scaled dot products start at H = log n − ½", "",
-    "holds only where", within=0.005, bound="n", sense="from",
-)  # fmt: skip
-ALMOST_NONE = Claim(
-    "almost none", "cosines start with log n − H = 1/(2d), almost no information",
-    expected="holds only where", within=0.03, bound="d", sense="from",
-)  # fmt: skip
-ENTROPY = Claim("entropy", "E H is the exact integral over logits and ‖q‖")
-SHARP = Claim(
-    "sharp", "dot products start with H below a fifth of log n", expected="holds only where",
-    relation="<=", bound="d/(2 log n)", sense="from",
-)  # fmt: skip
-QUERY = Claim(
-    "query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays", theorem=True
-)
-KEY = Claim(
-    "key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
-    "cosine read as a normalised dot product", "does not hold",
-)  # fmt: skip
 
 
 def expected(kind: str, n: int, d: int) -> float:
@@ -67,7 +112,41 @@ def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
     return mean(heads)
 
 
-def measure(run: Run) -> Iterator[Row]:
+def _n(record: Record) -> int:
+    return int(record.of("entropy")[0].condition["n"])
+
+
+@experiment(
+    "dot, scaled dot and cosine scores at initialisation",
+    "Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines "
+    "at log n − 1/(2d); 1/‖q‖ keeps the order of the keys, 1/‖k‖ does not",
+    Claim("variance", "q·k has variance d", "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"),
+    Claim("kurtosis", "and fourth moment (3 + 6/d)·d²: excess kurtosis 6/d"),
+    Claim("half", "scaled dot products start at H = log n − ½", expected="holds only where",
+          within=0.005, bound="n", sense="from"),
+    Claim("almost none", "cosines start with log n − H = 1/(2d), almost no information",
+          expected="holds only where", within=0.03, bound="d", sense="from"),
+    Claim("entropy", "E H is the exact integral over logits and ‖q‖"),
+    Claim("sharp", "dot products start with H below a fifth of log n",
+          expected="holds only where", relation="<=", bound="d/(2 log n)", sense="from"),
+    Claim("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays",
+          theorem=True),
+    Claim("key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
+          "cosine read as a normalised dot product", "does not hold"),
+    figure=Page(
+        "At the start dot products are frozen and cosines say nothing",
+        lambda record: f"Queries and keys N(0, I), n = {_n(record):,} keys. Lines: exact integrals "
+        "over logits and ‖q‖. Marks: mean over sampled queries and keys.",
+        Panel(
+            Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat", limits=(0.0, None)),
+            Lines("entropy", "d", KINDS, by="scores"), legend="center right",
+            levels=lambda record: [
+                Level(2 * math.log(_n(record)), math.log(_n(record)), "log n; d = 2 log n")
+            ],
+        ),
+    ),
+)  # fmt: skip
+def scores(run: Run) -> Iterator[Measured]:
     """Variance and fourth moment of q·k, and entropy of each kind of scores, for each width d."""
     n = run.size(512, 4096)
     for d in WIDTHS:
@@ -75,57 +154,34 @@ def measure(run: Run) -> Iterator[Row]:
         products = torch.cat(
             [(run.normal(size, d) * run.normal(size, d)).sum(1) for size in run.blocks(count, d)]
         )
-        yield VARIANCE.row("variance of q·k", d, mean(products.square()), {"d": d})
-        yield KURTOSIS.row("E (q·k)⁴ / d²", 3 + 6 / d, mean(products.pow(4) / d**2), {"d": d})
+        yield "variance", "variance of q·k", d, mean(products.square()), {"d": d}
+        yield "kurtosis", "E (q·k)⁴ / d²", 3 + 6 / d, mean(products.pow(4) / d**2), {"d": d}
         for kind in KINDS:
             H = entropy(run, kind, n, d, run.size(60, 200))
-            where: Where = {"scores": kind, "d": d, "n": n}
-            yield ENTROPY.row("mean H, nat", expected(kind, n, d), H, where)
+            where = {"scores": kind, "d": d, "n": n}
+            yield "entropy", "mean H, nat", expected(kind, n, d), H, where
             if kind == "cosine":
                 said = H._replace(value=math.log(n) - H.value)
-                yield ALMOST_NONE.row("log n − H, nat", 1 / (2 * d), said, where)
+                yield "almost none", "log n − H, nat", 1 / (2 * d), said, where
             if kind == "dot":
-                where |= {SHARP.bound: d / (2 * math.log(n))}
-                yield SHARP.row("mean H, nat", math.log(n) / 5, H, where)
+                where["d/(2 log n)"] = d / (2 * math.log(n))
+                yield "sharp", "mean H, nat", math.log(n) / 5, H, where
     d = WIDTHS[-1]
     for keys in (16, 64, 256, n):
-        H, where = entropy(run, "scaled dot", keys, d, run.size(200, 1000)), {"n": keys, "d": d}
-        yield HALF.row("mean H, nat", math.log(keys) - 0.5, H, where)
-        yield ENTROPY.row("mean H, nat", expected("scaled dot", keys, d), H, where)
-    d = 64
+        H = entropy(run, "scaled dot", keys, d, run.size(200, 1000))
+        yield "half", "mean H, nat", math.log(keys) - 0.5, H, {"n": keys, "d": d}
+        exact = expected("scaled dot", keys, d)
+        yield "entropy", "mean H, nat", exact, H, {"n": keys, "d": d}
     for keys in (16, 64, 256):
         for kind in ("dot", "cosine"):
-            H = entropy(run, kind, keys, d, run.size(60, 200))
-            where = {"kind": kind, "n": keys, "d": d}
-            yield ENTROPY.row("mean H, nat", expected(kind, keys, d), H, where)
+            H = entropy(run, kind, keys, 64, run.size(60, 200))
+            where = {"kind": kind, "n": keys, "d": 64}
+            yield "entropy", "mean H, nat", expected(kind, keys, 64), H, where
     for d in (4, 64, 256):
         query, key = run.normal(500, d), run.normal(256, d)
         products = query @ key.T
         top = products.argmax(1)
-        for claim, norm in ((QUERY, query.norm(dim=1)[:, None]), (KEY, key.norm(dim=1))):
+        norms = {"query norm": query.norm(dim=1)[:, None], "key norm": key.norm(dim=1)}
+        for claim, norm in norms.items():
             stays = float(((products / norm).argmax(1) == top).double().mean())
-            yield claim.row("share of rows whose top key stays", 1.0, stays, {"d": d, "n": 256})
-
-
-def _n(record: Record) -> int:
-    return int(record.of("entropy")[0].condition["n"])
-
-
-EXPERIMENT = Experiment(
-    "scores", "dot, scaled dot and cosine scores at initialisation",
-    "Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines "
-    "at log n − 1/(2d); 1/‖q‖ keeps the order of the keys, 1/‖k‖ does not",
-    (VARIANCE, KURTOSIS, HALF, ALMOST_NONE, ENTROPY, SHARP, QUERY, KEY), measure,
-    Page(
-        "At the start dot products are frozen and cosines say nothing",
-        lambda record: f"Queries and keys N(0, I), n = {_n(record):,} keys. Lines: exact integrals "
-        "over logits and ‖q‖. Marks: mean over sampled queries and keys.",
-        Panel(
-            Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat", limits=(0.0, None)),
-            [Lines("entropy", "d", KINDS, by="scores")], legend="center right",
-            levels=lambda record: [
-                Level(2 * math.log(_n(record)), math.log(_n(record)), "log n; d = 2 log n")
-            ],
-        ),
-    ),
-)  # fmt: skip
+            yield claim, "share of rows whose top key stays", 1.0, stays, {"d": d, "n": 256}

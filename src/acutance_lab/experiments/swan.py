@@ -11,13 +11,13 @@ from acutance import apply, calibrate
 from acutance.calibration import measure as measure_law
 from acutance.scaling import ClipLogN, HeadTable, Llama4, LogN, NoScaling, Window
 from acutance_lab import texts
-from acutance_lab.experiment import Experiment, Run, difference
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Page, Panel
-from acutance_lab.record import Claim, Estimate, Row, Where, untested_row
+from acutance_lab.record import Claim, Estimate
+from acutance_lab.sampling import difference
 from acutance_lab.trained import Size, next_byte_losses, train_hybrid
 
 SWAN = "Puvvada et al. (2025), SWAN-GPT, arXiv:2504.08719"
-META = "Meta (2025), Llama 4, in transformers"
 NONE, LOG_N, CLIPPED, LLAMA = "none", "log_n", "clip_log_n", "llama4"
 ONE = "fitted coefficient"  # 1 + c log(n / T), one c for all heads
 ENTROPY, SHARE, LOSS = "calibrated", "calibrated H / log n", "calibrated loss"
@@ -26,41 +26,6 @@ HYBRID, ROPE = "position-free", "RoPE"  # the two kinds of model
 BOUND = "times"  # the training length T; rows read at most so many keys, and more than half
 #: Coefficients c of 1 + c log(n / T) that are tried.
 COEFFICIENTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
-
-# Before the first run log n and Llama 4's temperature were expected to have less loss than none.
-LOG = Claim(
-    "log_n", "log n on the position-free layers, clipped at the training length T, has no less "
-    "loss beyond T than none", relation=">=",
-)  # fmt: skip
-FREE = Claim(
-    "free", "with it reading more than T keys costs nothing: no more loss than with a window of T",
-    f"{SWAN}; the comparison is ours", "does not hold", relation="<=",
-)  # fmt: skip
-ROBUST = Claim(
-    "robust", "without a law the loss grows less than that of the same size with RoPE in all "
-    "layers", SWAN, relation="<=", bound=BOUND, sense="from",
-)  # fmt: skip
-COARSE = Claim(
-    "llama4", "Llama 4's temperature, its length set to T, has no less loss beyond T than none",
-    META, relation=">=",
-)  # fmt: skip
-CONSTANT = Claim(
-    "entropy", "calibrated to constant entropy, the position-free heads have no more loss than "
-    "with log n", "acutance.calibrate", "does not hold", relation="<=",
-)  # fmt: skip
-FITTED = Claim(
-    "loss", "calibrated to the loss, the position-free heads have less loss than with log n",
-    "acutance.calibrate", relation="<=", bound=BOUND, sense="from",
-)  # fmt: skip
-READS = Claim(
-    "window", "a window of T on the position-free layers has less loss than every temperature, at "
-    "the longest texts", "acutance.scaling.Window", relation="<=",
-)  # fmt: skip
-SPREADS = Claim(
-    "spreads", "without a law the entropy of the position-free heads grows with the text", SWAN,
-    relation=">=",
-)  # fmt: skip
-SAME = Claim("same", "what begins beyond T changes no loss at T", within=1e-5, theorem=True)
 
 
 class Texts(NamedTuple):
@@ -179,13 +144,140 @@ def over_seeds(differences: Sequence[Tensor]) -> Estimate:
 Losses = Mapping[tuple[str, str], Sequence[Tensor]]
 
 
-def measure(run: Run) -> Iterator[Row]:
+def of_one_seed(
+    run: Run,
+    model: torch.nn.Module,
+    seed: int,
+    tried: Mapping[str, Any],
+    read: Texts,
+    losses: Losses,
+) -> Iterator[Measured]:
+    """Of one model with position-free layers: entropies, and losses that may not change."""
+    windows = read.held_out[: run.size(6, 12), :-1]
+    longest = times(run)[-1]
+    for law in (NONE, CLIPPED):
+        first, last = entropies(run, model, windows, tried[law])
+        where = {"model": HYBRID, "law": law, "seed": seed}
+        yield untested("mean H, nat", first, {**where, BOUND: 1})
+        yield untested("mean H, nat", last, {**where, BOUND: longest})
+        if law == NONE:
+            growth = difference(last, first)
+            yield "spreads", "H less that at 1×, nat", 0.0, growth, {**where, BOUND: longest}
+    for law in (CLIPPED, WINDOW, ONE):
+        where = {"model": HYBRID, "law": law, "seed": seed, BOUND: 1}
+        before, after = (float(losses[HYBRID, name][-1][0].mean()) for name in (NONE, law))
+        yield "same", "loss at 1×, nat", before, after, where
+
+
+def of_all_seeds(factors: Sequence[int], losses: Losses) -> Iterator[Measured]:
+    """Losses and their paired differences, by kind of model, law and length.
+
+    Args:
+        factors: the lengths, as multiples of the training length.
+        losses: by kind of model and law.
+    """
+
+    def less(kind: str, law: str, other: str, at: int) -> Estimate:
+        """Loss under a law at a length less that under another."""
+        pairs = zip(losses[kind, law], losses[kind, other], strict=True)
+        return over_seeds([own[at] - others[at] for own, others in pairs])
+
+    for (kind, law), by_seed in losses.items():
+        for at, factor in enumerate(factors):
+            where = {"model": kind, "law": law, BOUND: factor}
+            yield untested("loss, nat", over_seeds([own[at] for own in by_seed]), where)
+            yield untested("loss less none, nat", less(kind, law, NONE, at), where)
+    for at, factor in enumerate(factors):
+        if factor == 1:
+            continue
+        pairs = zip(losses[HYBRID, NONE], losses[ROPE, NONE], strict=False)  # of the first seed
+        grown = over_seeds([(a[at] - a[0]) - (b[at] - b[0]) for a, b in pairs])
+        where = {"model": HYBRID, "law": NONE, BOUND: factor}
+        yield "robust", "growth of the loss, less RoPE's, nat", 0.0, grown, where
+        for claim, law, other in (
+            ("log_n", CLIPPED, NONE), ("free", CLIPPED, WINDOW), ("llama4", LLAMA, NONE),
+            ("entropy", ENTROPY, CLIPPED), ("loss", LOSS, CLIPPED),
+        ):  # fmt: skip
+            name = "log n" if other == CLIPPED else other
+            where = {"model": HYBRID, "law": law, BOUND: factor}
+            yield claim, f"loss, less {name}, nat", 0.0, less(HYBRID, law, other, at), where
+    last = {
+        law: float(torch.stack(list(by_seed))[:, -1].mean())
+        for (kind, law), by_seed in losses.items()
+        if kind == HYBRID and law not in (WINDOW, HALF)
+    }
+    best = min(last, key=lambda law: last[law])
+    where = {"model": HYBRID, "law": best, BOUND: factors[-1]}
+    change = less(HYBRID, WINDOW, best, -1)
+    yield "window", "loss, window − best temperature, nat", 0.0, change, where
+
+
+def _lines(kind: str, quantity: str, names: dict[str, str], *, bars: bool = False) -> Lines:
+    """A curve for each law of a kind of model."""
+    return Lines("", BOUND, names, by="law", quantity=quantity, where={"model": kind}, bars=bars)
+
+
+_SHOWN = {law: law for law in (CLIPPED, LLAMA, ONE, ENTROPY, SHARE, LOSS, WINDOW)}
+_READ = Axis(
+    "keys read, trained length = 1", log=True,
+    ticks={factor: f"{factor}×" for factor in (1, 2, 4, 8, 16)},
+)  # fmt: skip
+
+
+@experiment(
+    "position-free global layers beyond the trained length",
+    "a model with RoPE in windows and no positions in its global layers loses less "
+    "beyond its trained length T than one with RoPE throughout; log n on the global layers and "
+    "Llama 4's temperature do not lower its loss, factors that hold the entropy constant raise it, "
+    "and factors fitted to the loss are better than log n; a window of T on the global layers is "
+    "better than every temperature",
+    Claim("free", "with it reading more than T keys costs nothing: no more loss than with a window "
+          "of T", f"{SWAN}; the comparison is ours", "does not hold", relation="<="),
+    # Before the first run log n and Llama 4's temperature were expected to have less loss.
+    Claim("log_n", "log n on the position-free layers, clipped at the training length T, has no "
+          "less loss beyond T than none", relation=">="),
+    Claim("robust", "without a law the loss grows less than that of the same size with RoPE in all "
+          "layers", SWAN, relation="<=", bound=BOUND, sense="from"),
+    Claim("llama4", "Llama 4's temperature, its length set to T, has no less loss beyond T than "
+          "none", "Meta (2025), Llama 4, in transformers", relation=">="),
+    Claim("entropy", "calibrated to constant entropy, the position-free heads have no more loss "
+          "than with log n", "acutance.calibrate", "does not hold", relation="<="),
+    Claim("loss", "calibrated to the loss, the position-free heads have less loss than with log n",
+          "acutance.calibrate", relation="<=", bound=BOUND, sense="from"),
+    Claim("window", "a window of T on the position-free layers has less loss than every "
+          "temperature, at the longest texts", "acutance.scaling.Window", relation="<="),
+    Claim("spreads", "without a law the entropy of the position-free heads grows with the text",
+          SWAN, relation=">="),
+    Claim("same", "what begins beyond T changes no loss at T", within=1e-5, theorem=True),
+    figure=Page(
+        "Position-free global layers beyond their trained length",
+        "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows "
+        "that read at most 1 to 16 times the trained length T, and more than half of it. Bars: "
+        "standard errors over windows and seeds.",
+        Panel(
+            _READ, Axis("loss, nat a byte"),
+            *(
+                _lines(kind, "loss, nat", {NONE: f"{name}, no law", WINDOW: f"{name}, {WINDOW}"})
+                for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers"))
+            ),
+            title="models", legend="center right",
+        ),
+        Panel(
+            _READ, Axis("loss less that without a law, nat"),
+            _lines(HYBRID, "loss less none, nat", _SHOWN, bars=True),
+            title="laws, position-free model", levels=[Level(y=0.0)], legend="lower left",
+        ),
+    ),
+    needs="transformers",
+    full_only=("log_n", "free", "robust", "llama4", "entropy", "loss", "window"),
+)  # fmt: skip
+def swan(run: Run) -> Iterator[Measured]:
     """Train the models, fit the laws to each, and read held-out text under all of them.
 
     The model with RoPE throughout is trained with the first seed only.
     """
     read, length = read_texts(run), size(run).length
-    found: dict[tuple[str, str], list[Tensor]] = {}
+    by_law: dict[tuple[str, str], list[Tensor]] = {}
     for seed in run.seeds(1, 3):
         for kind in (HYBRID, ROPE):
             free = kind == HYBRID
@@ -205,117 +297,7 @@ def measure(run: Run) -> Iterator[Row]:
                 tried = {NONE: NoScaling(), CLIPPED: clipped, WINDOW: Window(length)}
             for law, scaling in tried.items():
                 with apply(model, scaling):
-                    found.setdefault((kind, law), []).append(losses(run, model, read.held_out))
+                    by_law.setdefault((kind, law), []).append(losses(run, model, read.held_out))
             if free:
-                yield from of_one_seed(run, model, seed, tried, read, found)
-    yield from rows_of(times(run), found)
-
-
-def of_one_seed(
-    run: Run,
-    model: torch.nn.Module,
-    seed: int,
-    tried: Mapping[str, Any],
-    read: Texts,
-    found: Losses,
-) -> Iterator[Row]:
-    """Rows of one model with position-free layers: entropies, and losses that may not change."""
-    windows = read.held_out[: run.size(6, 12), :-1]
-    longest = times(run)[-1]
-    for law in (NONE, CLIPPED):
-        first, last = entropies(run, model, windows, tried[law])
-        where: Where = {"model": HYBRID, "law": law, "seed": seed}
-        yield untested_row("mean H, nat", first, where | {BOUND: 1})
-        yield untested_row("mean H, nat", last, where | {BOUND: longest})
-        if law == NONE:
-            growth = difference(last, first)
-            yield SPREADS.row("H less that at 1×, nat", 0.0, growth, where | {BOUND: longest})
-    for law in (CLIPPED, WINDOW, ONE):
-        where = {"model": HYBRID, "law": law, "seed": seed, BOUND: 1}
-        before, after = (float(found[HYBRID, name][-1][0].mean()) for name in (NONE, law))
-        yield SAME.row("loss at 1×, nat", before, after, where)
-
-
-def rows_of(factors: Sequence[int], found: Losses) -> Iterator[Row]:
-    """Losses and their paired differences, by kind of model, law and length.
-
-    Args:
-        factors: the lengths, as multiples of the training length.
-        found: the losses.
-    """
-
-    def less(kind: str, law: str, other: str, at: int) -> Estimate:
-        """Loss under a law at a length less that under another."""
-        pairs = zip(found[kind, law], found[kind, other], strict=True)
-        return over_seeds([own[at] - others[at] for own, others in pairs])
-
-    for (kind, law), by_seed in found.items():
-        for at, factor in enumerate(factors):
-            where: Where = {"model": kind, "law": law, BOUND: factor}
-            loss = over_seeds([own[at] for own in by_seed])
-            yield untested_row("loss, nat", loss, where)
-            yield untested_row("loss less none, nat", less(kind, law, NONE, at), where)
-    for at, factor in enumerate(factors):
-        if factor == 1:
-            continue
-        pairs = zip(found[HYBRID, NONE], found[ROPE, NONE], strict=False)  # of the first seed
-        grown = over_seeds([(a[at] - a[0]) - (b[at] - b[0]) for a, b in pairs])
-        where = {"model": HYBRID, "law": NONE, BOUND: factor}
-        yield ROBUST.row("growth of the loss, less RoPE's, nat", 0.0, grown, where)
-        for claim, law, other in (
-            (LOG, CLIPPED, NONE), (FREE, CLIPPED, WINDOW), (COARSE, LLAMA, NONE),
-            (CONSTANT, ENTROPY, CLIPPED), (FITTED, LOSS, CLIPPED),
-        ):  # fmt: skip
-            name = "log n" if other == CLIPPED else other
-            where = {"model": HYBRID, "law": law, BOUND: factor}
-            yield claim.row(f"loss, less {name}, nat", 0.0, less(HYBRID, law, other, at), where)
-    last = {
-        law: float(torch.stack(list(by_seed))[:, -1].mean())
-        for (kind, law), by_seed in found.items()
-        if kind == HYBRID and law not in (WINDOW, HALF)
-    }
-    best = min(last, key=lambda law: last[law])
-    where = {"model": HYBRID, "law": best, BOUND: factors[-1]}
-    change = less(HYBRID, WINDOW, best, -1)
-    yield READS.row("loss, window − best temperature, nat", 0.0, change, where)
-
-
-def _lines(kind: str, quantity: str, names: dict[str, str], *, bars: bool = False) -> Lines:
-    """A curve for each law of a kind of model."""
-    where: Where = {"model": kind}
-    return Lines("", BOUND, names, by="law", quantity=quantity, where=where, bars=bars)
-
-
-_SHOWN = {law: law for law in (CLIPPED, LLAMA, ONE, ENTROPY, SHARE, LOSS, WINDOW)}
-_READ = Axis(
-    "keys read, trained length = 1", log=True,
-    ticks={factor: f"{factor}×" for factor in (1, 2, 4, 8, 16)},
-)  # fmt: skip
-EXPERIMENT = Experiment(
-    "swan", "position-free global layers beyond the trained length",
-    "a model with RoPE in windows and no positions in its global layers loses less "
-    "beyond its trained length T than one with RoPE throughout; log n on the global layers and "
-    "Llama 4's temperature do not lower its loss, factors that hold the entropy constant raise it, "
-    "and factors fitted to the loss are better than log n; a window of T on the global layers is "
-    "better than every temperature",
-    (FREE, LOG, ROBUST, COARSE, CONSTANT, FITTED, READS, SPREADS, SAME), measure,
-    Page(
-        "Position-free global layers beyond their trained length",
-        "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows "
-        "that read at most 1 to 16 times the trained length T, and more than half of it. Bars: "
-        "standard errors over windows and seeds.",
-        Panel(_READ, Axis("loss, nat a byte"),
-            [
-                _lines(kind, "loss, nat", {NONE: f"{name}, no law", WINDOW: f"{name}, {WINDOW}"})
-                for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers"))
-            ],
-            "models", legend="center right"),
-        Panel(
-            _READ, Axis("loss less that without a law, nat"),
-            [_lines(HYBRID, "loss less none, nat", _SHOWN, bars=True)], "laws, position-free model",
-            [Level(y=0.0)], legend="lower left",
-        ),
-    ),
-    needs="transformers",
-    full_only=("log_n", "free", "robust", "llama4", "entropy", "loss", "window"),
-)  # fmt: skip
+                yield from of_one_seed(run, model, seed, tried, read, by_law)
+    yield from of_all_seeds(times(run), by_law)
