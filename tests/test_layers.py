@@ -14,7 +14,7 @@ import acutance
 
 PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
-    "data", "escapes", "extras", "files", "from_json", "compiling", "masks", "shapes",
+    "data", "lazy", "escapes", "extras", "files", "from_json", "compiling", "masks", "shapes",
     "check_masks", "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend",
     "structure", "mechanisms", "nn", "capture", "diagnose", "summary", "report",
     "probing", "corpus", "serving", "calibration", "caching", "judging", "extending",

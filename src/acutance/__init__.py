@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acutance.lazy import lazy
 
 if TYPE_CHECKING:
     from acutance import (
@@ -110,80 +111,19 @@ __all__ = [
     "weights",
 ]
 
-#: Where each public name lives. They load on first use, so that ``acutance --help`` needs no torch.
+#: Where each public name is that is no module. All load on first use: ``acutance --help`` needs no
+#: torch.
 _HOMES = {
-    "attention": "acutance.attend",
-    "key_mass": "acutance.attend",
-    "row_statistics": "acutance.attend",
-    "CachePlan": "acutance.caching",
-    "HeadPlan": "acutance.caching",
-    "Budget": "acutance.caching",
-    "budget": "acutance.caching",
-    "Applied": "acutance.calibration",
-    "ApplyError": "acutance.calibration",
-    "Calibration": "acutance.calibration",
-    "Law": "acutance.calibration",
-    "calibrate": "acutance.calibration",
-    "compare": "acutance.comparison",
-    "load_model": "acutance.corpus.load_model",
-    "Extension": "acutance.extending",
-    "extend": "acutance.extending",
-    "LossComparison": "acutance.judging",
-    "apply": "acutance.judging",
-    "judge": "acutance.judging",
-    "MECHANISMS": "acutance.mechanisms",
-    "Mechanism": "acutance.mechanisms",
-    "METRICS": "acutance.rowstats",
-    "Metric": "acutance.rowstats",
-    "RowState": "acutance.rowstats",
-    "RowStatistics": "acutance.rowstats",
-    "HeadSummary": "acutance.probing",
-    "Probe": "acutance.probing",
-    "ProbeError": "acutance.probing",
-    "classify": "acutance.probing",
-    "load": "acutance.probing",
-    "probe": "acutance.probing",
-    "tap": "acutance.probing",
-    "Verification": "acutance.verification",
-    "verify": "acutance.verification",
+    "acutance.attend": ("attention", "key_mass", "row_statistics"),
+    "acutance.caching": ("CachePlan", "HeadPlan", "Budget", "budget"),
+    "acutance.calibration": ("Applied", "ApplyError", "Calibration", "Law", "calibrate"),
+    "acutance.comparison": ("compare",),
+    "acutance.corpus.load_model": ("load_model",),
+    "acutance.extending": ("Extension", "extend"),
+    "acutance.judging": ("LossComparison", "apply", "judge"),
+    "acutance.mechanisms": ("MECHANISMS", "Mechanism"),
+    "acutance.rowstats": ("METRICS", "Metric", "RowState", "RowStatistics"),
+    "acutance.probing": ("HeadSummary", "Probe", "ProbeError", "classify", "load", "probe", "tap"),
+    "acutance.verification": ("Verification", "verify"),
 }
-_MODULES = (
-    "caching",
-    "calibration",
-    "comparison",
-    "extending",
-    "judging",
-    "kernels",
-    "mechanisms",
-    "nn",
-    "plugins",
-    "probing",
-    "report",
-    "reproduce",
-    "rowstats",
-    "scaling",
-    "scores",
-    "serving",
-    "shapes",
-    "structure",
-    "testing",
-    "theory",
-    "training",
-    "verification",
-    "weights",
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"acutance.{name}")
-    else:
-        raise AttributeError(f"module 'acutance' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

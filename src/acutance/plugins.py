@@ -8,8 +8,9 @@ should import nothing heavy before it runs; one that cannot be loaded fails alon
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acutance.lazy import lazy
 
 if TYPE_CHECKING:
     from acutance.cli.options import WRITE, command
@@ -57,21 +58,8 @@ _HOMES = {
     "acutance.extras": ("install",),
     "acutance.files": ("as_json", "put_text", "tidy", "write_text", "write_whole"),
     "acutance.from_json": ("checked", "read_json", "sealed_json"),
+    "acutance.report": ("plot_style",),
     "acutance.report.screen": ("note",),
     "acutance.report.table": ("Cell", "Column", "Table"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name == "plot_style":
-        value: Any = importlib.import_module("acutance.report.plot_style")
-    elif home := next((home for home, names in _HOMES.items() if name in names), None):
-        value = getattr(importlib.import_module(home), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

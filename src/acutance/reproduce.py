@@ -8,8 +8,9 @@ record (JSON) and a figure (PNG and SVG, light and dark).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acutance.lazy import lazy
 
 if TYPE_CHECKING:
     from acutance_lab import texts, trained
@@ -37,25 +38,12 @@ __all__ = [
     "trained",
 ]
 
-#: The module of acutance_lab that holds each name; "" for its modules. They load on first use.
+#: The names of each module. They load on first use.
 _HOMES = {
-    "record": ("Claim", "Judgement", "Record", "Row", "judge", "load"),
-    "experiment": ("Experiment", "Run"),
-    "run": ("EXPERIMENTS", "Outcome", "pick", "run", "run_one"),
-    "trained": ("decoder",),
+    "acutance_lab": ("texts", "trained"),
+    "acutance_lab.record": ("Claim", "Judgement", "Record", "Row", "judge", "load"),
+    "acutance_lab.experiment": ("Experiment", "Run"),
+    "acutance_lab.run": ("EXPERIMENTS", "Outcome", "pick", "run", "run_one"),
+    "acutance_lab.trained": ("decoder",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("texts", "trained"):
-        value: Any = importlib.import_module(f"acutance_lab.{name}")
-    elif home := next((home for home, names in _HOMES.items() if name in names), None):
-        value = getattr(importlib.import_module(f"acutance_lab.{home}"), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from acutance.capture.tap import Tap, tap
 from acutance.diagnose.classes import CLASSES, HeadClass, classify
 from acutance.diagnose.thresholds import THRESHOLDS, Threshold
+from acutance.lazy import lazy
 from acutance.probing.open_probe import Probe, ProbeError, probe
 from acutance.probing.query_key_sample import QueryKeySample, load_queries_keys
 from acutance.summary.by_octave import Profile
@@ -69,18 +69,7 @@ __all__ = [
 
 #: Names from a later stage, loaded on first use: those modules import this package.
 _HOMES = {
-    "all_reduce_summary": "acutance.corpus.ranks",
-    "probe_dataset": "acutance.corpus.ray_data",
+    "acutance.corpus.ranks": ("all_reduce_summary",),
+    "acutance.corpus.ray_data": ("probe_dataset",),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

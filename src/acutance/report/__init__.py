@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acutance.lazy import lazy
 
 if TYPE_CHECKING:
     from acutance.diagnose.findings import Finding, findings
@@ -26,29 +27,14 @@ __all__ = [
     "write_html",
 ]
 
-#: Where each name lives. They load on first use: what shows theory needs no PyTorch.
+#: The names of each module. They load on first use: what shows theory needs no PyTorch.
 _HOMES = {
-    "NOTHING": "acutance.diagnose.recommendations",
-    "Finding": "acutance.diagnose.findings",
-    "Recommendation": "acutance.diagnose.recommendations",
-    "Report": "acutance.report.html_page.write",
-    "console_table": "acutance.report.terminal",
-    "draw_heads": "acutance.report.figures",
-    "findings": "acutance.diagnose.findings",
-    "html": "acutance.report.html_page.write",
-    "in_words": "acutance.diagnose.recommendations",
-    "recommendations": "acutance.diagnose.recommendations",
-    "write_html": "acutance.report.html_page.write",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    "acutance.diagnose.findings": ("Finding", "findings"),
+    "acutance.diagnose.recommendations": (
+        "NOTHING", "Recommendation", "in_words", "recommendations",
+    ),
+    "acutance.report.figures": ("draw_heads",),
+    "acutance.report.html_page.write": ("Report", "html", "write_html"),
+    "acutance.report.terminal": ("console_table",),
+}  # fmt: skip
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acutance.lazy import lazy
 
 if TYPE_CHECKING:
-    from acutance.rowstats.dense import dense_statistics
-    from acutance.rowstats.metrics import (
-        METRICS,
-        Metric,
-        collision,
-        effective_keys,
-        entropy,
-        entropy_slope,
-        first_gap,
-        first_weight,
-        gaussian_entropy,
-        information,
-        jacobian_trace,
-        jensen_gap,
-        keys_50,
-        keys_90,
-        keys_95,
-        keys_99,
-        logit_mean,
-        logit_std,
-        lse,
-        max_gap,
-        max_logit,
-        mean_field_entropy,
-        metric,
-        n_keys,
-        noise_gain,
-        normalized_entropy,
-        rest_jensen_gap,
-        rest_logit_std,
-        sink_mass,
-        sparsity,
-        top_weight,
-        varentropy,
-    )
-    from acutance.rowstats.sharded_keys import all_reduce_keys
-    from acutance.rowstats.state import RowState, empty, merge, observe
-    from acutance.rowstats.statistics import NamedMetrics, RowStatistics
-    from acutance.rowstats.weighted import (
-        WeightStatistics,
-        WeightSums,
-        empty_weights,
-        merge_weights,
-        observe_weights,
-    )
+    from acutance.rowstats.dense import *
+    from acutance.rowstats.metrics import *
+    from acutance.rowstats.sharded_keys import *
+    from acutance.rowstats.state import *
+    from acutance.rowstats.statistics import *
+    from acutance.rowstats.weighted import *
 
 __all__ = [
     "METRICS",
@@ -100,70 +62,15 @@ __all__ = [
     "varentropy",
 ]
 
-#: The names of each file. They load on first use: what describes metrics
-#: needs no PyTorch.
-_FILES = {
-    "dense": ("dense_statistics",),
-    "sharded_keys": ("all_reduce_keys",),
-    "metrics": (
-        "METRICS",
-        "Metric",
-        "collision",
-        "effective_keys",
-        "entropy",
-        "entropy_slope",
-        "first_gap",
-        "first_weight",
-        "gaussian_entropy",
-        "information",
-        "jacobian_trace",
-        "jensen_gap",
-        "keys_50",
-        "keys_90",
-        "keys_95",
-        "keys_99",
-        "logit_mean",
-        "logit_std",
-        "lse",
-        "max_gap",
-        "max_logit",
-        "mean_field_entropy",
-        "metric",
-        "n_keys",
-        "noise_gain",
-        "normalized_entropy",
-        "rest_jensen_gap",
-        "rest_logit_std",
-        "sink_mass",
-        "sparsity",
-        "top_weight",
-        "varentropy",
+#: The names of each file but ``metrics``. All load on first use: what describes metrics needs no
+#: PyTorch.
+_HOMES = {
+    "acutance.rowstats.dense": ("dense_statistics",),
+    "acutance.rowstats.sharded_keys": ("all_reduce_keys",),
+    "acutance.rowstats.state": ("RowState", "empty", "merge", "observe"),
+    "acutance.rowstats.statistics": ("NamedMetrics", "RowStatistics"),
+    "acutance.rowstats.weighted": (
+        "WeightStatistics", "WeightSums", "empty_weights", "merge_weights", "observe_weights",
     ),
-    "state": (
-        "RowState",
-        "empty",
-        "merge",
-        "observe",
-    ),
-    "statistics": ("NamedMetrics", "RowStatistics"),
-    "weighted": (
-        "WeightStatistics",
-        "WeightSums",
-        "empty_weights",
-        "merge_weights",
-        "observe_weights",
-    ),
-}
-_HOMES = {name: file for file, names in _FILES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+}  # fmt: skip
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES, "acutance.rowstats.metrics")
