@@ -15,7 +15,7 @@ import torch
 import acutance
 from acutance import testing
 from acutance.report import html
-from acutance.report.exports import print_summary
+from acutance.report.exports import summary_view
 from acutance.report.html_page.packing import Codes, decode, unpack
 from acutance.report.screen import Screen
 from tests.contract.test_cli_spans import SPANS
@@ -72,7 +72,7 @@ def test_the_page_has_a_map_and_a_table(summary: Any) -> None:
 @pytest.mark.parametrize("width", [30, 200])
 def test_a_narrow_terminal_cuts_no_number(summary: Any, width: int) -> None:
     stream = io.StringIO()
-    print_summary(summary, Screen(file=stream, width=width))
+    Screen(file=stream, width=width).print(summary_view(summary))
     cells = re.findall(r"\d\.\d\d \(\d\.\d\d\)", stream.getvalue())
     assert len(cells) == 3 * 4
 

@@ -23,7 +23,7 @@ from acutance.calibration.by_loss.gradients import Reading
 from acutance.comparison import compare
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
-from acutance.report.exports import print_summary
+from acutance.report.exports import summary_view
 from acutance.summary.state import Run, State
 from acutance_lab.command import summary as shown_records
 from acutance_lab.record import Claim, Estimate, Record, judge, load, untested_row
@@ -64,7 +64,7 @@ def _state(folder: Path, model: torch.nn.Module) -> Kind:
         path,
         load_state,
         lambda state: (state.run, state.summary.to_dict()),
-        lambda state: (print_summary(state.summary, _console()), state.summary.to_dict()),
+        lambda state: (_console().print(summary_view(state.summary)), state.summary.to_dict()),
         tensors=True,
     )
 

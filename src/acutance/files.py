@@ -18,6 +18,7 @@ __all__ = [
     "finite",
     "holds_state",
     "may_write",
+    "put_json",
     "put_text",
     "refuse_replacing",
     "tidy",
@@ -272,6 +273,11 @@ def put_text(text: str, path: Path) -> None:
         sys.stdout.write(text)
     else:
         write_text(path, text)
+
+
+def put_json(record: Any, path: Path) -> None:
+    """Write plain values as JSON to a file, or to standard output where the path is "-"."""
+    put_text(as_json(record) + "\n", path)
 
 
 def write_each(

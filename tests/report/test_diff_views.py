@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from acutance.probing import Diff, HeadSummary, diff
-from acutance.report.diff_console import print_diff
+from acutance.report.diff_console import diff_view
 from acutance.report.diff_figures import draw_diff
 from acutance.report.plot_style import DARK
 
@@ -25,7 +25,7 @@ def printed(
 ) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, **options)
-    print_diff(found, console, metrics or ("normalized_entropy",), top)
+    console.print(diff_view(found, metrics or ("normalized_entropy",), top))
     return file.getvalue()
 
 
@@ -73,7 +73,7 @@ def test_without_colour_nothing_but_text_is_written(found: Diff) -> None:
 
 def test_a_terminal_of_few_characters_gets_those(found: Diff) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print_diff(found, Console(file=file, width=80, legacy_windows=False), ("entropy",), 3)
+    Console(file=file, width=80, legacy_windows=False).print(diff_view(found, ("entropy",), 3))
     file.flush()
     assert b"+-:" in file.buffer.getvalue() or file.buffer.getvalue().isascii()
 

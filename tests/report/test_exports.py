@@ -12,8 +12,11 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from acutance.cli.options import SummaryOptions
+from acutance.cli.outputs import write_and_show
+from acutance.cli.report import summary_files
 from acutance.probing import HeadSummary
-from acutance.report.exports import csv_bytes, exports
+from acutance.report.exports import csv_bytes
 
 Make = Callable[..., HeadSummary]
 
@@ -21,9 +24,8 @@ Make = Callable[..., HeadSummary]
 def test_csv_parquet_and_json_hold_the_same(summary_of: Make, tmp_path: Path) -> None:
     wild = 'a,"b"\n=1+1\u00e9'
     summary = summary_of((2, 1), layer={1: {"module": wild}}, entropy={(0, 1): math.nan})
-    targets = {f"--{name}": tmp_path / f"o.{name}" for name in ("csv", "parquet", "json", "report")}
-    for option, path in targets.items():
-        exports(summary)[option](path)
+    targets = {name: tmp_path / f"o.{name}" for name in ("csv", "parquet", "json", "report")}
+    write_and_show(lambda: "", **summary_files(summary, SummaryOptions(**targets)))
     lines = list(csv.DictReader(io.StringIO((tmp_path / "o.csv").read_text("utf-8"), newline="")))
     table = pyarrow.parquet.read_table(tmp_path / "o.parquet")
     record = json.loads((tmp_path / "o.json").read_text("utf-8"))
@@ -43,11 +45,13 @@ def test_csv_parquet_and_json_hold_the_same(summary_of: Make, tmp_path: Path) ->
 def test_standard_output_takes_the_table_of_one(
     summary_of: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = summary_of((2,))
-    exports(summary)["--csv"](Path("-"))
-    assert len(list(csv.reader(io.StringIO(capsys.readouterr().out)))) == 3
-    exports(summary)["--json"](Path("-"))
-    assert len(json.loads(capsys.readouterr().out)["heads"]) == 2
+    summary, written = summary_of((2,)), {}
+    for name in ("csv", "json"):
+        options = SummaryOptions(**{name: Path("-")})
+        write_and_show(lambda: "", **summary_files(summary, options))
+        written[name] = capsys.readouterr().out
+    assert len(list(csv.reader(io.StringIO(written["csv"])))) == 3
+    assert len(json.loads(written["json"])["heads"]) == 2
 
 
 def test_numbers_of_a_csv_are_whole(summary_of: Make) -> None:

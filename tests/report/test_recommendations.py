@@ -15,9 +15,10 @@ import acutance
 from acutance.diagnose.overview import advice_in_brief
 from acutance.diagnose.recommendations import KINDS, head_reasons
 from acutance.diagnose.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES, SINK
+from acutance.files import put_json
 from acutance.probing import HeadSummary, Moments, Profile
 from acutance.report import recommendations
-from acutance.report.exports import exports
+from acutance.report.exports import summary_record
 from acutance.summary.optional_parts import OptionalParts
 from tests.contract.report.test_recommendations import Make, kinds, only
 
@@ -167,7 +168,7 @@ def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
 def test_everything_is_plain_json(summary_of: Make, tmp_path: Path) -> None:
     summary = summary_of((2,), first_weight={(0, 0): 0.9}, max_logit={(0, 1): 300.0})
     path = tmp_path / "out.json"
-    exports(summary)["--json"](path)
+    put_json(summary_record(summary), path)
     record = json.loads(path.read_text())
     assert [each["kind"] for each in record["recommendations"]] == ["large_logits", "sink"]
     first = record["recommendations"][0]
@@ -208,10 +209,10 @@ def test_a_panel_has_the_reason_in_numbers_of_its_own_head(summary_of: Make) -> 
 
 
 def test_a_summary_begins_with_model_and_text(summary_of: Make) -> None:
-    from acutance.report.exports import print_summary
+    from acutance.report.exports import summary_view
     from acutance.report.screen import Screen
 
     about = {"model": "tiny\x1b[2J", "text": ["a.txt"], "tokens": 1738, "windows": 1}
     stream = io.StringIO()
-    print_summary(summary_of(about=about), Screen(file=stream, width=80))
+    Screen(file=stream, width=80).print(summary_view(summary_of(about=about)))
     assert stream.getvalue().startswith("tiny\\x1b[2J · a.txt: 1,738 tokens in 1 window\n")

@@ -16,7 +16,7 @@ from acutance.cli import app
 from acutance.comparison import Comparison, compare
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
-from acutance.report.diff_console import print_diff
+from acutance.report.diff_console import diff_view
 from acutance.report.table import Column, Table
 from acutance.reproduce import EXPERIMENTS
 from acutance_lab.command import listing, summary
@@ -84,7 +84,7 @@ def test_numbers_of_a_diff_are_whole(summary_of: Make, width: int) -> None:
     found = diff(shift(0.0), shift(1e-7))
 
     def printed(console: Console) -> None:
-        print_diff(found, console, ("entropy", "effective_keys"), 20)
+        console.print(diff_view(found, ("entropy", "effective_keys"), 20))
 
     assert set(numbers(printed, width)) <= set(numbers(printed, 200))
     assert len(numbers(printed, width)) >= len(numbers(printed, 99))  # the same columns as at 99

@@ -12,23 +12,6 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli import (
-    alarms,
-    budget,
-    calibrate,
-    compare,
-    diff,
-    extend,
-    info,
-    judge,
-    merge,
-    plan,
-    predict,
-    probe,
-    report,
-    temperature,
-    verify,
-)
 from acutance.cli.options import NO_TYPE, Command, Group
 from acutance.cli.shared import INTERRUPTED, ended_as_interrupted, fail
 
@@ -67,23 +50,6 @@ def _root(
     ] = False,
 ) -> None:
     """How sharply does attention focus? Measure it on any model, for every head and row."""
-
-
-app.command("probe", cls=Command)(probe.probe)
-app.command("merge", cls=Command)(merge.merge)
-app.command("report", cls=Command)(report.report)
-app.command("diff", cls=Command)(diff.diff)
-app.command("predict", cls=Command)(predict.predict)
-app.command("temperature", cls=Command)(temperature.temperature)
-app.command("calibrate", cls=Command)(calibrate.calibrate)
-app.command("judge", cls=Command)(judge.judge)
-app.command("budget", cls=Command)(budget.budget)
-app.command("plan", cls=Command)(plan.plan)
-app.command("extend", cls=Command)(extend.extend)
-app.command("verify", cls=Command)(verify.verify)
-app.command("compare", cls=Command)(compare.compare)
-app.command("alarms", cls=Command)(alarms.alarms)
-app.command("info", cls=Command)(info.info)
 
 
 @app.command(

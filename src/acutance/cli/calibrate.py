@@ -6,373 +6,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.held_out import (
-    held_out_ends,
-    hurts,
-    judge_law,
-    load_with_head,
-    nothing_found,
-)
-from acutance.cli.inputs import lengths_noted, note_lengths, read_texts, reading
+from acutance.cli.held_out import compare_held_out, record_of
+from acutance.cli.inputs import lengths_noted, note_lengths, noted, reading
 from acutance.cli.options import (
     FIT,
     LESS,
     LONG,
+    MODEL,
     READ,
     WRITE,
-    AllowMissing,
-    AllowPickle,
-    AttentionName,
-    Device,
-    JsonTo,
+    Least1,
+    Lengths,
     Model,
-    Resume,
+    Role,
+    RunOptions,
     SaveEvery,
-    Tokenizer,
-    TrustRemoteCode,
+    Tokens,
     check_choice,
-    check_resume,
     command,
-    read_lengths,
-    read_window,
+    keywords,
+    read_pair,
 )
-from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.shared import (
-    console,
-    fail,
-    pass_progress,
-    plain_errors,
-    resumable,
-)
+from acutance.cli.outputs import write_and_show
+from acutance.cli.shared import console, fail, pass_progress
 
 if TYPE_CHECKING:
     from acutance.calibration.fit.result import Calibration
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class CalibrateOptions:
-    """The options of ``acutance calibrate``."""
-
-    model: Model = None
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="Text file to fit to; repeat for more. Default: the included text.",
-        ),
-    ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="LAW",
-            help="Write the law to this file, for 'probe --law', 'judge --law' and acutance.apply.",
-        ),
-    ] = None
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            metavar="METRIC[=VALUE]",
-            help=(
-                "What the factors achieve. entropy, normalized_entropy, effective_keys or "
-                "top_weight: each head has the same mean of this metric at every length. loss: "
-                "the model's loss falls. VALUE is the mean to reach; without it, each head keeps "
-                "its value at --reference."
-            ),
-        ),
-    ] = "entropy"
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            metavar="N,...",
-            help=(
-                "Window lengths to fit at, ascending. Default: 1/8, 1/4, 1/2 and all of the "
-                "model's maximum length."
-            ),
-        ),
-    ] = None
-    windows: Annotated[
-        int | None,
-        typer.Option(
-            "--windows",
-            min=0,
-            help=(
-                "Maximum number of windows of each length, spread over the text; 0: all. "
-                "More windows take longer and reduce noise. Default: 64; 24 with --target loss."
-            ),
-        ),
-    ] = None
-    reference: Annotated[
-        int | None,
-        typer.Option(
-            "--reference",
-            metavar="N",
-            min=2,
-            help=(
-                "Length at which every head keeps its present value (factor 1), usually the "
-                "training length. One of --lengths. Default: the shortest."
-            ),
-        ),
-    ] = None
-    law: Annotated[
-        str,
-        typer.Option(
-            "--law",
-            metavar="NAME",
-            help=(
-                "Form of the law: one factor per length (table), or a function of n: constant, "
-                "ssmax, log_n, sqrt_log_n or clip_log_n. With --target loss: table, constant, or "
-                "none if --window is given."
-            ),
-        ),
-    ] = "table"
-    window: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--window",
-            metavar="SIZE[,SINKS]",
-            help=(
-                "With --target loss: let a head read only the newest SIZE keys and the first SINKS "
-                "(an attention window) if this lowers the loss; repeat to choose between windows."
-            ),
-        ),
-    ] = None
-    passes: Annotated[
-        int,
-        typer.Option(
-            "--passes",
-            metavar="N",
-            min=2,
-            help=(
-                "Maximum number of passes over the text. Each measures with the factors of the "
-                "pass before and improves them."
-            ),
-        ),
-    ] = 6
-    limit: Annotated[
-        float,
-        typer.Option(
-            "--limit",
-            metavar="FACTOR",
-            help="Keep every factor between 1/FACTOR and FACTOR.",
-        ),
-    ] = 16.0
-    windowed: Annotated[
-        bool, typer.Option("--windowed", help="Also fit layers with sliding-window attention.")
-    ] = False
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "--batch-size",
-            min=1,
-            help=(
-                "Windows of the longest length per batch; batches of shorter windows have as many "
-                "tokens. Always 1 with --target loss."
-            ),
-        ),
-    ] = 4
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Random seed for the choice of windows.")
-    ] = 0
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save",
-            metavar="FILE",
-            help=(
-                "With --target loss: save the state to this file as windows finish, for --resume, "
-                "and the losses of the held-out text to FILE.judging."
-            ),
-        ),
-    ] = None
-    even_if_worse: Annotated[
-        bool,
-        typer.Option(
-            "--even-if-worse",
-            help=(
-                "Write the law even if it raises the loss of the held-out text, or the loss could "
-                "not be measured."
-            ),
-        ),
-    ] = False
-    save_every: SaveEvery = 1
-    resume: Resume = False
-    overwrite: Overwrite = False
-    json: JsonTo = None
-    tokenizer: Tokenizer = None
-    attention: AttentionName = None
-    device: Device = "auto"
-    trust_remote_code: TrustRemoteCode = False
-    allow_pickle: AllowPickle = False
-    allow_missing: AllowMissing = False
-
-
-@command(
-    CalibrateOptions,
-    {
-        READ: "text lengths tokenizer attention device trust_remote_code allow_pickle "
-        "allow_missing",
-        FIT: "target reference law window limit windowed passes",
-        LESS: "windows batch_size seed",
-        WRITE: "out even_if_worse json save overwrite",
-        LONG: "save_every resume",
-    },
-)
-def calibrate(options: CalibrateOptions) -> None:
-    """Fit a law: for every head, a factor on its logits for each length of the input.
-
-    A law is a factor on the attention logits as a function of n, the number of keys that a row
-    sees. By default the factors keep attention equally focused at every length; with --target loss
-    they lower the model's loss. The end of the text is not used for fitting: there the model's loss
-    is measured with and without the law before the law is written.
-    """
-    check_outputs(
-        {"--out": options.out, "--json": options.json, "--save": options.save},
-        {"MODEL": options.model, "--text": options.text},
-        state="--save",
-        parts=("", ".judging"),
-        resume=options.resume,
-        overwrite=options.overwrite,
-    )
-    check_resume(options.resume, options.save)
-    target, value = _target(options.target)
-    lengths = None if options.lengths is None else read_lengths(options.lengths)
-    with plain_errors():
-        from acutance.calibration.fit.families import FITTED
-        from acutance.calibration.fit.measure import TARGETS
-        from acutance.files import as_json, put_text
-        from acutance.report.screen import note
-
-        check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
-        check_choice("--target", target, (*TARGETS, "loss"))
-        if target == "loss":
-            _check_by_loss(options, value)
-        elif options.window or options.law == "none":
-            option = "--window" if options.window else "--law none"
-            raise typer.BadParameter("it needs --target loss", param_hint=option)
-        elif options.save is not None:
-            raise typer.BadParameter(
-                "it needs --target loss; every other target is fitted in one run, without a state",
-                param_hint="--save",
-            )
-        with resumable("before the law was fitted and judged", options.save):
-            calibration = _fit(options, lengths, target, value)
-
-        nothing = nothing_found(calibration)
-        refused = options.out is not None and not options.even_if_worse and hurts(calibration)
-
-        text = as_json(calibration.to_dict(), indent=1) + "\n"
-        write_and_show(
-            {"law": calibration.save, "json": lambda path: put_text(text, path)},
-            {"law": None if refused or nothing else options.out, "json": options.json},
-            lambda screen: screen.print(calibration.table()),
-        )
-        if refused:
-            fail(
-                f"the law was not written to {options.out}: it raises the loss of held-out text; "
-                "--even-if-worse writes it"
-            )
-            raise typer.Exit(1)
-        if nothing:
-            rest = "nothing was judged" if options.out is None else f"{options.out} was not written"
-            console().print(note(f"no law was found, so {rest}"), soft_wrap=True)
-
-
-def _check_by_loss(options: CalibrateOptions, value: float | None) -> None:
-    """Refuse options that do not go with ``--target loss``, before a model is loaded."""
-    from acutance.calibration.by_loss.fit import FAMILIES
-
-    if options.model is None:
-        raise typer.BadParameter("--target loss needs a language model", param_hint="MODEL")
-    if value is not None:
-        raise typer.BadParameter(
-            f"loss is lowered, not brought to a value: remove ={value:g}", param_hint="--target"
-        )
-    if options.reference is not None:
-        raise typer.BadParameter("cannot be combined with --target loss", param_hint="--reference")
-    check_choice("--law with --target loss", options.law, FAMILIES)
-    if options.law == "none" and not options.window:
-        raise typer.BadParameter(
-            "needs --window, or there is nothing to fit", param_hint="--law none"
-        )
-    for text in options.window or ():
-        read_window(text)
-
-
-def _fit(
-    options: CalibrateOptions, lengths: tuple[int, ...] | None, target: str, value: float | None
-) -> "Calibration":
-    """Load the model, read the texts, and fit."""
-    from acutance.calibration.fit.calibrate import calibrate, check_request
-    from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
-    from acutance.report.screen import note
-
-    texts = read_texts(options.text)
-    by_loss = target == "loss"
-    with console().status("loading the model"):
-        headed, loaded = load_with_head(options, by_loss)
-    lengths = default_lengths(loaded) if lengths is None else lengths
-    most = options.windows if options.windows is not None else (24 if by_loss else 64)
-    arguments: dict[str, Any] = {
-        "lengths": lengths,
-        "target": target,
-        "value": value,
-        "reference": options.reference,
-        "law": options.law,
-        "passes": options.passes,
-        "limit": options.limit,
-        "windowed": options.windowed,
-    }
-    if not by_loss:
-        check_request(**arguments)
-    elif options.window:
-        arguments["window"] = [read_window(text) for text in options.window]
-    note_lengths(loaded.model, lengths)
-    with reading(texts) as texts:
-        texts = [replace(text, content=text.tokenised(loaded.tokenizer)) for text in texts]
-    held_out = None
-    if headed is not None:
-        held_out = held_out_ends(headed, texts, lengths[-1], unjudged=options.even_if_worse)
-    if held_out is not None:
-        texts = held_out.fit
-    read = lengths
-    if by_loss and headed is not None:
-        from acutance.judging.text_windows import loss_of
-
-        loaded = replace(loaded, model=headed.model)
-        arguments["loss"] = loss_of(headed)
-        read = lengths if arguments["loss"].reads_all else lengths[-1:]
-    samples = draw(texts, loaded.tokenizer, read, most, options.seed)
-    loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
-    console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
-    windows: Any = batches(loaded, samples, 1 if by_loss else options.batch_size)
-    tokens = sum(part["input_ids"].numel() for parts in windows.values() for part in parts)
-    if len(read) < len(lengths):  # cut from the longest
-        (windows,) = windows.values()
-    with pass_progress(tokens, console()) as advance, lengths_noted():
-        calibration = calibrate(
-            loaded.model, windows, **arguments, save=options.save, save_every=options.save_every,
-            resume=options.resume, overwrite=options.overwrite, advance=advance,
-        )  # fmt: skip
-    calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
-    if nothing_found(calibration):
-        return calibration
-    if headed is not None and held_out is not None:
-        return judge_law(
-            calibration, headed, held_out, lengths,
-            windowed=options.windowed, save=options.save, save_every=options.save_every,
-            resume=options.resume,
-        )  # fmt: skip
-    reason = "the model has no language-model head" if headed is None else "the text is too short"
-    console().print(
-        note(("note", "yellow"), f": {reason}, so the loss under the law was not measured"),
-        soft_wrap=True,
-    )
-    return calibration
+    from acutance.corpus.load_model import TextModel
+    from acutance.judging.text_windows import HeldOut
 
 
 def _target(text: str) -> tuple[str, float | None]:
@@ -382,7 +43,246 @@ def _target(text: str) -> tuple[str, float | None]:
         return name, None
     try:
         return name, float(value)
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"the value after '=' must be a number, got {value!r}", param_hint="--target"
-        ) from error
+    except ValueError:
+        raise ValueError(f"the value after '=' must be a number, got {value!r}") from None
+
+
+def _window(text: str) -> list[int]:
+    """Parse ``SIZE[,SINKS]``."""
+    return read_pair(text, 1, "SIZE or SIZE,SINKS, as in 1024,4")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class CalibrateOptions(RunOptions):
+    """The options of ``acutance calibrate``.
+
+    Attributes:
+        text: Text file to fit to; repeat for more. Default: the included text.
+        out: Write the law to this file, for 'probe --law', 'judge --law' and acutance.apply.
+        target: What the factors achieve. entropy, normalized_entropy, effective_keys or top_weight:
+            each head has the same mean of this metric at every length. loss: the model's loss
+            falls. VALUE is the mean to reach; without it, each head keeps its value at --reference.
+            Default: entropy.
+        lengths: Window lengths to fit at, ascending. Default: 1/8, 1/4, 1/2 and all of the model's
+            maximum length.
+        windows: Maximum number of windows of each length, spread over the text; 0: all. More
+            windows take longer and reduce noise. Default: 64; 24 with --target loss.
+        reference: Length at which every head keeps its present value (factor 1), usually the
+            training length. One of --lengths. Default: the shortest.
+        law: Form of the law: one factor per length (table), or a function of n: constant, ssmax,
+            log_n, sqrt_log_n or clip_log_n. With --target loss: table, constant, or none if
+            --window is given.
+        window: With --target loss: let a head read only the newest SIZE keys and the first SINKS
+            (an attention window) if this lowers the loss; repeat to choose between windows.
+        passes: Maximum number of passes over the text. Each measures with the factors of the pass
+            before and improves them.
+        limit: Keep every factor between 1/FACTOR and FACTOR.
+        windowed: Also fit layers with sliding-window attention.
+        batch_size: Windows of the longest length per batch; batches of shorter windows have as many
+            tokens. Always 1 with --target loss.
+        save: With --target loss: save the state to this file as windows finish, for --resume, and
+            the losses of the held-out text to FILE.judging.
+        even_if_worse: Write the law even if it raises the loss of the held-out text, or the loss
+            could not be measured.
+    """
+
+    model: Model = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="LAW"), Role("output")] = None
+    target: Annotated[
+        tuple[str, float | None], typer.Option(metavar="METRIC[=VALUE]"), Role(read=_target)
+    ] = ("entropy", None)
+    lengths: Lengths = None
+    windows: Annotated[int | None, typer.Option(min=0)] = None
+    reference: Tokens = None
+    law: Annotated[str, typer.Option(metavar="NAME")] = "table"
+    window: Annotated[
+        list[list[int]] | None, typer.Option(metavar="SIZE[,SINKS]"), Role(read=_window)
+    ] = None
+    passes: Annotated[int, typer.Option(metavar="N", min=2)] = 6
+    limit: Annotated[float, typer.Option(metavar="FACTOR")] = 16.0
+    windowed: bool = False
+    batch_size: Least1 = 4
+    even_if_worse: bool = False
+    save_every: SaveEvery = 1
+
+    parts = ("", ".judging")
+
+
+@command(
+    CalibrateOptions,
+    {
+        READ: f"text lengths {MODEL}",
+        FIT: "target reference law window limit windowed passes",
+        LESS: "windows batch_size seed",
+        WRITE: "out even_if_worse json save overwrite",
+        LONG: "save_every resume",
+    },
+    interrupted="before the law was fitted and judged",
+)
+def calibrate(options: CalibrateOptions) -> None:
+    """Fit a law: for every head, a factor on its logits for each length of the input.
+
+    A law is a factor on the attention logits as a function of n, the number of keys that a row
+    sees. By default the factors keep attention equally focused at every length; with --target loss
+    they lower the model's loss. The end of the text is not used for fitting: there the model's loss
+    is measured with and without the law before the law is written.
+    """
+    _check(options)
+    from acutance.calibration.by_loss.result import LossCalibration
+    from acutance.judging.paired import HURTS, MIXED
+    from acutance.report.screen import note
+
+    calibration = _fit(options)
+    verdict = None if calibration.judged is None else calibration.judged["verdict"]
+    nothing = isinstance(calibration, LossCalibration) and calibration.empty
+    hurts = verdict in (HURTS, MIXED)
+    refused = options.out is not None and not options.even_if_worse and hurts
+    write_and_show(
+        calibration.table,
+        law=(None if refused or nothing else options.out, calibration.save),
+        json=(options.json, calibration.to_dict),
+    )
+    if refused:
+        fail(
+            f"the law was not written to {options.out}: it raises the loss of held-out text; "
+            "--even-if-worse writes it"
+        )
+        raise typer.Exit(1)
+    if nothing:
+        rest = "nothing was judged" if options.out is None else f"{options.out} was not written"
+        console().print(note(f"no law was found, so {rest}"), soft_wrap=True)
+
+
+def _check(options: CalibrateOptions) -> None:
+    """Refuse options that do not go together, before a model is loaded."""
+    from acutance.calibration.by_loss.fit import FAMILIES
+    from acutance.calibration.fit.families import FITTED
+    from acutance.calibration.fit.measure import TARGETS
+
+    target, value = options.target
+    check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
+    check_choice("--target", target, (*TARGETS, "loss"))
+    by_loss, no_law = target == "loss", options.law == "none"
+    loss = "it needs --target loss"
+    rules = [
+        (not by_loss and options.window, "--window", loss),
+        (not by_loss and no_law, "--law none", loss),
+        (
+            not by_loss and options.save is not None,
+            "--save",
+            f"{loss}; every other target is fitted in one run, without a state",
+        ),
+        (by_loss and options.model is None, "MODEL", "--target loss needs a language model"),
+        (
+            by_loss and value is not None,
+            "--target",
+            f"loss is lowered, not brought to a value: remove ={value}",
+        ),
+        (
+            by_loss and options.reference is not None,
+            "--reference",
+            "cannot be combined with --target loss",
+        ),
+        (
+            by_loss and no_law and not options.window,
+            "--law none",
+            "needs --window, or there is nothing to fit",
+        ),
+    ]
+    for broken, flag, reason in rules:
+        if broken:
+            raise typer.BadParameter(reason, param_hint=flag)
+    if by_loss:
+        check_choice("--law with --target loss", options.law, FAMILIES)
+
+
+def _fit(options: CalibrateOptions) -> "Calibration":
+    """Load the model, read the texts, fit, and judge on the held-out ends of the texts."""
+    from acutance.calibration.by_loss.result import LossCalibration
+    from acutance.calibration.fit.calibrate import calibrate, check_request
+    from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
+    from acutance.corpus.load_model import HeadError
+    from acutance.judging.text_windows import hold_out, loss_of
+    from acutance.report.screen import note
+    from acutance.scaling import Window
+
+    texts = options.texts()
+    target, value = options.target
+    by_loss = target == "loss"
+    headed: TextModel | None = None
+    try:
+        headed = options.load(head=True)
+        loaded = headed if by_loss else headed.base
+    except HeadError:
+        if by_loss:
+            raise
+        loaded = options.load()
+    lengths = options.lengths or default_lengths(loaded)
+    most = options.windows if options.windows is not None else (24 if by_loss else 64)
+    windows = [Window(size, sinks=sum(sinks)) for size, *sinks in options.window or []]
+    arguments = keywords(
+        calibrate, options, target=target, value=value, lengths=lengths, window=windows or None
+    )
+    if not by_loss:
+        names = ("target", "value", "lengths", "reference", "law", "passes", "limit", "windowed")
+        check_request(**{name: arguments[name] for name in names})
+    note_lengths(loaded.model, lengths)
+    with reading(texts) as texts:
+        texts = [replace(text, content=text.tokenised(loaded.tokenizer)) for text in texts]
+    held_out: HeldOut | None = None
+    if headed is not None:
+        try:
+            held_out = hold_out(headed, texts, lengths[-1])
+        except ValueError as error:
+            if not options.even_if_worse:
+                advice = "or --even-if-worse for a law that nothing judged"
+                raise type(error)(f"{error}, {advice}") from error
+        else:
+            texts = held_out.fit
+    read = lengths
+    if by_loss:
+        arguments["loss"] = loss_of(loaded)
+        read = lengths if arguments["loss"].reads_all else lengths[-1:]
+    samples = draw(texts, loaded.tokenizer, read, most, options.seed)
+    loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
+    console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
+    drawn: Any = batches(loaded, samples, 1 if by_loss else options.batch_size)
+    tokens = sum(batch["input_ids"].numel() for several in drawn.values() for batch in several)
+    if len(read) < len(lengths):  # cut from the longest
+        (drawn,) = drawn.values()
+    with pass_progress(tokens) as advance, lengths_noted():
+        arguments |= {"model": loaded.model, "batches": drawn, "advance": advance}
+        calibration = calibrate(**arguments)
+    calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
+    if isinstance(calibration, LossCalibration) and calibration.empty:
+        return calibration
+    if headed is not None and held_out is not None:
+        return _judge(options, calibration, headed, held_out, lengths)
+    reason = "the model has no language-model head" if headed is None else "the text is too short"
+    noted(f"{reason}, so the loss under the law was not measured")
+    return calibration
+
+
+def _judge(
+    options: CalibrateOptions,
+    calibration: "Calibration",
+    headed: "TextModel",
+    held: "HeldOut",
+    lengths: tuple[int, ...],
+) -> "Calibration":
+    """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
+    from acutance.judging.paired import verdict_sentence
+    from acutance.judging.remedies import LawRemedy
+    from acutance.judging.text_windows import loss_of, text_windows
+    from acutance.report.screen import note
+
+    # a causal model's long windows have the short ones inside
+    read = lengths if loss_of(headed).reads_all else lengths[-1:]
+    windows = text_windows(headed, held.judged, read, 0, 0)
+    with lengths_noted():
+        remedy = LawRemedy("the law", calibration, options.windowed)
+        comparison = compare_held_out(options, headed, windows, [remedy])
+    (law,) = comparison.laws
+    where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"
+    console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
+    return replace(calibration, judged=record_of(law, comparison))

@@ -1,107 +1,108 @@
 """``acutance compare``: mechanisms side by side."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import MEASURE, WRITE, Dark, JsonTo, command
-from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import (
-    INTERRUPTED,
-    check_figure,
-    console,
-    misuse,
-    plain_errors,
+from acutance.cli.options import (
+    MEASURE,
+    WRITE,
+    Count,
+    Least1,
+    OutputOptions,
+    Role,
+    command,
+    keywords,
+    read_numbers,
 )
+from acutance.cli.outputs import write_and_show
+from acutance.cli.shared import INTERRUPTED, bar, console, misuse
 
 if TYPE_CHECKING:
-    from acutance.comparison.record import Comparison
     from acutance.comparison.runner import Step
-    from acutance.probing.query_key_sample import QueryKeySample
     from acutance.report.table import Table
 
 #: What ``predict`` calls a mechanism, where that is another name.
 _ALSO = {"softmax": "scaled_dot"}
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class CompareOptions:
-    """The options of ``acutance compare``."""
+def _lengths(text: str) -> tuple[int, ...]:
+    """Parse ``--n``."""
+    lengths = read_numbers(text, int)
+    if min(lengths) < 2:
+        raise ValueError(f"must be at least 2, got {text!r}")
+    return lengths
 
-    n: Annotated[
-        str | None,
-        typer.Option(
-            "--n",
-            metavar="NUMBERS",
-            help="Number of keys that a row sees. Default: 256,1024,4096.",
-        ),
-    ] = None
-    d: Annotated[int, typer.Option("--d", min=2, help="Width of queries and keys.")] = 64
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--mechanism",
-            metavar="NAME",
-            help=(
-                "Mechanism to compare, or 'all'; repeat for more. Default: the twelve that "
-                "--list marks."
-            ),
-        ),
-    ] = None
-    heads: Annotated[
-        int, typer.Option("--heads", min=1, help="Number of heads, each with different keys.")
-    ] = 16
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Number of sequences.")] = 1
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Number of rows measured per head.")
-    ] = 16
+
+def _of_queries_and_keys(text: str) -> tuple[float, float]:
+    """Parse ``--mean`` or ``--std``, one number for both or one for each."""
+    values = read_numbers(text)
+    if len(values) > 2:
+        raise ValueError(f"must be one number, or one for queries and one for keys, got {text!r}")
+    if not all(math.isfinite(value) for value in values):
+        raise ValueError(f"must be finite, got {text!r}")
+    return values[0], values[-1]
+
+
+def _positive(text: str) -> tuple[float, float]:
+    values = _of_queries_and_keys(text)
+    if min(values) <= 0:
+        raise ValueError(f"must be finite and above 0, got {text!r}")
+    return values
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class CompareOptions(OutputOptions):
+    """The options of ``acutance compare``.
+
+    Attributes:
+        n: Number of keys that a row sees. Default: 256,1024,4096.
+        d: Width of queries and keys.
+        mechanism: Mechanism to compare, or 'all'; repeat for more. Default: the twelve that
+            --list marks.
+        heads: Number of heads, each with different keys.
+        batch: Number of sequences.
+        samples: Number of rows measured per head.
+        mean: Mean of each component of the random queries, and of the keys. Default: 0.
+        std: Standard deviation of each component of the random queries, and of the keys.
+            Default: 1.
+        is_causal: Use a causal mask.
+        seed: Random seed.
+        state: Use queries and keys written by 'probe --keep-qk' instead of random ones.
+        costs: Measure time.
+        figure: Draw effective keys against n as .png or .svg.
+        listing: List the mechanisms and exit.
+    """
+
+    n: Annotated[tuple[int, ...] | None, typer.Option(metavar="NUMBERS"), Role(read=_lengths)] = (
+        None
+    )
+    d: Annotated[int, typer.Option(min=2)] = 64
+    mechanism: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None
+    heads: Least1 = 16
+    batch: Least1 = 1
+    samples: Least1 = 16
     mean: Annotated[
-        str,
-        typer.Option(
-            "--mean",
-            metavar="Q[,K]",
-            help="Mean of each component of the random queries, and of the keys.",
-        ),
-    ] = "0"
-    std: Annotated[
-        str,
-        typer.Option(
-            "--std",
-            metavar="Q[,K]",
-            help="Standard deviation of each component of the random queries, and of the keys.",
-        ),
-    ] = "1"
-    causal: Annotated[bool, typer.Option("--causal", help="Use a causal mask.")] = False
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="STATE",
-            help="Use queries and keys written by 'probe --keep-qk' instead of random ones.",
-        ),
-    ] = None
-    costs: Annotated[bool, typer.Option("--costs/--no-costs", help="Measure time.")] = True
-    json: JsonTo = None
-    figure: Annotated[
-        Path | None,
-        typer.Option(
-            "--figure", metavar="FILE", help="Draw effective keys against n as .png or .svg."
-        ),
-    ] = None
-    dark: Dark = False
-    listing: Annotated[bool, typer.Option("--list", help="List the mechanisms and exit.")] = False
+        tuple[float, float], typer.Option(metavar="Q[,K]"), Role(read=_of_queries_and_keys)
+    ] = (0.0, 0.0)
+    std: Annotated[tuple[float, float], typer.Option(metavar="Q[,K]"), Role(read=_positive)] = (
+        1.0, 1.0,
+    )  # fmt: skip
+    is_causal: Annotated[bool, typer.Option("--causal")] = False
+    seed: Count = 0
+    state: Annotated[Path | None, typer.Option("--from", metavar="STATE"), Role("input")] = None
+    costs: Annotated[bool, typer.Option("--costs/--no-costs")] = True
+    listing: Annotated[bool, typer.Option("--list")] = False
 
 
 @command(
     CompareOptions,
     {
-        MEASURE: "n d mechanism heads batch samples mean std causal seed state costs",
+        MEASURE: "n d mechanism heads batch samples mean std is_causal seed state costs",
         WRITE: "json figure dark",
     },
 )
@@ -110,47 +111,43 @@ def compare(options: CompareOptions) -> None:
 
     Concentration is measured and, where theory allows it, predicted.
     """
-    check_outputs({"--json": options.json, "--figure": options.figure}, {"--from": options.state})
-    check_figure("--figure", options.figure)
-    if options.listing:
-        with plain_errors():
-            console(stderr=False).print(_listing())
-        return
-    with plain_errors():
-        from acutance.comparison import runner
-        from acutance.probing.query_key_sample import load_queries_keys
-
-        source = None if options.state is None else load_queries_keys(options.state)
-    with misuse():
-        arguments = _arguments(options, source)
-    with plain_errors():
-        with _bar(console()) as progress:
-            comparison = runner.compare(**arguments, progress=progress)
-        _show(comparison, options)
-    if not comparison.complete:
-        raise typer.Exit(INTERRUPTED)
-
-
-def _show(comparison: "Comparison", options: CompareOptions) -> None:
-    """Print a comparison and write its files; of an interrupted one the record, and no figure."""
-    from acutance.files import put_text
+    from acutance.comparison import runner
+    from acutance.comparison.figures import draw
+    from acutance.probing.query_key_sample import load_queries_keys
     from acutance.report.screen import note
 
+    if options.listing:
+        console(stderr=False).print(_listing())
+        return
+    source = None if options.state is None else load_queries_keys(options.state)
+    n = options.n or runner.DEFAULT_LENGTHS
+    if options.n is None and source is not None:
+        n = tuple(sorted({max(2, source.length // share) for share in (4, 2, 1)}))
+    with misuse():
+        names = [_ALSO.get(name, name) for name in options.mechanism or []]
+        mechanisms = runner.pick(names or None)
+    columns = ("comparing", "{task.completed} of {task.total}", "{task.description}")
+    with bar(console(), *columns) as shown:
+        task = shown.add_task("", total=None)
+
+        def advance(step: "Step") -> None:
+            now = f"{step.mechanism}, n = {step.n}"
+            shown.update(task, completed=step.done, total=step.total, description=now)
+
+        given = keywords(runner.compare, options, n=n, source=source, progress=advance)
+        comparison = runner.compare(mechanisms, **given)
     if not comparison.complete:
-        suffix = ": the results so far follow"
-        console().print(note(("interrupted", "yellow"), suffix))
-
-    def draw(path: Path) -> None:
-        from acutance.comparison.figures import draw
-        from acutance.report.plot_style import DARK, LIGHT
-
-        draw(comparison, path, theme=DARK if options.dark else LIGHT)
-
+        console().print(note(("interrupted", "yellow"), ": the results so far follow"))
     write_and_show(
-        {"json": lambda path: put_text(comparison.to_json(), path), "figure": draw},
-        {"json": options.json, "figure": options.figure if comparison.complete else None},
-        lambda screen: screen.print(comparison.table()),
+        comparison.table,
+        json=(options.json, comparison.to_dict),
+        figure=(
+            options.figure if comparison.complete else None,
+            partial(draw, comparison, theme=options.theme),
+        ),
     )
+    if not comparison.complete:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _listing() -> "Table":
@@ -167,71 +164,3 @@ def _listing() -> "Table":
             for name, entry in MECHANISMS.items()
         ],
     )
-
-
-def _arguments(options: CompareOptions, source: "QueryKeySample | None") -> dict[str, Any]:
-    """Keyword arguments of :func:`acutance.comparison.compare`, from the command's options.
-
-    Args:
-        options: the command-line options.
-        source: queries and keys of a model to compare on; None compares on random ones.
-
-    Raises:
-        ValueError: if a mechanism is unknown (the message names the nearest), ``--n``, ``--mean``
-            or ``--std`` is not a list of numbers, or one is out of range.
-    """
-    from acutance.comparison.runner import DEFAULT_LENGTHS, pick
-
-    n = options.n
-    names = [_ALSO.get(name, name) for name in options.mechanism or []]
-    arguments: dict[str, Any] = {"mechanisms": pick(names or None)}
-    arguments["n"] = tuple(_numbers("n", n, int)) if n is not None else DEFAULT_LENGTHS
-    if min(arguments["n"]) < 2:
-        raise ValueError(f"n: must be at least 2, got {n!r}")
-    for name, text in (("mean", options.mean), ("std", options.std)):
-        values = tuple(_numbers(name, text, float))
-        if len(values) > 2:
-            raise ValueError(
-                f"{name}: must be one number, or one for queries and one for keys, got {text!r}"
-            )
-        if not all(math.isfinite(value) and (name == "mean" or value > 0) for value in values):
-            raise ValueError(
-                f"{name}: must be finite{' and above 0' if name == 'std' else ''}, got {text!r}"
-            )
-        arguments[name] = values[0] if len(values) == 1 else values
-    if source is not None:
-        arguments["source"] = source
-        if n is None:
-            arguments["n"] = tuple(sorted({max(2, source.length // part) for part in (4, 2, 1)}))
-    for name in ("d", "heads", "batch", "samples", "seed", "costs"):
-        arguments[name] = getattr(options, name)
-    return arguments | {"is_causal": options.causal}
-
-
-def _numbers(name: str, text: str, kind: type[int] | type[float]) -> Iterator[int | float]:
-    """Parse numbers separated by commas."""
-    word = "whole numbers" if kind is int else "numbers"
-    for part in text.split(","):
-        try:
-            yield kind(part)
-        except ValueError:
-            raise ValueError(f"{name}: must be {word} separated by commas, got {text!r}") from None
-
-
-@contextmanager
-def _bar(screen: Any) -> "Iterator[Callable[[Step], None]]":
-    """Show a progress bar on standard error; yields the function that advances it."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("comparing"), BarColumn(), TextColumn("{task.completed} of {task.total}"),
-        TextColumn("{task.fields[now]}"), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("comparing", total=None, now="")
-
-        def advance(step: "Step") -> None:
-            now = f"{step.mechanism}, n = {step.n}"
-            bar.update(task, completed=step.done, total=step.total, now=now)
-
-        yield advance

@@ -1,96 +1,73 @@
 """``acutance diff``: compare two saved states."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import READ, WRITE, Dark, FigureTo, JsonTo, check_metrics, command
-from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import check_figure, plain_errors
+from acutance.cli.options import (
+    READ,
+    WRITE,
+    Least1,
+    OutputFile,
+    OutputOptions,
+    Role,
+    check_metrics,
+    command,
+)
+from acutance.cli.outputs import write_and_show
 
 if TYPE_CHECKING:
     from acutance.summary.head_summary import HeadSummary
     from acutance.summary.state import State
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class DiffOptions:
-    """The options of ``acutance diff``."""
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class DiffOptions(OutputOptions):
+    """The options of ``acutance diff``.
 
-    before: Annotated[Path, typer.Argument(metavar="A", help="State before the change.")]
-    after: Annotated[
-        Path,
-        typer.Argument(
-            metavar="B", help="State to compare with it: another checkpoint, length or text."
-        ),
-    ]
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metric",
-            metavar="NAME",
-            help=(
-                "Metric to list heads and layers for, by its name in acutance.METRICS; repeat for "
-                "more. Default: normalized_entropy."
-            ),
-        ),
-    ] = None
-    equal_n: Annotated[
-        bool, typer.Option("--equal-n", help="Compare only rows that see the same number of keys.")
-    ] = False
-    top: Annotated[
-        int, typer.Option("--top", min=1, help="Number of heads listed for each metric.")
-    ] = 10
-    json: JsonTo = None
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            "--csv",
-            metavar="FILE",
-            help="Write a table with one row per head and metric; '-' for standard output.",
-        ),
-    ] = None
-    figure: FigureTo = None
-    dark: Dark = False
+    Attributes:
+        before: State before the change.
+        after: State to compare with it: another checkpoint, length or text.
+        metric: Metric to list heads and layers for, by its name in acutance.METRICS; repeat for
+            more. Default: normalized_entropy.
+        equal_n: Compare only rows that see the same number of keys.
+        top: Number of heads listed for each metric.
+        csv: Write a table with one row per head and metric; '-' for standard output.
+    """
+
+    before: Annotated[Path, typer.Argument(metavar="A"), Role("input")]
+    after: Annotated[Path, typer.Argument(metavar="B"), Role("input")]
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None
+    equal_n: bool = False
+    top: Least1 = 10
+    csv: OutputFile = None
 
 
 @command(DiffOptions, {READ: "metric equal_n top", WRITE: "json csv figure dark"})
 def diff(options: DiffOptions) -> None:
     """Compare two saved states: which heads changed most, and whether by more than noise."""
-    targets = {"--json": options.json, "--csv": options.csv, "--figure": options.figure}
-    check_outputs(targets, {"A": options.before, "B": options.after})
-    check_figure("--figure", options.figure)
     check_metrics(options.metric or [])
-    with plain_errors():
-        from acutance.report.diff_console import print_diff
-        from acutance.report.exports import put_csv, put_json
-        from acutance.report.terminal import headline
-        from acutance.summary.diff.diff import diff as diff_summaries
+    from acutance.report.diff_console import diff_view
+    from acutance.report.diff_figures import draw_diff
+    from acutance.report.exports import put_csv
+    from acutance.report.terminal import headline
+    from acutance.summary.diff.diff import diff as diff_summaries
 
-        difference = diff_summaries(
-            _read(options.before), _read(options.after), equal_n=options.equal_n
-        )
-        shown = list(dict.fromkeys(options.metric or [])) or [headline(difference.metrics)]
-        for name in shown:
-            difference.of(name)
-
-        def draw(path: Path) -> None:
-            from acutance.report.diff_figures import draw_diff
-            from acutance.report.plot_style import DARK, LIGHT
-
-            draw_diff(difference, path, shown[0], theme=DARK if options.dark else LIGHT)
-
-        write_and_show(
-            {
-                "--json": lambda path: put_json(difference.to_dict(), path),
-                "--csv": lambda path: put_csv(difference.to_arrow(), path),
-                "--figure": draw,
-            },
-            targets,
-            lambda screen: print_diff(difference, screen, shown, options.top),
-        )
+    changes = diff_summaries(_read(options.before), _read(options.after), equal_n=options.equal_n)
+    shown = list(dict.fromkeys(options.metric or [])) or [headline(changes.metrics)]
+    for name in shown:
+        changes.of(name)
+    write_and_show(
+        partial(diff_view, changes, shown, options.top),
+        json=(options.json, changes.to_dict),
+        csv=(options.csv, lambda path: put_csv(changes.to_arrow(), path)),
+        figure=(
+            options.figure, partial(draw_diff, changes, metric=shown[0], theme=options.theme)
+        ),
+    )  # fmt: skip
 
 
 def _read(path: Path) -> "HeadSummary | State":

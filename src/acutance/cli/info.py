@@ -2,30 +2,25 @@
 
 from dataclasses import asdict, dataclass
 
-import typer
-
-from acutance.cli.options import JsonTo, command
-from acutance.cli.outputs import check_outputs
-from acutance.cli.shared import plain_errors
+from acutance.cli.options import OutputFile, command
+from acutance.cli.outputs import write_and_show
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InfoOptions:
-    """The options of ``acutance info``."""
+    """The options of ``acutance info``.
 
-    json: JsonTo = None
+    Attributes:
+        json: Write all results as JSON; '-' for standard output.
+    """
+
+    json: OutputFile = None
 
 
 @command(InfoOptions, {})
 def info(options: InfoOptions) -> None:
     """Show which kernels are available and which are used."""
-    check_outputs({"--json": options.json})
-    with plain_errors():
-        from acutance import kernels
-        from acutance.files import as_json, finite, put_text
+    from acutance import kernels
 
-        kernel_info = kernels.info()
-        if options.json is None:
-            typer.echo(str(kernel_info))
-        else:
-            put_text(as_json(finite(asdict(kernel_info)), indent=1) + "\n", options.json)
+    kernel_info = kernels.info()
+    write_and_show(lambda: str(kernel_info), json=(options.json, lambda: asdict(kernel_info)))

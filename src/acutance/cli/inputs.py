@@ -10,19 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from acutance.cli.shared import console, misuse
+from acutance.cli.shared import bar, console, misuse
 
 if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
     from acutance.corpus.texts import Text
+    from acutance.judging.judge_model import Windows
     from acutance.judging.remedies import Remedy
-
-
-def read_texts(names: Sequence[str] | None) -> list[Text]:
-    """The files of ``--text``; the included text if there are none."""
-    from acutance.corpus import texts
-
-    return texts.read(names) if names else [texts.bundled()]
 
 
 @contextmanager
@@ -32,15 +26,22 @@ def reading(texts: Sequence[Text]) -> Iterator[list[Text]]:
     Yields:
         The texts, whose reading moves the bar.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import DownloadColumn, TimeRemainingColumn
 
-    screen = console()
-    columns = TextColumn("reading the text"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(
-        *columns, console=screen, transient=True, disable=not (texts and screen.is_terminal)
-    ) as bar:
-        task = bar.add_task("", total=sum(text.size for text in texts))
-        yield [replace(text, advance=partial(bar.advance, task)) for text in texts]
+    columns = ("reading the text", DownloadColumn(), TimeRemainingColumn())
+    with bar(console(), *columns, shown=bool(texts)) as shown:
+        task = shown.add_task("", total=sum(text.size for text in texts))
+        yield [replace(text, advance=partial(shown.advance, task)) for text in texts]
+
+
+def read_windows(
+    options: Any, loaded: TextModel, texts: Sequence[Text], lengths: Sequence[int]
+) -> Windows:
+    """Windows of some lengths, spread over the texts as ``--windows`` and ``--seed`` say."""
+    from acutance.judging.text_windows import text_windows
+
+    with reading(texts) as texts:
+        return text_windows(loaded, texts, lengths, options.windows, options.seed)
 
 
 def about_run(loaded: TextModel, texts: Iterable[Text]) -> dict[str, Any]:
@@ -66,28 +67,32 @@ def read_laws(texts: Iterable[str]) -> list[Remedy]:
         return as_remedies(remedies)
 
 
+def noted(text: str, *, sign: str = "note") -> None:
+    """Print a sentence on standard error, behind a yellow word."""
+    from acutance.report.screen import note
+
+    console().print(note((sign, "yellow"), f": {text}"), soft_wrap=True)
+
+
 def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:
     """Note lengths beyond a model's positions; raises ValueError if these are learned."""
     from acutance.calibration.fit.windows import check_positions
-    from acutance.report.screen import note
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_positions(model, lengths)
     for warning in caught:
-        console().print(note(("note", "yellow"), f": {warning.message}"))
+        noted(str(warning.message))
 
 
 def note_searches(remedies: Iterable[Remedy], longest: int) -> None:
     """Note plans that were searched on shorter windows."""
     from acutance.judging.remedies import PlanRemedy
-    from acutance.report.screen import note
 
-    for one in remedies:
-        search = getattr(one.plan, "search", None) if isinstance(one, PlanRemedy) else None
+    for remedy in remedies:
+        search = getattr(remedy.plan, "search", None) if isinstance(remedy, PlanRemedy) else None
         if search is not None and search["n"] < longest:
-            text = f": {one.name} was searched on windows of {search['n']} tokens, not {longest}"
-            console().print(note(("note", "yellow"), text), soft_wrap=True)
+            noted(f"{remedy.name} was searched on windows of {search['n']} tokens, not {longest}")
 
 
 @contextmanager

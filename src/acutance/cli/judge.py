@@ -1,8 +1,7 @@
 """``acutance judge``: what laws do to a model's loss on texts."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,128 +11,69 @@ from acutance.cli.inputs import (
     note_lengths,
     note_searches,
     read_laws,
-    read_texts,
-    reading,
+    read_windows,
 )
 from acutance.cli.options import (
     LESS,
     LONG,
+    MODEL,
     READ,
     WRITE,
-    AllowMissing,
-    AllowPickle,
-    AttentionName,
-    Device,
-    JsonTo,
+    Changes,
+    Count,
     LanguageModel,
-    Resume,
+    Lengths,
+    RunOptions,
     SaveEvery,
-    Tokenizer,
-    TrustRemoteCode,
-    check_resume,
+    Tokens,
     command,
-    load_model,
-    read_lengths,
+    keywords,
 )
-from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.shared import (
-    console,
-    plain_errors,
-    progress,
-    resumable,
-)
+from acutance.cli.outputs import write_and_show
+from acutance.cli.shared import console, progress
 
 if TYPE_CHECKING:
     from acutance.judging.paired import LossComparison
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class JudgeOptions:
-    """The options of ``acutance judge``."""
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class JudgeOptions(RunOptions):
+    """The options of ``acutance judge``.
+
+    Attributes:
+        text: Text for measuring the loss, other than what a law was fitted to; repeat for more.
+            With 5 texts or more, standard errors come from the differences between texts, not
+            windows. Default: the included text.
+        law: What to judge (required); repeat for more. A file from 'calibrate -o' or 'budget -o', a
+            cache plan of another tool such as duo_attention:DIR, a name such as ssmax or
+            log_n:train_length=512, a window such as window:size=1024,sinks=4, RoPE settings such as
+            rope:yarn,factor=2, or heads to switch off, such as off:3.1,4.0 (layer 3 head 1, layer 4
+            head 0).
+        train_length: Context length in training, in tokens, from which RoPE settings such as yarn
+            are computed. Default: the configuration's.
+        lengths: Window lengths to compare at, ascending. Default: the model's maximum length, at
+            most 512.
+        windows: Maximum number of windows of the longest length, spread over the text; 0: all.
+            Shorter windows are cut from these.
+    """
 
     model: LanguageModel
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="Text for measuring the loss, other than what a law was fitted to; repeat for "
-            "more. With 5 texts or more, standard errors come from the differences between "
-            "texts, not windows. Default: the included text.",
-        ),
-    ] = None
-    law: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--law",
-            metavar="LAW",
-            help="What to judge (required); repeat for more. A file from 'calibrate -o' or "
-            "'budget -o', a cache plan of another tool such as duo_attention:DIR, a name such as "
-            "ssmax or log_n:train_length=512, a window such as window:size=1024,sinks=4, RoPE "
-            "settings such as rope:yarn,factor=2, or heads to switch off, such as off:3.1,4.0 "
-            "(layer 3 head 1, layer 4 head 0).",
-        ),
-    ] = None
-    train_length: Annotated[
-        int | None,
-        typer.Option(
-            "--train-length",
-            metavar="N",
-            min=2,
-            help="Context length in training, in tokens, from which RoPE settings such as yarn are "
-            "computed. Default: the configuration's.",
-        ),
-    ] = None
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            metavar="N,...",
-            help="Window lengths to compare at, ascending. Default: the model's maximum length, at "
-            "most 512.",
-        ),
-    ] = None
-    windows: Annotated[
-        int,
-        typer.Option(
-            "--windows",
-            min=0,
-            help="Maximum number of windows of the longest length, spread over the text; 0: all. "
-            "Shorter windows are cut from these.",
-        ),
-    ] = 16
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Random seed for the choice of windows.")
-    ] = 0
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save",
-            metavar="FILE",
-            help="Save the state to this file as windows finish, for --resume.",
-        ),
-    ] = None
+    law: Changes = None
+    train_length: Tokens = None
+    lengths: Lengths = None
+    windows: Count = 16
     save_every: SaveEvery = 1
-    resume: Resume = False
-    overwrite: Overwrite = False
-    json: JsonTo = None
-    tokenizer: Tokenizer = None
-    attention: AttentionName = None
-    device: Device = "auto"
-    trust_remote_code: TrustRemoteCode = False
-    allow_pickle: AllowPickle = False
-    allow_missing: AllowMissing = False
 
 
 @command(
     JudgeOptions,
     {
-        READ: "text law train_length lengths tokenizer attention device trust_remote_code "
-        "allow_pickle allow_missing",
+        READ: f"text law train_length lengths {MODEL}",
         LESS: "windows seed",
         WRITE: "json save overwrite",
         LONG: "save_every resume",
     },
+    interrupted="before all windows were read",
 )
 def judge(options: JudgeOptions) -> None:
     """Compare a model's loss with and without each law, on the same windows of text.
@@ -144,63 +84,38 @@ def judge(options: JudgeOptions) -> None:
     acutance.scaling documents. Windows, RoPE settings and heads to switch off are compared in the
     same way.
     """
-    check_outputs(
-        {"--json": options.json, "--save": options.save},
-        {"MODEL": options.model, "--text": options.text, "--law": options.law},
-        state="--save",
-        resume=options.resume,
-        overwrite=options.overwrite,
-    )
-    check_resume(options.resume, options.save)
     if not options.law:
         raise typer.BadParameter(
             "name at least one law to judge, such as ssmax or a file from 'calibrate -o'",
             param_hint="--law",
         )
-    if len(set(options.law)) < len(options.law):
-        twice = next(law for law in options.law if options.law.count(law) > 1)
-        raise typer.BadParameter(f"{twice} is given twice", param_hint="--law")
-    lengths = None if options.lengths is None else read_lengths(options.lengths)
-    with plain_errors():
-        from acutance.files import as_json, put_text
-
-        with resumable("before all windows were read", options.save):
-            comparison = _compare(options, lengths)
-        write_and_show(
-            {"--json": lambda path: put_text(as_json(comparison.to_dict()) + "\n", path)},
-            {"--json": options.json},
-            lambda screen: screen.print(comparison.table()),
-        )
+    for law in options.law:
+        if options.law.count(law) > 1:
+            raise typer.BadParameter(f"{law} is given twice", param_hint="--law")
+    comparison = _compare(options, options.law)
+    write_and_show(comparison.table, json=(options.json, comparison.to_dict))
 
 
-def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossComparison":
+def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     """Load the model, read the texts, and compare; progress is shown on standard error."""
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.remedies import for_train_length
-    from acutance.judging.text_windows import loss_of, text_windows
+    from acutance.judging.text_windows import loss_of
 
-    remedies = read_laws(options.law or ())
-    texts = read_texts(options.text)
-    with console().status("loading the model"):
-        loaded = load_model(options, options.device, head=True)
+    remedies = read_laws(laws)
+    texts = options.texts()
+    loaded = options.load(head=True)
     remedies = for_train_length(loaded.model, remedies, options.train_length)
-    lengths = (loaded.window(None),) if lengths is None else lengths
+    lengths = options.lengths or (loaded.window(None),)
     note_lengths(loaded.model, lengths)
     note_searches(remedies, lengths[-1])
-    with reading(texts) as texts:
-        windows = text_windows(loaded, texts, lengths, options.windows, options.seed)
+    windows = read_windows(options, loaded, texts, lengths)
     tokens = windows.tokens * (1 + len(remedies))
-    bar = progress("judging", windows.count, tokens, console())
-    with bar as advance, lengths_noted():
+    with progress("judging", windows.count, tokens, console()) as advance, lengths_noted():
         comparison = judge_windows(
-            loaded.model,
-            windows,
-            remedies,
-            loss_of(loaded),
-            save=options.save,
-            save_every=options.save_every,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            advance=advance,
-        )
+            **keywords(
+                judge_windows, options, model=loaded.model, windows=windows, remedies=remedies,
+                loss=loss_of(loaded), advance=advance,
+            )
+        )  # fmt: skip
     return replace(comparison, about=about_run(loaded, texts))

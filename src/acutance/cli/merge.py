@@ -1,68 +1,43 @@
 """``acutance merge``: merge the states of shards that were probed separately."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from acutance.cli.options import (
-    WRITE,
-    CsvTo,
-    FigureTo,
-    JsonTo,
-    ParquetTo,
-    ReportTo,
-    command,
-)
-from acutance.cli.outputs import Overwrite, check_outputs
-from acutance.cli.report import show_summary
-from acutance.cli.shared import check_figure, console, plain_errors
+from acutance.cli.options import WRITE, Role, SummaryOptions, command
+from acutance.cli.outputs import write_and_show
+from acutance.cli.report import summary_files
+from acutance.cli.shared import console
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class MergeOptions:
-    """The options of ``acutance merge``."""
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class MergeOptions(SummaryOptions):
+    """The options of ``acutance merge``.
 
-    states: Annotated[
-        list[Path],
-        typer.Argument(metavar="SHARD", help="States written by 'probe --save'."),
-    ]
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write the merged state to this file."),
-    ] = None
-    overwrite: Overwrite = False
-    report: ReportTo = None
-    json: JsonTo = None
-    csv: CsvTo = None
-    parquet: ParquetTo = None
-    figure: FigureTo = None
+    Attributes:
+        states: States written by 'probe --save'.
+        out: Write the merged state to this file.
+        overwrite: Replace an existing state file. Other outputs are always replaced.
+    """
+
+    states: Annotated[list[Path], typer.Argument(metavar="SHARD"), Role("input")]
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE"), Role("state")] = None
+    overwrite: bool = False
 
 
-@command(MergeOptions, {WRITE: "out overwrite report json csv parquet figure"})
+@command(MergeOptions, {WRITE: "out overwrite report json csv parquet figure chart dark"})
 def merge(options: MergeOptions) -> None:
     """Merge the states of shards that were probed separately."""
-    files = {
-        "--report": options.report,
-        "--json": options.json,
-        "--csv": options.csv,
-        "--parquet": options.parquet,
-        "--figure": options.figure,
-    }
-    check_outputs(
-        {"--out": options.out, **files},
-        {"SHARD": options.states},
-        state="--out",
-        overwrite=options.overwrite,
-    )
-    check_figure("--figure", options.figure)
-    with plain_errors():
-        from acutance.report.screen import note
-        from acutance.summary.state import merge_states
+    from acutance.report.exports import summary_view
+    from acutance.report.screen import note
+    from acutance.summary.state import merge_states
 
-        state = merge_states(options.states)
-        if not state.run.complete:
-            part = f": {state.run.windows} of {state.run.total} windows"
-            console().print(note(("incomplete", "yellow"), part))
-        show_summary(state.summary, {"state": options.out, **files}, first={"state": state.save})
+    state = merge_states(options.states)
+    if not state.run.complete:
+        done = f": {state.run.windows} of {state.run.total} windows"
+        console().print(note(("incomplete", "yellow"), done))
+    files = summary_files(state.summary, options)
+    write_and_show(partial(summary_view, state.summary), state=(options.out, state.save), **files)

@@ -1,27 +1,35 @@
-"""Options that several commands have, with the same meaning everywhere."""
+"""Options stand once, as fields of records: flags, help and checks come from there.
 
-from __future__ import annotations
+Annotations are not postponed here and in modules of commands: evaluating a hundred of them from
+text would slow every start.
+"""
 
+import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+from typer.models import ArgumentInfo, OptionInfo
 
-from acutance.cli.shared import Commands, fail
+from acutance.cli.outputs import check_outputs
+from acutance.cli.shared import check_figure, console, fail, plain_errors
+from acutance.escapes import visible_lines
 
 if TYPE_CHECKING:
-    import torch
     from _typeshed import DataclassInstance
 
     from acutance.corpus.load_model import TextModel
-    from acutance.scaling import Window
+    from acutance.corpus.texts import Text
+    from acutance.report.plot_style import Theme
 
 Given = TypeVar("Given", bound="DataclassInstance")
 #: What help shows instead of the type of a switch.
@@ -29,7 +37,59 @@ NO_TYPE = " "
 #: Headings of a help page with many options.
 READ, MEASURE, FIT, WRITE = "What to read", "What to measure", "What to fit", "What to write"
 LESS, LONG, MANY = "Time and cost", "Long runs", "Long runs, several machines"
-CHARTS = ("heads", "layers", "lengths", "theory")
+#: Options of :class:`ModelOptions` that stand last below a heading.
+MODEL = "tokenizer attention device trust_remote_code allow_pickle allow_missing"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an option is for; :func:`command` checks it before the command runs.
+
+    Attributes:
+        file: what the file that it names is used for; empty if it names none.
+        choices: the only values that it may have.
+        read: makes the value of the field of what is typed, and refuses by a ValueError.
+        named: whether ``read`` gives pairs of a name and a value, which become a mapping.
+    """
+
+    file: Literal["", "input", "output", "figure", "state"] = ""
+    choices: tuple[str, ...] = ()
+    read: Callable[[str], Any] | None = None
+    named: bool = False
+
+
+def read_numbers(text: str, kind: type[int] | type[float] = float) -> tuple[Any, ...]:
+    """Parse numbers separated by commas.
+
+    Example:
+        >>> read_numbers("1,0.5"), read_numbers("16,64", int)
+        ((1.0, 0.5), (16, 64))
+    """
+    try:
+        return tuple(kind(number) for number in text.split(","))
+    except ValueError:
+        word = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"must be {word} separated by commas, got {text!r}") from None
+
+
+def read_lengths(text: str) -> tuple[int, ...]:
+    """Parse ``--lengths``: ascending whole numbers from 2."""
+    lengths = read_numbers(text, int)
+    if any(n < 2 for n in lengths) or any(b <= a for a, b in pairwise(lengths)):
+        raise ValueError(f"lengths must be at least 2 and ascending, got {text}")
+    return lengths
+
+
+def read_pair(text: str, least: int = 2, form: str = "FIRST,RECENT, as in 4,124") -> list[int]:
+    """Parse whole numbers of an option such as ``--streaming``, two at most."""
+    try:
+        values = [int(number) for number in text.split(",")]
+    except ValueError:
+        values = []
+    if not least <= len(values) <= 2:
+        raise ValueError(f"it must be {form}, got {text!r}")
+    return values
+
 
 _MODEL = (
     "Directory of a saved model, a .gguf file, or a name that transformers can load. 'smollm2' is "
@@ -40,246 +100,316 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL", help=f"{_MODEL} Default: MiniLM, the encoder that 'make demo' installs."
     ),
+    Role("input"),
 ]
 #: Of commands that need a language model, which MiniLM is not.
-LanguageModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
-SaveEvery = Annotated[
-    int,
-    typer.Option(
-        "--save-every",
-        metavar="WINDOWS",
-        min=1,
-        help=(
-            "Save the state after this many new windows. Unsaved windows are run again after "
-            "an interruption."
-        ),
-    ),
+LanguageModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL), Role("input")]
+InputFile = Annotated[Path | None, typer.Option(metavar="FILE"), Role("input")]
+OutputFile = Annotated[Path | None, typer.Option(metavar="FILE"), Role("output")]
+StateFile = Annotated[Path | None, typer.Option(metavar="FILE"), Role("state")]
+Figure = Annotated[Path | None, typer.Option(metavar="FILE"), Role("figure")]
+#: ``--figure``, which was ``--plot`` before.
+Plot = Annotated[Path | None, typer.Option("--figure", "--plot", metavar="FILE"), Role("figure")]
+Count = Annotated[int, typer.Option(min=0)]
+Least1 = Annotated[int, typer.Option(min=1)]
+Tokens = Annotated[int | None, typer.Option(metavar="N", min=2)]
+Lengths = Annotated[
+    tuple[int, ...] | None, typer.Option("--lengths", metavar="N,..."), Role(read=read_lengths)
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the file given by --save.")]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer",
-        metavar="NAME",
-        help="Directory or name of a tokenizer to use instead of the model's.",
-    ),
-]
-AttentionName = Annotated[
-    str | None,
-    typer.Option(
-        "--attention",
-        help="transformers' attn_implementation: sdpa, eager, ... Default: the model's.",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device", help="Device to run on: cpu, cuda, mps, or auto: cuda where there is one."
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow running code that comes with the model.")
-]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Allow weights in pickle files, which can run code.")
-]
-AllowMissing = Annotated[
-    bool,
-    typer.Option(
-        "--allow-missing",
-        help="Continue if the files lack some weights. These are then random.",
-    ),
-]
-Spans = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--span",
-        metavar="NAME=START:STOP",
-        help=(
-            "Also measure each head's weight on tokens START to STOP - 1 of each window; "
-            "repeat for more."
-        ),
-    ),
-]
-Maps = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--map",
-        metavar="LAYER.HEAD:ROWS",
-        help=(
-            "Store rows of a head's weights in the page and JSON: 5.3:0,10 is layer 5, head "
-            "3, rows 0 and 10; repeat for more."
-        ),
-    ),
-]
-ReportTo = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="HTML", help="Write an HTML page with all results."),
-]
-JsonTo = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write all results as JSON; '-' for standard output."
-    ),
-]
-CsvTo = Annotated[
-    Path | None,
-    typer.Option(
-        "--csv",
-        metavar="FILE",
-        help="Write a table with one row per head as CSV; '-' for standard output.",
-    ),
-]
-ParquetTo = Annotated[
-    Path | None,
-    typer.Option("--parquet", metavar="FILE", help="Write the same table as a Parquet file."),
-]
-FigureTo = Annotated[
-    Path | None,
-    typer.Option(
-        "--figure",
-        metavar="FILE",
-        help="Draw a figure as .png or .svg (needs matplotlib).",
-    ),
-]
-Chart = Annotated[
-    str,
-    typer.Option(
-        "--chart",
-        metavar="|".join(CHARTS),
-        help=(
-            "What --figure draws: a heat map of the heads, the mean of each layer, a metric "
-            "against n, or measured against predicted entropy."
-        ),
-    ),
-]
-Metric = Annotated[
-    str | None,
-    typer.Option(
-        "--metric",
-        metavar="NAME",
-        help=(
-            "Metric to show in the table and figure, by its name in acutance.METRICS. Default: "
-            "normalized_entropy, if it was recorded."
-        ),
-    ),
-]
-ProbeLaw = Annotated[
-    str | None,
-    typer.Option(
-        "--law",
-        metavar="LAW",
-        help=(
-            "Change the attention by a law while probing: a file from 'calibrate -o', or a name "
-            "such as ssmax, log_n:train_length=512 or window:size=1024, as for 'judge'."
-        ),
-    ),
-]
-TrainLength = Annotated[
-    int | None,
-    typer.Option(
-        "--train-length",
-        metavar="N",
-        min=2,
-        help="Context length in training, in tokens; 'probe --judge' and 'extend' try changes "
-        "beyond it. Default: the configuration's.",
-    ),
-]
-Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colours.")]
+SaveEvery = Annotated[int, typer.Option(metavar="WINDOWS", min=1)]
+Changes = Annotated[list[str] | None, typer.Option("--law", metavar="LAW"), Role("input")]
 
 
-def load_model(
-    options: Any, device: str, *, head: bool = False, dtype: torch.dtype | None = None
-) -> TextModel:
-    """Load the model named in the options, on a device, with or without its head."""
-    from acutance.corpus.load_model import load
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class ModelOptions:
+    """How a model is loaded.
 
-    names = ("tokenizer", "attention", "trust_remote_code", "allow_pickle", "allow_missing")
-    arguments = {name: getattr(options, name) for name in names}
-    return load(options.model, device=device, head=head, dtype=dtype, **arguments)
+    Attributes:
+        model: the model.
+        tokenizer: Directory or name of a tokenizer to use instead of the model's.
+        attention: transformers' attn_implementation: sdpa, eager, ... Default: the model's.
+        device: Device to run on: cpu, cuda, mps, or auto: cuda where there is one.
+        trust_remote_code: Allow running code that comes with the model.
+        allow_pickle: Allow weights in pickle files, which can run code.
+        allow_missing: Continue if the files lack some weights. These are then random.
+    """
+
+    model: Model
+    tokenizer: Annotated[str | None, typer.Option(metavar="NAME")] = None
+    attention: str | None = None
+    device: str = "auto"
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    allow_missing: bool = False
+
+    def load(self, **more: Any) -> "TextModel":
+        """Load the model, which standard error says meanwhile; ``more`` are keywords of loading."""
+        import torch
+
+        from acutance.corpus.load_model import load
+
+        given = keywords(load, self, **more)
+        if given.get("dtype") is not None:
+            given["dtype"] = getattr(torch, given["dtype"])
+        with console().status("loading the model"):
+            return load(self.model, **given)
 
 
-def read_lengths(text: str) -> tuple[int, ...]:
-    """Parse ``--lengths``: ascending whole numbers from 2."""
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"must be whole numbers separated by commas, got {text!r}", param_hint="--lengths"
-        ) from error
-    if any(n < 2 for n in lengths) or any(b <= a for a, b in pairwise(lengths)):
-        raise typer.BadParameter(
-            f"lengths must be at least 2 and ascending, got {text}", param_hint="--lengths"
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class RunOptions(ModelOptions):
+    """A run of a model over texts that may be resumed.
+
+    Attributes:
+        text: Text file to read; repeat for more. Default: the included text.
+        seed: Random seed for the choice of windows.
+        save: Save the state to this file as windows finish, for --resume.
+        resume: Continue from the file given by --save.
+        overwrite: Replace an existing state file. Other outputs are always replaced.
+        json: Write all results as JSON; '-' for standard output.
+    """
+
+    text: Annotated[list[str] | None, typer.Option(metavar="FILE"), Role("input")] = None
+    seed: Count = 0
+    save: StateFile = None
+    resume: bool = False
+    overwrite: bool = False
+    json: OutputFile = None
+
+    def texts(self) -> "list[Text]":
+        """The files of ``--text``; the included text if there are none."""
+        from acutance.corpus import texts
+
+        return texts.read(self.text) if self.text else [texts.bundled()]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class OutputOptions:
+    """Where results are written.
+
+    Attributes:
+        json: Write all results as JSON; '-' for standard output.
+        figure: Draw a figure as .png or .svg (needs matplotlib).
+        dark: Draw the figure in dark colours.
+    """
+
+    json: OutputFile = None
+    figure: Figure = None
+    dark: bool = False
+
+    @property
+    def theme(self) -> "Theme":
+        """The colours of the figure."""
+        from acutance.report.plot_style import THEMES
+
+        return THEMES["dark" if self.dark else "light"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class SummaryOptions(OutputOptions):
+    """What is written of a summary.
+
+    Attributes:
+        report: Write an HTML page with all results.
+        csv: Write a table with one row per head as CSV; '-' for standard output.
+        parquet: Write the same table as a Parquet file.
+        chart: What --figure draws: a heat map of the heads, the mean of each layer, a metric
+            against n, or measured against predicted entropy.
+    """
+
+    report: Annotated[Path | None, typer.Option(metavar="HTML"), Role("output")] = None
+    csv: OutputFile = None
+    parquet: OutputFile = None
+    chart: Annotated[str, Role(choices=("heads", "layers", "lengths", "theory"))] = "heads"
+
+
+def keywords(
+    function: Callable[..., Any], options: "DataclassInstance", **more: Any
+) -> dict[str, Any]:
+    """Keywords of a function: the options that it has by the same names, and ``more``.
+
+    Example:
+        >>> keywords(lambda dark, file=None: None, OutputOptions(), file="a.png")
+        {'dark': False, 'file': 'a.png'}
+    """
+    names = inspect.signature(function).parameters.keys() & {one.name for one in fields(options)}
+    return {name: getattr(options, name) for name in names} | more
+
+
+class _Option:
+    """A field of a record, as typer and the checks need it.
+
+    Attributes:
+        name: of the field.
+        default: of the field.
+        flag: what messages call it.
+        hint: its annotation for typer.
+        role: what it is for.
+    """
+
+    def __init__(self, name: str, default: Any, hint: Any, text: str, panel: str | None) -> None:
+        self.name, self.default = name, default
+        kind, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        roles = [known for known in more if isinstance(known, Role)]
+        self.role = roles[-1] if roles else Role()
+        if self.role.read:  # what is typed is text, even where its default is not
+            several = any(get_origin(part) is list for part in (kind, *get_args(kind)))
+            kind = list[str] | None if several or self.role.named else str | None
+        infos = [known for known in more if isinstance(known, ArgumentInfo | OptionInfo)]
+        info = copy(infos[-1]) if infos else typer.Option()  # several commands may share it
+        info.help = info.help or text
+        if isinstance(info, OptionInfo):
+            named = () if info.default is ... else (info.default,)
+            info.param_decls = (*named, *(info.param_decls or ())) or (f"--{_dashes(name)}",)
+            info.default = ...
+            info.rich_help_panel = panel
+            if kind in (bool, bool | None) and not info.metavar:
+                info.metavar = NO_TYPE
+            elif self.role.choices:
+                info.metavar = "|".join(self.role.choices)
+            self.flag = info.param_decls[0].partition("/")[0]
+        else:
+            self.flag = str(info.metavar)
+        self.hint = Annotated[kind, info]
+
+    def parameter(self) -> inspect.Parameter:
+        """The parameter of a function for typer; a default that was read stands in its help."""
+        default = None if self.role.read and self.default is not MISSING else self.default
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=self.hint,
         )
-    return lengths
+
+    def value(self, given: Any) -> Any:
+        """The value of the field, of what was typed; refuses it with exit code 2."""
+        if self.role.choices and given is not None:
+            check_choice(self.flag, given, self.role.choices)
+        if self.role.read is None:
+            return given
+        if given is None:
+            return self.default
+        try:
+            if not isinstance(given, list):
+                return self.role.read(given)
+            values = [self.role.read(text) for text in given]
+            return _by_name(values) if self.role.named else values
+        except ValueError as error:
+            fail(f"{self.flag}: {error}")
+            raise typer.Exit(2) from error
 
 
-def read_window(text: str) -> Window:
-    """Parse ``SIZE[,SINKS]`` of ``--window``."""
-    from acutance.scaling import Window
-
-    size, _, sinks = text.partition(",")
-    try:
-        return Window(int(size), sinks=int(sinks or 0))
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"it must be SIZE or SIZE,SINKS, as in 1024,4, got {text!r}", param_hint="--window"
-        ) from error
+def _by_name(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Values by name, none of which may be given twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name} is given twice")
+        values[name] = value
+    return values
 
 
-def check_resume(resume: bool, save: Path | None) -> None:
-    """Refuse ``--resume`` without ``--save``."""
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _declared(record: type, panels: Mapping[str, str]) -> list[_Option]:
+    """The options of a record, in the order of the headings that they stand below."""
+    texts: dict[str, str] = {}
+    hints: dict[str, Any] = {}
+    for parent in reversed(record.__mro__):
+        hints |= inspect.get_annotations(parent)
+        attributes = (parent.__doc__ or "").partition("    Attributes:\n")[2]
+        for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE):
+            texts[name] = " ".join(text.split())
+    if unknown := panels.keys() - hints.keys():
+        raise ValueError(f"{record.__name__} has no field {', '.join(sorted(unknown))}")
+    options = {
+        field.name: _Option(
+            field.name, field.default, hints[field.name], texts.get(field.name, ""),
+            panels.get(field.name),
+        )
+        for field in fields(record)
+    }  # fmt: skip
+    ordered = [options.pop(name) for name in panels]
+    return [*options.values(), *ordered]
+
+
+def command(
+    record: type[Given], sections: Mapping[str, str], *, code: int = 1, interrupted: str = ""
+) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Decorator that turns a function of an options record into a command.
+
+    The record's fields become the command's options: a field ``max_cost`` is ``--max-cost``, what
+    the record's ``Attributes`` say of it is its help, and its :class:`Role` is checked before the
+    function is called. Expected failures end with one sentence and an exit code. A record may have
+    ``parts``: ends of the names of the files that its state is kept in.
+
+    Args:
+        record: a frozen dataclass; annotations of its fields may have typer's options and a role.
+        sections: headings of the help page, each with names of fields, separated by spaces.
+        code: exit code of failures; 2 where 1 means that a difference was found.
+        interrupted: what had not happened when Ctrl-C ended the command, as in "before a plan was
+            chosen".
+    """
+    panels = {name: heading for heading, names in sections.items() for name in names.split()}
+    options = _declared(record, panels)
+
+    def wrap(action: Callable[[Given], None]) -> Callable[..., None]:
+        """The function for typer: its parameters are the fields of the record."""
+
+        def run(**given: Any) -> None:
+            if interrupted:
+                when, save = interrupted, given.get("save")
+            else:
+                when, save = "before anything was read", None
+            with plain_errors(code, when, save):
+                values = record(**{one.name: one.value(given[one.name]) for one in options})
+                _check_files(values, options)
+                action(values)
+
+        paragraphs = inspect.cleandoc(action.__doc__ or "").split("\n\n")
+        # typer keeps the line ends of all but the first
+        run.__doc__ = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+        run.__name__ = action.__name__
+        run.__annotations__ = {one.name: one.hint for one in options}
+        vars(run)["__signature__"] = inspect.Signature([one.parameter() for one in options])
+        return run
+
+    return wrap
+
+
+def _check_files(record: Any, options: Sequence[_Option]) -> None:
+    """Refuse outputs that cannot be written or would destroy something, and a lone --resume."""
+    named: dict[str, dict[str, Any]] = {kind: {} for kind in ("input", "output", "figure", "state")}
+    for option in options:
+        if option.role.file:
+            named[option.role.file][option.flag] = getattr(record, option.name)
+    resume = getattr(record, "resume", None)
+    (state, save), *_ = [*named["state"].items(), ("", None)]
+    check_outputs(
+        named["output"] | named["figure"] | named["state"],
+        named["input"],
+        state=state,
+        parts=getattr(record, "parts", ("",)),
+        resume=resume,
+        overwrite=getattr(record, "overwrite", False),
+    )
+    for flag, path in named["figure"].items():
+        check_figure(flag, path)
     if resume and save is None:
         raise typer.BadParameter("needs --save, the file to continue from", param_hint="--resume")
 
 
-def check_chart(chart: str, metric: str | None = None) -> None:
-    """Refuse an unknown figure, or a metric that it cannot show."""
-    if chart not in CHARTS:
-        raise typer.BadParameter(
-            f"must be one of {', '.join(CHARTS)}, got {chart}", param_hint="--chart"
-        )
-    if chart == "theory" and metric is not None:
-        raise typer.BadParameter(
-            "'theory' shows entropy only; remove --metric", param_hint="--chart"
-        )
+def check_choice(flag: str, given: str, among: Any) -> None:
+    """Refuse a name that is not one of a few, naming the nearest."""
+    if given in among:
+        return
+    from acutance.shapes import did_you_mean
 
-
-def parse_maps(texts: Iterable[str]) -> dict[str, list[int]]:
-    """Read ``LAYER.HEAD:ROWS`` of each --map; rows are numbers and ranges, ``0,10,20-29``."""
-    maps: dict[str, list[int]] = {}
-    for text in texts:
-        name, _, places = text.rpartition(":")
-        rows: list[int] = []
-        for part in places.split(","):
-            first, dash, last = part.partition("-")
-            plain = all(number.isascii() and number.isdigit() for number in (first, last or first))
-            if not (name and plain) or bool(dash) != bool(last) or len(part) > 20:
-                raise typer.BadParameter(
-                    f"a map is LAYER.HEAD:ROWS, as 5.3:0,10,20-29, got {text}", param_hint="--map"
-                )
-            rows += range(int(first), min(int(last or first), int(first) + 1000) + 1)
-        if name in maps:
-            raise typer.BadParameter(f"{name} is given twice", param_hint="--map")
-        maps[name] = rows
-    return maps
-
-
-def parse_spans(texts: Iterable[str]) -> dict[str, tuple[int, int | None]]:
-    """Read ``NAME=START:STOP`` of each --span; without STOP it goes to the end."""
-    spans: dict[str, tuple[int, int | None]] = {}
-    for text in texts:
-        name, equals, places = text.rpartition("=")
-        start, colon, stop = places.partition(":")
-        plain = all(part.isascii() and part.isdigit() for part in (start, stop or "0"))
-        if not (name and equals and colon and plain) or len(places) > 20:
-            raise typer.BadParameter(
-                f"a span is NAME=START:STOP, as system=0:31, got {text}", param_hint="--span"
-            )
-        if name in spans:
-            raise typer.BadParameter(f"{name} is given twice", param_hint="--span")
-        spans[name] = (int(start), int(stop) if stop else None)
-    return spans
+    names = ", ".join(among)
+    text = f"must be one of {names}, got {given}{did_you_mean(given, among)}"
+    raise typer.BadParameter(text, param_hint=flag)
 
 
 def check_metrics(names: Iterable[str]) -> None:
@@ -293,62 +423,6 @@ def check_metrics(names: Iterable[str]) -> None:
             raise typer.BadParameter(str(error), param_hint="--metric") from error
 
 
-def command(
-    options: type[Given], sections: Mapping[str, str]
-) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Decorator that turns a function of an options record into a command.
-
-    The record's fields become the command's options.
-
-    Annotations are not postponed in modules of commands, since evaluating a hundred of them from
-    text would slow every start.
-
-    Args:
-        options: a frozen dataclass whose fields have typer annotations.
-        sections: headings of the help page, each with names of fields, separated by spaces.
-    """
-    panels = {name: heading for heading, names in sections.items() for name in names.split()}
-    # not get_type_hints: Python 3.10 hides an annotation in Optional where the default is None
-    hints = inspect.get_annotations(options, eval_str=True)
-    if unknown := panels.keys() - hints.keys():
-        raise ValueError(f"{options.__name__} has no field {', '.join(sorted(unknown))}")
-    for name, hint in hints.items():
-        kind, *more = get_args(hint)
-        for info in more:
-            if not isinstance(info, typer.models.OptionInfo):
-                continue
-            shown = copy(info)  # several commands share it
-            shown.rich_help_panel = panels.get(name)
-            if kind in (bool, bool | None) and not shown.metavar:
-                shown.metavar = NO_TYPE
-            hints[name] = Annotated[kind, shown]
-
-    def wrap(action: Callable[[Given], None]) -> Callable[..., None]:
-        """The function for typer: its parameters are the fields of the options record."""
-
-        def run(**given: Any) -> None:
-            action(options(**given))
-
-        paragraphs = inspect.cleandoc(action.__doc__ or "").split("\n\n")
-        # typer keeps the line ends of all but the first
-        run.__doc__ = "\n\n".join(one.replace("\n", " ") for one in paragraphs)
-        run.__annotations__ = hints
-        vars(run)["__signature__"] = inspect.Signature(
-            [
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                    annotation=hints[field.name],
-                )
-                for field in fields(options)
-            ]
-        )
-        return run
-
-    return wrap
-
-
 class Command(TyperCommand):
     """A command whose ``--help`` shows no type."""
 
@@ -357,34 +431,68 @@ class Command(TyperCommand):
         return _without_type(super().get_help_option(ctx))
 
 
-class Group(Commands):
-    """The top-level command: its own subcommands, then those that other packages add.
+class Group(TyperGroup):
+    """The top-level command: acutance's own, each loaded from its module, and other packages'.
 
-    Its ``--help`` shows no types.
+    Its ``--help`` shows no types, and messages contain no terminal control characters.
     """
 
     @property
     def commands(self) -> dict[str, Any]:
-        """Every subcommand by name. Entry points are looked up here, not at the start."""
-        return self._own | {name: _added_command(name) for name in _entry_points()}
+        """Every subcommand by name, in the order of the help page."""
+        return {name: self.get_command(None, name) for name in (*OWN, *self._hidden, *_added())}
 
     @commands.setter
-    def commands(self, own: Mapping[str, Any]) -> None:
-        self._own = dict(own)
+    def commands(self, hidden: Mapping[str, Any]) -> None:
+        self._hidden = dict(hidden)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The subcommand of a name; None if there is none."""
-        if cmd_name not in self._own and cmd_name in _entry_points():
-            return _added_command(cmd_name)
-        return self._own.get(cmd_name)
+        """The subcommand of a name; None if there is none. Only its module is loaded."""
+        if cmd_name in OWN:
+            return _own_command(cmd_name)
+        return _added_command(cmd_name) if cmd_name in _added() else self._hidden.get(cmd_name)
 
     def get_help_option(self, ctx: Any) -> Any:
         """The option, without ``<bool>``."""
         return _without_type(super().get_help_option(ctx))
 
+    def make_context(self, *args: Any, **given: Any) -> Any:
+        """Read the options of all commands."""
+        with _visible_misuse():
+            return super().make_context(*args, **given)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the options of one command and run it."""
+        with _visible_misuse():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _visible_misuse() -> Iterator[None]:
+    """Context that escapes control characters in messages about misused options."""
+    try:
+        yield
+    except Exception as error:
+        message = getattr(error, "message", None)
+        if hasattr(error, "format_message") and isinstance(message, str):
+            vars(error)["message"] = visible_lines(message)
+        raise
+
+
+#: The commands in the order of the help page; each is a function in a module of its name.
+OWN = (
+    "probe", "merge", "report", "diff", "predict", "temperature", "calibrate", "judge", "budget",
+    "plan", "extend", "verify", "compare", "alarms", "info",
+)  # fmt: skip
+
 
 @cache
-def _entry_points() -> dict[str, Any]:
+def _own_command(name: str) -> Any:
+    return _single(name, getattr(importlib.import_module(f"acutance.cli.{name}"), name))
+
+
+@cache
+def _added() -> dict[str, Any]:
     """The entry points of the commands that installed packages add, by name."""
     from importlib.metadata import entry_points
 
@@ -394,7 +502,7 @@ def _entry_points() -> dict[str, Any]:
 @cache
 def _added_command(name: str) -> Any:
     """The command of an entry point; if its package is broken, one that says so and fails."""
-    entry = _entry_points()[name]
+    entry = _added()[name]
     try:
         action = entry.load()
     except Exception as error:  # of code that is not ours
@@ -405,6 +513,10 @@ def _added_command(name: str) -> Any:
             raise typer.Exit(1)
 
         action.__doc__ = f"Broken: {reason}."
+    return _single(name, action)
+
+
+def _single(name: str, action: Callable[..., None]) -> Any:
     single = typer.Typer(add_completion=False)
     single.command(name, cls=Command)(action)
     return typer.main.get_command(single)
@@ -415,14 +527,3 @@ def _without_type(option: Any) -> Any:
     if option is not None:
         option.metavar = NO_TYPE
     return option
-
-
-def check_choice(option: str, given: str, among: Any) -> None:
-    """Refuse a name that is not one of a few, naming the nearest."""
-    if given in among:
-        return
-    from acutance.shapes import did_you_mean
-
-    names = ", ".join(among)
-    text = f"must be one of {names}, got {given}{did_you_mean(given, among)}"
-    raise typer.BadParameter(text, param_hint=option)

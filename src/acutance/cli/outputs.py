@@ -10,22 +10,13 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from acutance.cli.shared import console
-from acutance.files import holds_state, may_write, write_each
+from acutance.files import holds_state, may_write, put_json, write_each
 
-__all__ = ["Overwrite", "check_outputs", "write_and_show"]
-
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help="Replace an existing state file. Other outputs are always replaced.",
-    ),
-]
 Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
 #: What may go to standard output, instead of the table.
 _TEXTS = ("--json", "--csv")
@@ -102,36 +93,38 @@ def check_outputs(
 
 
 def write_and_show(
-    writers: Mapping[str, Callable[[Path], object]],
-    targets: Mapping[str, Path | None],
-    show: Callable[[Any], object],
+    show: Callable[[], Any],
+    *,
+    json: tuple[Path | None, Callable[[], Any]] | None = None,
+    **files: tuple[Path | None, Callable[[Path], object]],
 ) -> None:
-    """Write the requested files and report them; then show the table unless a file uses stdout.
+    """Write the requested files and report them; then print a table unless a file uses stdout.
 
     Args:
-        writers: functions that write each file.
-        targets: path of each file, by the same names; None and "-" (standard output) are not
-            reported.
-        show: prints the table on a console.
+        show: returns the table, or whatever a console prints.
+        json: path of a file, and what returns its record.
+        files: by what a file holds, its path, and a function that writes it. None and "-" (standard
+            output) are not reported.
 
     Raises:
         Exception: the first error of a writer, after all have been tried.
     """
     from acutance.report.screen import note
 
+    if json is not None:
+        path_of_json, record = json
+        files["json"] = path_of_json, lambda path: put_json(record(), path)
     steps: dict[str, Callable[[], object]] = {
-        name: partial(write, path)
-        for name, write in writers.items()
-        if (path := targets.get(name)) is not None
+        name: partial(write, path) for name, (path, write) in files.items() if path is not None
     }
-    if not any(str(path) == "-" for path in targets.values()):
-        steps["the table"] = lambda: show(console(stderr=False))
+
+    if not any(str(path) == "-" for path, _ in files.values()):
+        steps["the table"] = lambda: console(stderr=False).print(show())
 
     def written(name: str) -> None:
-        path = targets.get(name)
+        path = files[name][0] if name in files else None
         if path is not None and str(path) != "-":
-            kind = name.removeprefix("--")
-            console().print(note((f"{kind} written to", "dim"), f" {path}"))
+            console().print(note((f"{name} written to", "dim"), f" {path}"))
 
     write_each(steps, written)
 

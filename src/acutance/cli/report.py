@@ -1,153 +1,101 @@
 """``acutance report``: show a saved state; probe and merge show theirs in the same way."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.held_out import judge_proposals
 from acutance.cli.options import (
     READ,
     WRITE,
-    Chart,
-    CsvTo,
-    Dark,
-    FigureTo,
-    JsonTo,
-    Metric,
-    ParquetTo,
-    check_chart,
+    InputFile,
+    Role,
+    SummaryOptions,
     check_metrics,
     command,
 )
-from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import check_figure, console, plain_errors
+from acutance.cli.outputs import write_and_show
 
 if TYPE_CHECKING:
-    from acutance.cli.held_out import Judged
-    from acutance.corpus.load_model import TextModel
-    from acutance.corpus.probe_corpus import Outcome
-    from acutance.judging.text_windows import HeldOut
     from acutance.summary.head_summary import HeadSummary
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class ReportOptions:
-    """The options of ``acutance report``."""
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class ReportOptions(SummaryOptions):
+    """The options of ``acutance report``.
 
-    state: Annotated[
-        Path, typer.Argument(metavar="STATE", help="State written by 'probe --save' or 'merge -o'.")
-    ]
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", "--report", "-o", metavar="HTML", help="Write an HTML page with all results."
-        ),
+    Attributes:
+        state: State written by 'probe --save' or 'merge -o'.
+        metric: Metric to show in the table and figure, by its name in acutance.METRICS. Default:
+            normalized_entropy, if it was recorded.
+        plan: Cache plan to show beside the heads, from 'budget -o', or with the cost of each head's
+            share from 'budget --json'.
+    """
+
+    state: Annotated[Path, typer.Argument(metavar="STATE"), Role("input")]
+    report: Annotated[
+        Path | None, typer.Option("--html", "--report", "-o", metavar="HTML"), Role("output")
     ] = None
-    json: JsonTo = None
-    csv: CsvTo = None
-    parquet: ParquetTo = None
-    figure: FigureTo = None
-    chart: Chart = "heads"
-    metric: Metric = None
-    dark: Dark = False
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            help="Cache plan to show beside the heads, from 'budget -o', or with the cost of each "
-            "head's share from 'budget --json'.",
-        ),
-    ] = None
+    metric: Annotated[str | None, typer.Option(metavar="NAME")] = None
+    plan: InputFile = None
 
 
-@command(ReportOptions, {READ: "metric plan", WRITE: "html json csv parquet figure chart dark"})
+@command(ReportOptions, {READ: "metric plan", WRITE: "report json csv parquet figure chart dark"})
 def report(options: ReportOptions) -> None:
     """Show a saved state as a table, page, figure or file, without running the model."""
-    targets = {
-        "--report": options.html,
-        "--json": options.json,
-        "--csv": options.csv,
-        "--parquet": options.parquet,
-        "--figure": options.figure,
-    }
-    check_outputs(targets, {"STATE": options.state, "--plan": options.plan})
-    check_figure("--figure", options.figure)
-    check_chart(options.chart, options.metric)
-    check_metrics([] if options.metric is None else [options.metric])
-    with plain_errors():
-        from acutance.summary.state import load
-
-        summary = load(options.state)
-        if options.metric is not None:
-            summary.mean(options.metric)  # names what is near an unknown one
-        show_summary(
-            summary,
-            targets,
-            chart=options.chart,
-            metric=options.metric,
-            dark=options.dark,
-            plan=options.plan,
+    if options.chart == "theory" and options.metric is not None:
+        raise typer.BadParameter(
+            "'theory' shows entropy only; remove --metric", param_hint="--chart"
         )
+    check_metrics([] if options.metric is None else [options.metric])
+    from rich.console import Group
+
+    from acutance.report.exports import summary_view
+    from acutance.summary.state import load
+
+    summary = load(options.state)
+    if options.metric is not None:
+        summary.mean(options.metric)  # names what is near an unknown one
+    record = None
+    tables: tuple[Any, ...] = ()
+    if options.plan is not None:
+        record, table = _plan_beside(options.plan, summary)
+        tables = ("", table)
+    write_and_show(
+        lambda: Group(summary_view(summary, options.metric), *tables),
+        **summary_files(summary, options, options.metric, plan=record),
+    )
 
 
-def show_summary(
+def summary_files(
     summary: "HeadSummary",
-    targets: Mapping[str, Path | None],
-    *,
-    first: Mapping[str, Callable[[Path], object]] | None = None,
-    chart: str = "heads",
+    options: SummaryOptions,
     metric: str | None = None,
-    dark: bool = False,
-    key_norms: Mapping[str, Any] | None = None,
-    judged: "Judged | None" = None,
-    plan: Path | None = None,
-) -> None:
-    """Write the files of a summary and print its table, findings and advice.
+    **more: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The files that options ask of a summary, as :func:`write_and_show` takes them.
 
     Args:
         summary: any head summary.
-        targets: where each file goes.
-        first: what writes further files, before these.
-        chart: what the figure shows.
-        metric: what the table and the figure show; None is what suits them.
-        dark: whether the figure has a dark page.
-        key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
-        judged: changes that were judged by the loss, with ``probe --judge``.
-        plan: file of a cache plan to show beside the heads.
+        options: where each file goes.
+        metric: what the figure shows; None is what suits it.
+        more: ``key_norms``, ``judged`` and ``plan`` of :func:`acutance.report.html`.
     """
-    from acutance.report.exports import exports, print_summary
-    from acutance.report.screen import print_sentences
-    from acutance.summary.layer import judged_sentences
+    from acutance.report.charts import draw
+    from acutance.report.exports import put_csv, summary_record
+    from acutance.report.html_page.write import write_html
 
-    record = None if judged is None else judged.to_dict()
-    planned = None if plan is None else _plan_beside(plan, summary)
-    more = exports(
-        summary,
-        chart=chart,
-        metric=metric,
-        dark=dark,
-        key_norms=key_norms,
-        judged=record,
-        plan=None if planned is None else planned[0],
-    )
-
-    def show(screen: Any) -> None:
-        print_summary(summary, screen, metric, key_norms)
-        if judged is not None and judged.comparison is not None:
-            screen.print("")
-            screen.print(judged.comparison.table(judged.reasons))
-        elif sentences := judged_sentences(summary.about):
-            print_sentences(screen, "What changes do to the loss of held-out text", sentences)
-        if planned is not None:
-            screen.print("")
-            screen.print(planned[1])
-
-    write_and_show({**(first or {}), **more}, targets, show)
+    draw_chart = partial(draw, summary, chart=options.chart, metric=metric, dark=options.dark)
+    return {
+        "json": (options.json, partial(summary_record, summary, **more)),
+        "csv": (options.csv, lambda path: put_csv(summary.to_arrow(), path)),
+        "parquet": (options.parquet, summary.to_parquet),
+        "report": (options.report, lambda path: write_html(summary, path, **more)),
+        "figure": (options.figure, draw_chart),
+    }
 
 
 #: Tokens at which a plan without costs is counted.
@@ -169,81 +117,3 @@ def _plan_beside(path: Path, summary: "HeadSummary") -> tuple[dict[str, Any], An
     model = str(summary.about.get("model", "model"))
     record = plan_record(found, layers, n, costs, name=str(path), model=model)
     return record, plan_table(found, [n], costs)
-
-
-def show_outcome(
-    outcome: "Outcome",
-    targets: dict[str, Path | None],
-    save: Path | None,
-    keep_qk: Path | None,
-    judged: "Judged | None",
-    *,
-    chart: str,
-    dark: bool,
-) -> None:
-    """Show and write the results of ``acutance probe``.
-
-    Args:
-        outcome: of the run.
-        targets: path of each output by its name.
-        save: path of the state, already written.
-        keep_qk: path for the sample of queries and keys.
-        judged: changes that were judged by the loss, with ``--judge``.
-        chart: what the figure shows.
-        dark: whether the figure has a dark page.
-    """
-    from acutance.probing.open_probe import ProbeError
-    from acutance.report.screen import note
-
-    if outcome.state is None:
-        raise KeyboardInterrupt
-    run = outcome.state.run
-    if outcome.resumed:
-        console().print(f"resumed after {outcome.resumed} windows")
-    if not outcome.finished:
-        done = f" after {run.windows} of {run.total} windows"
-        console().print(note(("interrupted", "yellow"), done))
-    first: dict[str, Callable[[Path], object]] = {"state": lambda _: None}  # written meanwhile
-    targets = targets | {"state": save, "queries and keys": None}
-    key_norms = None
-    if keep_qk is not None and (opened := outcome.probe) is not None:
-        targets["queries and keys"] = keep_qk
-        first["queries and keys"] = lambda path: opened.queries_keys().save(path)
-        with suppress(ProbeError):  # which writing the sample reports
-            key_norms = opened.queries_keys().key_norms()
-    show_summary(
-        outcome.state.summary,
-        targets,
-        first=first,
-        chart=chart,
-        dark=dark,
-        key_norms=key_norms,
-        judged=judged,
-    )
-
-
-def judge_and_show(
-    outcome: "Outcome", options: Any, headed: "TextModel", held: "HeldOut | None"
-) -> None:
-    """Judge what the statistics suggest, if asked; show and write the results of a run."""
-    judged = None
-    try:
-        if held is not None and outcome.finished and outcome.state is not None:
-            judged = judge_proposals(
-                headed,
-                held,
-                outcome.state.summary,
-                length=headed.window(options.length),
-                train_length=options.train_length,
-                save=options.save,
-                save_every=options.save_every,
-                resume=options.resume,
-            )
-            outcome = replace(outcome, state=judged.noted(outcome.state, options.save))
-    finally:  # what was measured is shown whatever becomes of the judging
-        show_outcome(
-            outcome, options.targets, options.save, options.keep_qk, judged,
-            chart=options.chart, dark=options.dark,
-        )  # fmt: skip
-    if judged is not None:
-        judged.write_law(headed.model, options.write_law)

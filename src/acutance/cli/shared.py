@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from acutance.escapes import visible, visible_lines
+from acutance.escapes import visible
 
 INTERRUPTED = 130
 
@@ -68,32 +67,6 @@ def console(*, stderr: bool = True) -> Any:
     return Screen(stderr=stderr)
 
 
-class Commands(TyperGroup):
-    """The command group; error messages contain no terminal control characters."""
-
-    def make_context(self, *args: Any, **given: Any) -> Any:
-        """Read the options of all commands."""
-        with _visible_misuse():
-            return super().make_context(*args, **given)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Read the options of one command and run it."""
-        with _visible_misuse():
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _visible_misuse() -> Iterator[None]:
-    """Context that escapes control characters in messages about misused options."""
-    try:
-        yield
-    except Exception as error:
-        message = getattr(error, "message", None)
-        if hasattr(error, "format_message") and isinstance(message, str):
-            vars(error)["message"] = visible_lines(message)
-        raise
-
-
 def ended_as_interrupted() -> None:
     """Let SIGTERM end a command like Ctrl-C: the state is written, exit code 130."""
     with suppress(ValueError):  # another thread than the main one takes no signals
@@ -101,40 +74,28 @@ def ended_as_interrupted() -> None:
 
 
 @contextmanager
-def plain_errors(code: int = 1) -> Iterator[None]:
+def plain_errors(
+    code: int = 1, when: str = "before anything was read", save: Path | None = None
+) -> Iterator[None]:
     """Context in which expected failures end with one sentence on standard error and an exit code.
 
-    Misuse of options ends with exit code 2.
+    Misuse of options ends with exit code 2, Ctrl-C with 130.
 
     Args:
         code: the exit code of other failures; 2 where 1 means that a difference was found.
+        when: what had not happened when Ctrl-C came.
+        save: the file that ``--resume`` continues from; None if there is none.
     """
     try:
         yield
     except typer.Exit:  # a RuntimeError itself: it has been told
         raise
     except KeyboardInterrupt:
-        fail("interrupted before anything was read")
+        fail(f"interrupted {when}" + (f"; continue from {save} with --resume" if save else ""))
         raise typer.Exit(INTERRUPTED) from None
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(_error_sentence(error), everywhere=getattr(error, "everywhere", False))
         raise typer.Exit(getattr(error, "exit_code", code)) from error
-
-
-@contextmanager
-def resumable(when: str, save: Path | None) -> Iterator[None]:
-    """Context in which Ctrl-C ends with a sentence and exit code 130.
-
-    Args:
-        when: what had not happened yet, as in "before a plan was chosen".
-        save: the file that ``--resume`` continues from; None if there is none.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        rest = "" if save is None else f"; continue from {save} with --resume"
-        fail(f"interrupted {when}{rest}")
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def _error_sentence(error: Exception) -> str:
@@ -151,12 +112,27 @@ def fail(message: str, *, everywhere: bool = False) -> None:
 
 
 @contextmanager
+def bar(screen: Any, *columns: Any, shown: bool = True) -> Iterator[Any]:
+    """A progress bar of rich that vanishes at its end; nothing where that is not a terminal.
+
+    Args:
+        screen: the console.
+        columns: texts or columns of rich; the bar stands behind the first.
+        shown: whether to show it at all.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    first, *rest = (TextColumn(text) if isinstance(text, str) else text for text in columns)
+    silent = not (shown and screen.is_terminal)
+    with Progress(first, BarColumn(), *rest, console=screen, transient=True, disable=silent) as it:
+        yield it
+
+
+@contextmanager
 def progress(
     what: str, windows: int, tokens: int, screen: Any
 ) -> Iterator[Callable[[int, int, bool], None]]:
-    """Context with a progress bar on standard error; silent without a terminal.
-
-    It shows windows, rate and remaining time.
+    """Context with a progress bar that shows windows, rate and remaining time.
 
     Args:
         what: the activity, in a word.
@@ -170,7 +146,7 @@ def progress(
     """
     import time
 
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.progress import ProgressColumn, Task
     from rich.text import Text
 
     class Rate(ProgressColumn):
@@ -183,58 +159,41 @@ def progress(
             left = max(0, round(task.fields["end"] - time.monotonic()))
             return Text(f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left")
 
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        TextColumn("{task.fields[windows]:,} of {task.fields[total_windows]:,} windows"),
-        Rate(),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(what, total=tokens, windows=0, total_windows=windows, rate=0.0, end=0.0)
+    count = "{task.fields[windows]:,} of {task.fields[total_windows]:,} windows"
+    with bar(screen, what, count, Rate()) as shown:
+        fields = {"windows": 0, "total_windows": windows, "rate": 0.0, "end": 0.0}
+        task = shown.add_task(what, total=tokens, **fields)
         started, ran, done = time.monotonic(), 0, 0
 
         def advance(count: int, count_windows: int, now: bool) -> None:
             nonlocal ran, done
             done += count_windows
             ran += count if now else 0
-            bar.update(task, advance=count, windows=done)
+            shown.update(task, advance=count, windows=done)
             if ran:
                 clock = time.monotonic()
                 rate = ran / max(clock - started, 1e-9)
-                left = tokens - bar.tasks[0].completed
-                bar.update(task, rate=rate, end=clock + left / rate)
+                left = tokens - shown.tasks[0].completed
+                shown.update(task, rate=rate, end=clock + left / rate)
 
         yield advance
 
 
 @contextmanager
-def pass_progress(tokens: int, screen: Any) -> Iterator[Callable[[int, int, int], None]]:
-    """A bar on standard error for passes over one text; silent where that is not a terminal.
-
-    Args:
-        tokens: tokens of a pass.
-        screen: the console.
+def pass_progress(tokens: int) -> Iterator[Callable[[int, int, int], None]]:
+    """Context with a progress bar for passes over one text, of ``tokens`` tokens each.
 
     Yields:
         A function of the tokens that were read, the pass from 1, and passes at most.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("measuring without a law", total=tokens)
+    count = "{task.completed:,.0f} of {task.total:,.0f} tokens"
+    with bar(console(), "{task.description}", count, TimeRemainingColumn()) as shown:
+        task = shown.add_task("measuring without a law", total=tokens)
 
         def advance(count: int, number: int, most: int) -> None:
-            bar.update(
-                task,
-                total=tokens * most,
-                description=f"pass {number} of {most}{', without a law' * (number == 1)}",
-            )
-            bar.advance(task, count)
+            name = f"pass {number} of {most}{', without a law' * (number == 1)}"
+            shown.update(task, total=tokens * most, description=name, advance=count)
 
         yield advance

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.console import Console
+from rich.console import Group
 
 from acutance.report.screen import Wrapped
 from acutance.report.table import Column, Table, figures, styled
@@ -15,35 +15,31 @@ from acutance.structure import describe
 from acutance.summary.diff.records import CONFIDENCE, VERDICTS, Diff
 from acutance.summary.layer import notices
 
-__all__ = ["print_diff"]
+__all__ = ["diff_view"]
 
 _WIDE = 100  # columns from which on intervals and modules have room
 _LONG = 120
 _BAR = 8  # cells of a bar to either side
 
 
-def print_diff(changes: Diff, console: Console, metrics: Sequence[str], top: int) -> None:
-    """Print a diff at the width of a console.
+def diff_view(changes: Diff, metrics: Sequence[str], top: int) -> Group:
+    """What a console prints of a diff.
 
     Args:
         changes: the diff.
-        console: where to print.
         metrics: metrics whose heads and layers are listed.
         top: number of heads to list for each.
     """
-    for text, style in _heading(changes):
-        console.print(Wrapped(text, style))
-    console.print("", _overview(changes))
+    parts: list[Any] = [Wrapped(text, style) for text, style in _heading(changes)]
+    parts += ["", _overview(changes)]
     for metric in metrics:
         unit = describe(metric).unit
         name = metric.replace("_", " ") + ("" if unit == "1" else f" ({unit})")
         heads = _heads(changes, metric, name, top)
-        console.print("", heads)
+        parts += ["", heads]
         if heads.rows:
-            console.print("", _layers(changes, metric, name))
-    console.print("")
-    for sentence in _footnotes(changes):
-        console.print(Wrapped(sentence, "dim"))
+            parts += ["", _layers(changes, metric, name)]
+    return Group(*parts, "", *(Wrapped(sentence, "dim") for sentence in _footnotes(changes)))
 
 
 def _heading(changes: Diff) -> Iterator[tuple[str, str]]:

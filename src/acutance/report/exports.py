@@ -4,98 +4,45 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rich.console import Group
 
 from acutance.diagnose.findings import KEY_NORMS, describe_key_norms
 from acutance.diagnose.overview import advice_in_brief, overview
 from acutance.diagnose.recommendations import recommendations
 from acutance.escapes import in_spreadsheet
-from acutance.files import as_json, put_text, write_bytes
-from acutance.report.screen import Wrapped, print_sentences
+from acutance.files import write_bytes
+from acutance.report.screen import Wrapped
 from acutance.report.table import Column, Table
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary
-from acutance.summary.layer import what_was_read
+from acutance.summary.layer import judged_sentences, what_was_read
 from acutance.summary.spans import ALL_ROWS, OTHER, Spans
 
-__all__ = [
-    "STANDARD_OUTPUT",
-    "Targets",
-    "csv_bytes",
-    "exports",
-    "print_summary",
-    "put_csv",
-    "put_json",
-]
+__all__ = ["csv_bytes", "put_csv", "summary_record", "summary_view"]
 
 
-#: Where each option's file goes; None where it was not asked for.
-Targets = Mapping[str, Path | None]
-STANDARD_OUTPUT = "-"
-
-
-def exports(
+def summary_record(
     summary: HeadSummary,
-    *,
-    chart: str = "heads",
-    metric: str | None = None,
-    dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
     judged: Mapping[str, Any] | None = None,
     plan: Mapping[str, Any] | None = None,
-) -> dict[str, Callable[[Path], object]]:
-    """Functions that write each export file, by the name of its option.
-
-    Args:
-        summary: any head summary.
-        chart: name of the figure, from :data:`acutance.report.charts.CHARTS`.
-        metric: metric of the figure; None for the figure's default.
-        dark: use a dark background in the figure.
-        key_norms: result of :meth:`acutance.probing.QueryKeySample.key_norms`, for the JSON and the
-            page.
-        judged: a comparison of losses as plain JSON values, with ``laws`` and, if there are any,
-            ``sentences``; for the JSON and the page.
-        plan: a cache plan as plain JSON values; for the JSON and the page.
-    """
-
-    def json_to(path: Path) -> None:
-        advice = [each.to_dict() for each in recommendations(summary)]
-        more = {} if key_norms is None else {"key_norms": dict(key_norms)}
-        more |= {} if judged is None else {"judged": judged["laws"]}
-        more |= {} if plan is None else {"cache_plan": dict(plan)}
-        put_json({**summary.to_dict(), "recommendations": advice, **more}, path)
-
-    def page_to(path: Path) -> None:
-        from acutance.report.html_page.write import write_html
-
-        write_html(summary, path, key_norms, judged, plan)
-
-    def figure_to(path: Path) -> None:
-        from acutance.report.charts import draw
-
-        draw(summary, path, chart=chart, metric=metric, dark=dark)
-
-    return {
-        "--json": json_to,
-        "--csv": lambda path: put_csv(summary.to_arrow(), path),
-        "--parquet": summary.to_parquet,
-        "--report": page_to,
-        "--figure": figure_to,
-    }
-
-
-def put_json(record: Any, path: Path) -> None:
-    """Write a record as JSON to a file or to standard output."""
-    text = as_json(record)
-    put_text(text + "\n" if str(path) == STANDARD_OUTPUT else text, path)
+) -> dict[str, Any]:
+    """All results as JSON values; the arguments are those of :func:`acutance.report.html`."""
+    advice = [recommendation.to_dict() for recommendation in recommendations(summary)]
+    more = {} if key_norms is None else {"key_norms": dict(key_norms)}
+    more |= {} if judged is None else {"judged": judged["laws"]}
+    more |= {} if plan is None else {"cache_plan": dict(plan)}
+    return {**summary.to_dict(), "recommendations": advice, **more}
 
 
 def put_csv(table: Any, path: Path) -> None:
     """Write a pyarrow table as CSV to a file or to standard output."""
     data = csv_bytes(table)
-    if str(path) == STANDARD_OUTPUT:
+    if str(path) == "-":
         sys.stdout.write(data.decode("utf-8"))
     else:
         write_bytes(path, data)
@@ -131,28 +78,39 @@ def csv_bytes(table: Any) -> bytes:
     return buffer.getvalue()
 
 
-def print_summary(
+def summary_view(
     summary: HeadSummary,
-    output: Any,
     metric: str | None = None,
     key_norms: Mapping[str, Any] | None = None,
-) -> None:
-    """Print what was read, the table, findings and recommendations."""
+    judged: Table | None = None,
+) -> Group:
+    """What a console prints of a summary: what was read, the table, findings and advice.
+
+    Args:
+        summary: any head summary.
+        metric: what the table shows; None is what suits it.
+        key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
+        judged: a comparison of losses; None for what the summary itself says of one.
+    """
     named = (str(summary.about.get("model", "")), what_was_read(summary.about))
-    if line := " · ".join(filter(None, named)):
-        output.print(Wrapped(line, "bold"))
-    output.print(console_table(summary, metric))
-    sections = {
-        "What stands out": overview(summary),
-        KEY_NORMS: [] if key_norms is None else [describe_key_norms(key_norms)],
-        "What to do": advice_in_brief(summary),
-    }
+    line = " · ".join(filter(None, named))
+    parts: list[Any] = [*([Wrapped(line, "bold")] if line else []), console_table(summary, metric)]
+    sections: dict[str, list[str]] = {}
     if summary.spans is not None and bool(summary.spans.rows.any()):
-        output.print("", span_table(summary.spans))
-        sections = {"Who looks there most": most_on_spans(summary), **sections}
+        parts += ["", span_table(summary.spans)]
+        sections["Who looks there most"] = most_on_spans(summary)
+    sections["What stands out"] = overview(summary)
+    sections[KEY_NORMS] = [] if key_norms is None else [describe_key_norms(key_norms)]
+    sections["What to do"] = advice_in_brief(summary)
+    if judged is None:
+        title = "What changes do to the loss of held-out text"
+        sections[title] = judged_sentences(summary.about)
     for title, sentences in sections.items():
         if sentences:
-            print_sentences(output, title, sentences)
+            parts += ["", Table("", (), (), sentences, heading=title)]
+    if judged is not None:
+        parts += ["", judged]
+    return Group(*parts)
 
 
 def span_table(spans: Spans) -> Table:

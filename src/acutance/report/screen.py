@@ -19,7 +19,6 @@ __all__ = [
     "bulleted",
     "least_width",
     "note",
-    "print_sentences",
     "wrap",
 ]
 
@@ -135,10 +134,3 @@ def _parts(text: str, level: int) -> list[str]:
     """The parts of a text between the places where a line may end, at one level."""
     ends = [match.start() for match in re.finditer(_BREAKS[level], text)]
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
-def print_sentences(console: Console, title: str, sentences: Iterable[str]) -> None:
-    """Print a heading, and a bullet for each sentence."""
-    console.print(f"\n{title}", style="bold")
-    for sentence in sentences:
-        console.print(bulleted(sentence))
