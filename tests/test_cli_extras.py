@@ -21,9 +21,8 @@ from tests.contract.test_cli_extras import ROOT
         ("report missing.safetensors", "--figure"),
         ("merge missing.safetensors", "--figure"),
         ("diff missing.safetensors missing.safetensors", "--figure"),
-        ("predict --n 16 --logit-std 1", "--plot"),
         ("predict --n 16 --logit-std 1", "--figure"),
-        ("temperature --n 16", "--plot"),
+        ("temperature --n 16", "--figure"),
         ("compare", "--figure"),
     ],
 )

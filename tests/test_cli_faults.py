@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_loses_no_other(
     given = [part for kind, path in out.items() for part in (f"--{kind}", path)]
     done = run("probe", *broken, "--length", 16, *given)
     assert done.exit_code == 1
-    assert "--parquet: no space left on device; --report: no space" in done.stderr
+    assert "parquet: no space left on device; report: no space" in done.stderr
     assert "json written to" in done.stderr
     assert "report written to" not in done.stderr
     assert "Heads" in done.stdout or "layer" in done.stdout

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from acutance.summary.moments import SCALES
-
 Colour = tuple[int, int, int]
 
 #: A scale over the data spans at least this share of the numbers on it: noise must not get colours.
@@ -70,6 +68,13 @@ class ColourScale:
         return [self.low + (self.high - self.low) * step for step in steps]
 
 
+def _kind(name: str) -> str:
+    """The kind of a metric's scale; figures of theory need neither it nor torch."""
+    from acutance.summary.moments import SCALES
+
+    return SCALES.get(name, "unit")
+
+
 def colour_scale(name: str, means: Iterable[float]) -> ColourScale:
     """Choose the colour scale for the head means of a metric.
 
@@ -82,7 +87,7 @@ def colour_scale(name: str, means: Iterable[float]) -> ColourScale:
         >>> colour_scale("entropy", [0.5, 3.0, float("nan")])
         ColourScale(low=0.0, high=3.0, log=False)
     """
-    kind = SCALES.get(name, "unit")
+    kind = _kind(name)
     finite = [value for value in means if math.isfinite(value)]
     if kind == "unit" or not finite:
         return ColourScale(0.0, 1.0)
@@ -114,7 +119,7 @@ def brief(value: float, name: str) -> str:
     size = abs(value)
     if not math.isfinite(value):
         return "–"
-    if SCALES.get(name, "unit") == "unit":
+    if _kind(name) == "unit":
         return f"{value:.2f}"
     if size >= 1e5 or 0 < size < 1e-3:
         mantissa, _, exponent = f"{value:.0e}".partition("e")
