@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 _LEAST = 4
 
 
+def _streaming(text: str) -> list[int]:
+    """Parse ``FIRST,RECENT``."""
+    return read_pair(text, "FIRST,RECENT, as in 4,124", 2, (0, 1))
+
+
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class BudgetOptions(OutputOptions, RunOptions):
     """The options of ``acutance budget``.
@@ -60,7 +65,7 @@ class BudgetOptions(OutputOptions, RunOptions):
     keep: float | None = None
     max_loss: float | None = None
     streaming: Annotated[
-        list[list[int]] | None, typer.Option(metavar="FIRST,RECENT"), Role(read=read_pair)
+        list[list[int]] | None, typer.Option(metavar="FIRST,RECENT"), Role(read=_streaming)
     ] = None
     lengths: Lengths = None
     windows: Count = 16

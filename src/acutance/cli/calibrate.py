@@ -49,7 +49,7 @@ def _target(text: str) -> tuple[str, float | None]:
 
 def _window(text: str) -> list[int]:
     """Parse ``SIZE[,SINKS]``."""
-    return read_pair(text, 1, "SIZE or SIZE,SINKS, as in 1024,4")
+    return read_pair(text, "SIZE or SIZE,SINKS, as in 1024,4", 1, (1, 0))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)

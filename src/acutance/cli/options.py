@@ -80,13 +80,21 @@ def read_lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def read_pair(text: str, least: int = 2, form: str = "FIRST,RECENT, as in 4,124") -> list[int]:
-    """Parse whole numbers of an option such as ``--streaming``, two at most."""
+def read_pair(text: str, form: str, needed: int, least: Sequence[int]) -> list[int]:
+    """Parse whole numbers of an option such as ``--streaming``.
+
+    Args:
+        text: what was typed.
+        form: what it should have been, with an example.
+        needed: how many numbers there are at least.
+        least: how small each may be.
+    """
     try:
         values = [int(number) for number in text.split(",")]
     except ValueError:
         values = []
-    if not least <= len(values) <= 2:
+    small = any(value < low for value, low in zip(values, least, strict=False))
+    if small or not needed <= len(values) <= len(least):
         raise ValueError(f"it must be {form}, got {text!r}")
     return values
 

@@ -33,9 +33,9 @@ from acutance.cli.report import summary_files
 from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress
 
 if TYPE_CHECKING:
+    from acutance.corpus.load_model import TextModel
     from acutance.corpus.probe_corpus import Outcome
     from acutance.corpus.ranks import SingleProcess
-    from acutance.corpus.load_model import TextModel
     from acutance.corpus.texts import Text
     from acutance.corpus.texts import Tokens as TokenList
     from acutance.judging.text_windows import HeldOut
