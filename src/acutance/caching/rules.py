@@ -87,8 +87,7 @@ def read_reach(
             probe(
                 read.model,
                 metrics=["first_weight", "keys_95"],
-                gaps=True,
-                structure=True,
+                verify=False,
                 **options,
             ) as watch,
         ):
