@@ -24,7 +24,6 @@ from acutance.diagnose.recommendations import (
 from acutance.diagnose.sentences import GROUPS, crossing, metric_words
 from acutance.escapes import visible
 from acutance.report.colours import ANCHORS, as_hex, colour_scale
-from acutance.report.html_page.added_data import GROUP, judged_data, plan_data, plan_metrics
 from acutance.report.html_page.packing import (
     LEVELS,
     SOFT,
@@ -33,10 +32,9 @@ from acutance.report.html_page.packing import (
     bars,
     budget,
     encode,
-    head_rows,
+    layer_means,
+    pack_metric,
     rounded,
-    span_metrics,
-    span_tables,
 )
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
@@ -47,6 +45,7 @@ from acutance.summary.head_summary import STATUSES, HeadSummary
 from acutance.summary.layer import judged_sentences, notices, what_was_read
 from acutance.summary.moments import BINS, SCALES, edges
 from acutance.summary.predicted import PREDICTED_FROM
+from acutance.summary.spans import ALL_ROWS, OTHER, Spans
 
 _MOST_CURVES = 512  # heads of which every octave is predicted, at some 2 ms each
 
@@ -149,7 +148,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         "statuses": STATUSES,
         "edges": {
             kind: [rounded(edge, 6) for edge in edges(name)]
-            for name, kind in ((name, SCALES.get(name, "unit")) for name in summary.metrics)
+            for kind, name in {SCALES.get(name, "unit"): name for name in summary.metrics}.items()
         },
         "colours": [as_hex(anchor) for anchor in ANCHORS],
         "overview": [visible(line) for line in overview(summary)],
@@ -212,12 +211,6 @@ def _metric(
     scale = colour_scale(name, parts["mean"].tolist())
     if level.extremes is not None and name not in level.extremes:
         parts = {part: values for part, values in parts.items() if part not in ("min", "max")}
-    codes = {}
-    for part, values in parts.items():
-        width = level.mean if part == "mean" else level.rest
-        coded = encode(values.numpy(), width, SOFT[kind])
-        packer.add(f"{name}.{part}", coded.values)
-        codes[part] = [coded.low, coded.high]
     first = None
     if level.bars is None or name in level.bars:
         counts = moments.histogram[:, column].numpy()
@@ -226,41 +219,27 @@ def _metric(
         joined = counts.reshape(-1, BINS // level.join, level.join).sum(-1)
         most = joined.max(-1, initial=0) / np.maximum(joined.sum(-1), 1)
         packer.add(f"{name}.peak", np.rint(most * 65535).astype(np.uint16))
-    rows = torch.tensor(_rows(summary))
-    return {
-        "name": name,
-        "group": plain.group,
-        "unit": described.unit,
-        "range": described.range,
-        "meaning": described.meaning,
-        "source": described.source,
-        "ends": [plain.low, plain.high],
-        "kind": kind,
-        "soft": SOFT[kind],
-        "codes": codes,
-        "low": rounded(scale.low, 5),
-        "high": rounded(scale.high, 5),
-        "log": scale.log,
-        "first": first,
-        "rows": None if bool((count == rows).all()) else count.tolist(),
-        "layer": _layer_means(summary, column),
-    }
-
-
-def _rows(summary: HeadSummary) -> list[int]:
-    """Number of rows of each head."""
-    return [layer.rows for layer in summary.layers for _ in range(layer.heads)]
-
-
-def _layer_means(summary: HeadSummary, column: int) -> list[float | int | None]:
-    """A metric's mean over all rows of all heads of each layer."""
-    weight = summary.moments.weight[:, column]
-    total = torch.where(weight > 0, summary.moments.mean[:, column] * weight, 0.0)
-    sizes = [layer.heads for layer in summary.layers]
-    parts = zip(total.split(sizes), weight.split(sizes), strict=True) if sizes else ()
-    return [
-        rounded(float(part.sum() / rows.sum()) if rows.sum() else None, 5) for part, rows in parts
-    ]
+    rows = torch.tensor([layer.rows for layer in summary.layers for _ in range(layer.heads)])
+    return pack_metric(
+        packer,
+        level,
+        name,
+        {part: values.numpy() for part, values in parts.items()},
+        SOFT[kind],
+        group=plain.group,
+        unit=described.unit,
+        range=described.range,
+        meaning=described.meaning,
+        source=described.source,
+        ends=[plain.low, plain.high],
+        kind=kind,
+        low=rounded(scale.low, 5),
+        high=rounded(scale.high, 5),
+        log=scale.log,
+        first=first,
+        rows=None if bool((count == rows).all()) else count.tolist(),
+        layer=layer_means(summary, moments.mean[:, column], moments.weight[:, column]),
+    )
 
 
 def _text(value: Any) -> str:
@@ -395,5 +374,229 @@ def advice(recommended: Sequence[Recommendation], nothing: str) -> dict[str, Any
                 "certainty": recommendation.certainty,
             }
             for recommendation in recommended
+        ],
+    }
+
+
+#: Rows of a head's weights that the page shows, and keys of each.
+MOST_MAP_ROWS, MOST_MAP_KEYS = 8, 1024
+
+
+def span_metrics(summary: HeadSummary, level: Level, packer: Packer) -> list[dict[str, Any]]:
+    """Pack the mean weight on each span, and return descriptions for the page's map."""
+    spans, metrics = summary.spans, []
+    if spans is None:
+        return []
+    for span in spans.names:
+        weight, rows = spans.weight(span), spans.rows[:, -1]
+        parts = {"mean": weight, "std": torch.full_like(weight, math.nan)}  # of rows: not known
+        metrics.append(
+            pack_metric(
+                packer,
+                level,
+                f"weight_on_{visible(span)}",
+                {part: values.numpy() for part, values in parts.items()},
+                SOFT["unit"],
+                group="Where it looks",
+                unit="1",
+                range="[0, 1]",
+                meaning=f"weight that rows put on the tokens of the span {visible(span)}",
+                ends=["looks elsewhere", "looks there only"],
+                kind="unit",
+                low=0,
+                high=1,
+                span=True,
+                rows=rows.tolist(),
+                layer=layer_means(summary, weight, rows),
+            )
+        )
+    return metrics
+
+
+def span_tables(spans: Spans | None, level: Level, packer: Packer) -> dict[str, Any]:
+    """Each head's weight by span of query and key, with uniform shares; {} in a coarse report."""
+    if spans is None or not level.distances:
+        return {}
+    for part, values in (("mean", spans.mean), ("even", spans.even)):
+        shares = values.masked_fill((spans.rows == 0).unsqueeze(-1), math.nan).flatten(1).numpy()
+        known = np.isfinite(shares)
+        codes = np.where(known, np.rint(np.where(known, shares, 0.0).clip(0, 1) * 65534), 65535)
+        packer.add(f"spans.{part}", codes.astype(np.uint16))
+    names = [visible(name) for name in spans.names]
+    return {"spans": {"rows": [*names, OTHER, ALL_ROWS], "keys": [*names, OTHER]}}
+
+
+def head_rows(summary: HeadSummary) -> dict[str, Any]:
+    """The recorded rows of named heads, by index of the head; {} if none were requested.
+
+    Weights are in thousandths. At most 8 rows of a head and 1024 keys of each are included.
+    """
+    modules = {layer.module: index for index, layer in enumerate(summary.layers)}
+    places = {place: index for index, place in enumerate(summary.places)}
+    shown: dict[int, list[dict[str, Any]]] = {}
+    for head_map in summary.maps:
+        head = places.get((modules.get(head_map.module, -1), head_map.head))
+        if head is None:
+            continue
+        rows = shown.setdefault(head, [])
+        for position, weights in zip(head_map.positions, head_map.weights, strict=True):
+            if len(rows) >= MOST_MAP_ROWS:
+                break
+            used = int(weights.nonzero()[-1]) + 1 if bool(weights.any()) else 0
+            keys = min(used, MOST_MAP_KEYS)
+            rows.append(
+                {
+                    "sequence": head_map.sequence,
+                    "position": position,
+                    "keys": used,
+                    "weights": (weights[:keys] * 1000).round().int().tolist(),
+                    "tokens": [visible(token) for token in head_map.tokens[:keys]],
+                }
+            )
+    return {"maps": {str(head): rows for head, rows in shown.items()}} if shown else {}
+
+
+#: Name of the metrics' group in the page's menu.
+GROUP = "Cache plan"
+
+
+def judged_data(
+    judged: Mapping[str, Any] | None, sentences: Sequence[str]
+) -> dict[str, Any] | None:
+    """Table of changes to the model, such as laws, with what each does to the loss.
+
+    Args:
+        judged: the JSON record that ``probe --judge`` writes, or None.
+        sentences: those of a saved state, for a page without the record.
+
+    Returns:
+        ``rows``, each with name, reason, difference of the loss and verdict of a change, and
+        ``sentences``; None if there are none.
+    """
+    if judged is None or not judged["laws"]:
+        found = [visible(line) for line in sentences]
+        return {"rows": [], "sentences": found} if found else None
+    rows = []
+    for law in judged["laws"]:
+        error = "" if law["error"] is None else f" ± {law['error']:.4f}"
+        cells = law["name"], law.get("reason", ""), f"{law['delta']:+.4f}{error}", law["verdict"]
+        rows.append([visible(cell) for cell in cells])
+    return {"rows": rows, "sentences": [visible(line) for line in judged["sentences"]]}
+
+
+def plan_metrics(
+    summary: HeadSummary, plan: Mapping[str, Any] | None, level: Level, packer: Packer
+) -> list[dict[str, Any]]:
+    """Pack the share of its cache that every head keeps, and what that costs, for the map.
+
+    Query heads that share a key head have the same numbers.
+
+    Args:
+        summary: of the heads that the page shows.
+        plan: record of :func:`acutance.caching.exchange.plan_record.plan_record`, or None.
+        level: the precision level.
+        packer: receives the numbers.
+
+    Returns:
+        Descriptions of the metrics; [] without a plan. The cost is left out if no head's is known.
+    """
+    if plan is None:
+        return []
+    key_heads = [None if at is None else plan["key_heads"][at] for at in plan["heads"]]
+    share = [None if head is None else head["share"] for head in key_heads]
+    metrics = [
+        _plan_metric(
+            summary, level, packer, "kept_share", share, SOFT["unit"],
+            unit="1",
+            range="[0, 1]",
+            meaning="share of the bytes of its key head's cache that the plan keeps, after "
+            f"{plan['n']:,} tokens",
+            ends=["keeps nothing", "keeps everything"],
+            kind="unit",
+            low=0.0,
+            high=1.0,
+        )
+    ]  # fmt: skip
+    least = _smallest(plan)
+    cost = [None if head is None else _costs(head).get(least) for head in key_heads]
+    known = [value for value in cost if value is not None]
+    if known:
+        metrics.append(
+            _plan_metric(
+                summary, level, packer, "cost_to_shrink", cost, 1e-6,
+                unit="nat",
+                range="any",
+                meaning=f"expected rise of the loss, a token, if its key head kept only {least}, "
+                f"from derivatives to second order at {plan['costs_at']:,} tokens",
+                ends=["can be taken away", "is needed"],
+                kind="nats",
+                low=min(0.0, *known),
+                high=max(1e-9, *known),
+            )
+        )  # fmt: skip
+    return metrics
+
+
+def _plan_metric(
+    summary: HeadSummary,
+    level: Level,
+    packer: Packer,
+    name: str,
+    values: Sequence[float | None],
+    soft: float,
+    **described: Any,
+) -> dict[str, Any]:
+    """Pack one number of a plan for each head; heads without one count in no mean."""
+    mean = np.array([math.nan if value is None else value for value in values])
+    parts = {"mean": mean, "std": np.full(len(mean), math.nan)}
+    numbers = torch.from_numpy(mean)
+    layer = layer_means(summary, numbers, numbers.isfinite().double())
+    return pack_metric(
+        packer, level, name, parts, soft, least=2, group=GROUP, layer=layer, **described
+    )
+
+
+def _smallest(plan: Mapping[str, Any]) -> str:
+    """What the alternative with the fewest bytes keeps; empty if there are none."""
+    options = [one for head in plan["key_heads"] for one in head["options"]]
+    least = min(options, key=lambda one: float(one["share"]), default=None)
+    return "" if least is None else str(least["keeps"])
+
+
+def _costs(key_head: Mapping[str, Any]) -> dict[str, float]:
+    """The expected costs of a key head, by what it would keep."""
+    return {one["keeps"]: one["first"] + one["second"] for one in key_head["options"]}
+
+
+def plan_data(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The words and numbers of a plan for the page, rounded and made visible; None without one."""
+    if plan is None:
+        return None
+    return {
+        "name": visible(plan["name"]),
+        "n": plan["n"],
+        "share": rounded(plan["share"], 4),
+        "bytes": plan["bytes"],
+        "costs_at": plan["costs_at"],
+        "heads": plan["heads"],
+        "key_heads": [
+            {
+                "head": one["head"],
+                "queries": one["queries"],
+                "keeps": visible(one["keeps"]),
+                "share": rounded(one["share"], 4),
+                "cost": None if one["cost"] is None else [rounded(part, 4) for part in one["cost"]],
+                "options": [
+                    [
+                        visible(some["keeps"]),
+                        rounded(some["share"], 4),
+                        rounded(some["first"], 4),
+                        rounded(some["second"], 4),
+                        some["chosen"],
+                    ]
+                    for some in one["options"]
+                ],
+            }
+            for one in plan["key_heads"]
         ],
     }
