@@ -1,4 +1,4 @@
-"""Make external text safe to print: file names, names in models, records from other machines.
+"""Words of messages; external text safe to print: file names, names in models, foreign records.
 
 Whatever is printed or written for people to read goes through :func:`visible`; spreadsheets and
 terminals without Unicode have functions for their special characters.
@@ -7,8 +7,17 @@ terminals without Unicode have functions for their special characters.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-__all__ = ["in_spreadsheet", "printable", "visible", "visible_lines"]
+__all__ = [
+    "check_name",
+    "did_you_mean",
+    "in_spreadsheet",
+    "printable",
+    "ranges",
+    "visible",
+    "visible_lines",
+]
 
 #: Control characters, marks that change a line's direction, line and paragraph separators,
 #: zero-width characters, tags and lone surrogates.
@@ -78,3 +87,50 @@ def printable(text: str, ascii_only: bool = False) -> str:
     if not ascii_only:
         return escaped
     return escaped.translate(_ASCII).encode("ascii", "replace").decode()
+
+
+def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error about an unknown name: the nearest known one, else ``otherwise``.
+
+    Example:
+        >>> did_you_mean("entropi", ["entropy", "lse"]), did_you_mean("x", ["entropy"])
+        ("; did you mean 'entropy'?", '')
+    """
+    from difflib import get_close_matches
+
+    close = get_close_matches(str(name), list(known), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]!r}?" if close else otherwise
+
+
+def check_name(argument: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not one of those known.
+
+    Raises:
+        ValueError: naming the argument, what it may be, and the nearest.
+
+    Example:
+        >>> check_name("score", "dott", ["dot", "cosine"])
+        Traceback (most recent call last):
+        ValueError: score='dott' is not one of dot, cosine; did you mean 'dot'?
+    """
+    if name not in known:
+        names = ", ".join(known)
+        raise ValueError(f"{argument}={name!r} is not one of {names}{did_you_mean(name, known)}")
+
+
+def ranges(numbers: Iterable[int], noun: str = "", comma: str = ", ") -> str:
+    """Ascending numbers as ranges, behind what they number.
+
+    Example:
+        >>> ranges([3], "layer"), ranges([0, 1, 2, 5], "layer"), ranges([0, 1, 4], comma=",")
+        ('layer 3', 'layers 0–2, 5', '0–1,4')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = comma.join(f"{run[0]}–{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+    plural = "s" * (sum(map(len, runs)) != 1)
+    return f"{noun}{plural} {text}" if noun else text

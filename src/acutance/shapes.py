@@ -6,14 +6,14 @@ order. Everything is checked at the door; past it, kernels assume.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from acutance.compiling import constant
+from acutance.escapes import did_you_mean
 
 __all__ = [
     "FLOATS",
@@ -43,17 +43,6 @@ def describe(**tensors: Tensor | None) -> str:
     """
     given = [f"{name} {tuple(t.shape)}" for name, t in tensors.items() if t is not None]
     return ", ".join(given)
-
-
-def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of an error about an unknown name: the nearest known one, else ``otherwise``.
-
-    Example:
-        >>> did_you_mean("entropi", ["entropy", "lse"]), did_you_mean("x", ["entropy"])
-        ("; did you mean 'entropy'?", '')
-    """
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
-    return f"; did you mean {close[0]!r}?" if close else otherwise
 
 
 def check_inputs(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from acutance.report.terminal import module_sentences, ranges
+from acutance.escapes import ranges
+from acutance.report.terminal import module_sentences
 from tests.contract.report.test_console import Make
 
 

@@ -22,7 +22,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from acutance.cli.outputs import check_outputs
 from acutance.cli.shared import check_figure, console, fail, plain_errors
-from acutance.escapes import visible_lines
+from acutance.escapes import did_you_mean, visible_lines
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -413,8 +413,6 @@ def check_choice(flag: str, given: str, among: Any) -> None:
     """Refuse a name that is not one of a few, naming the nearest."""
     if given in among:
         return
-    from acutance.shapes import did_you_mean
-
     names = ", ".join(among)
     text = f"must be one of {names}, got {given}{did_you_mean(given, among)}"
     raise typer.BadParameter(text, param_hint=flag)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
 from acutance.diagnose.rules import Kind as Rule
-from acutance.diagnose.sentences import SENTENCES, Certainty, crossing, ranges
+from acutance.diagnose.sentences import SENTENCES, Certainty, crossing
 from acutance.diagnose.thresholds import HeadFacts, facts
+from acutance.escapes import ranges
 
 __all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "no_recommendation", "recommendations"]
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from acutance.diagnose.rules import LARGE_LOGIT, Judgement
 from acutance.diagnose.thresholds import HeadFacts
 
-__all__ = ["Certainty", "SENTENCES", "Sentence", "ranges"]
+__all__ = ["Certainty", "SENTENCES", "Sentence"]
 
 Certainty = Literal["measured", "fitted", "suspected"]
 
@@ -24,23 +24,6 @@ Sentence = tuple[str, str, Certainty]
 
 #: Heads of one layer that are beyond the same threshold.
 _Beyond = Sequence[tuple[HeadFacts, Judgement]]
-
-
-def ranges(indices: list[int], noun: str) -> str:
-    """Format ascending indices as ranges.
-
-    Example:
-        >>> ranges([3], "layer"), ranges([0, 1, 2, 5], "layer")
-        ('layer 3', 'layers 0–2, 5')
-    """
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return f"{noun}{'s' * (len(indices) > 1)} {', '.join(spans)}"
 
 
 def _from_to(beyond: _Beyond, name: str, form: str) -> str:

@@ -13,8 +13,8 @@ from rich.style import Style
 from rich.text import Text
 
 from acutance.diagnose.classes import CLASSES, classify
-from acutance.diagnose.sentences import crossing, ranges
-from acutance.escapes import printable
+from acutance.diagnose.sentences import crossing
+from acutance.escapes import printable, ranges
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
 from acutance.report.table import Cell, Column, Table
 from acutance.structure import describe

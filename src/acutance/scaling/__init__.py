@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from acutance.escapes import check_name
 from acutance.scaling import base, fitted, laws, learned, lengths, window
 from acutance.scaling.base import *
 from acutance.scaling.base import arguments, required
@@ -27,7 +28,7 @@ from acutance.scaling.laws import *
 from acutance.scaling.learned import *
 from acutance.scaling.lengths import *
 from acutance.scaling.window import *
-from acutance.shapes import check_tensor, did_you_mean
+from acutance.shapes import check_tensor
 
 __all__ = [
     "SCALINGS",
@@ -168,7 +169,5 @@ def _named(name: object) -> type[Scaling]:
     """The scaling class of a name; raises ValueError with the nearest name if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"a scaling's name must be text, got {type(name).__name__}")
-    if name not in SCALINGS:
-        hint = did_you_mean(name, SCALINGS)
-        raise ValueError(f"scaling={name!r} is not one of {', '.join(SCALINGS)}{hint}")
+    check_name("scaling", name, SCALINGS)
     return SCALINGS[name]

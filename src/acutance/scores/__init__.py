@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from acutance.escapes import check_name
 from acutance.scores import base, modules, products, qk_norm, tiles
 from acutance.scores.base import *
 from acutance.scores.modules import *
 from acutance.scores.products import *
 from acutance.scores.qk_norm import *
 from acutance.scores.tiles import *
-from acutance.shapes import did_you_mean
 
 __all__ = [
     "SCORES",
@@ -61,9 +61,7 @@ def get(
         Cosine(temperature=1.0, eps=1e-06)
     """
     if isinstance(score, str):
-        if score not in SCORES:
-            hint = did_you_mean(score, SCORES)
-            raise ValueError(f"score={score!r} is not one of {', '.join(SCORES)}{hint}")
+        check_name("score", score, SCORES)
         if score in _PARAMETERS:
             raise ValueError(f"score={score!r} needs parameters: pass scores.{_PARAMETERS[score]}")
         instance: DotScore | TileScore = SCORES[score]()

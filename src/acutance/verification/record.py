@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from acutance.escapes import ranges
 from acutance.report.screen import Wrapped
 from acutance.report.table import Cell, Column, Table
 
@@ -206,20 +207,9 @@ def named_layers(names: tuple[str, ...]) -> str:
         if not numbers:
             words.append(before)
             continue
-        middle = _ranges(sorted(set(numbers)))
+        middle = ranges(sorted(set(numbers)), comma=",")
         words.append(".".join(part for part in (before, middle, after) if part))
     return ", ".join(words)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers as ranges: ``0–3,5``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
 
 
 def _cell(check: Check | None) -> Cell:

@@ -6,7 +6,7 @@ A weighting is a small record. It is named (``weights="relu2"``) or, with option
 
 from __future__ import annotations
 
-from acutance.shapes import did_you_mean
+from acutance.escapes import check_name
 from acutance.weights import base, pointwise, softmax
 from acutance.weights.base import *
 from acutance.weights.pointwise import *
@@ -50,7 +50,5 @@ def get(weights: str | Weighting) -> Weighting:
         raise ValueError(
             "weights='sink' needs a parameter: pass weights.Sink(sinks), sinks of shape (Hq,)"
         )
-    if weights not in WEIGHTS:
-        hint = did_you_mean(weights, WEIGHTS)
-        raise ValueError(f"weights={weights!r} is not one of {', '.join(WEIGHTS)}{hint}")
+    check_name("weights", weights, WEIGHTS)
     return WEIGHTS[weights]()

@@ -11,7 +11,7 @@ from typing import Protocol
 from acutance.caching.head_plan import HeadPlan, Plan
 from acutance.caching.layer_shapes import PlanError
 from acutance.calibration.identity import Identity
-from acutance.diagnose.sentences import ranges
+from acutance.escapes import ranges
 from acutance.files import as_json, write_text
 
 __all__ = ["EXPORTS", "SETTINGS", "TABLE", "check_export", "export_plan", "places"]

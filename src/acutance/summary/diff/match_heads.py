@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from acutance.escapes import ranges
 from acutance.summary.head_summary import HeadSummary, Layer
 from acutance.summary.state import Run, State
 
@@ -106,32 +107,15 @@ def _only_in_first(
     places = []
     for index, layer in enumerate(first.layers):
         if index not in pairs:
-            places.append(f"layer {index}, {layer.module} ({_heads(layer.numbers)})")
+            places.append(f"layer {index}, {layer.module} ({ranges(layer.numbers, 'head')})")
             continue
         theirs = set(second.layers[pairs[index]].numbers)
         if heads := [head for head in layer.numbers if head not in theirs]:
-            places.append(f"{_heads(heads)} of layer {index}, {layer.module}")
+            places.append(f"{ranges(heads, 'head')} of layer {index}, {layer.module}")
     metrics = [name for name in first.metrics if name not in second.metrics]
     if metrics:
         places.append(f"the metric{'s' * (len(metrics) > 1)} {', '.join(metrics)}")
     return tuple(places)
-
-
-def _heads(numbers: Sequence[int]) -> str:
-    """Ascending head numbers as text.
-
-    Example:
-        >>> _heads([0, 1, 2, 5]), _heads([3])
-        ('heads 0–2, 5', 'head 3')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"head{'s' * (len(numbers) != 1)} {', '.join(parts)}"
 
 
 def _layers_of(layers: tuple[Layer, ...]) -> str:
