@@ -26,7 +26,7 @@ from acutance.probing import QueryKeySample, load_queries_keys, load_state
 from acutance.report.exports import summary_view
 from acutance.summary.state import Run, State
 from acutance_lab.command import summary as shown_records
-from acutance_lab.record import Claim, Estimate, Record, judge, load, untested_row
+from acutance_lab.record import UNTESTED, Claim, Estimate, Record, judge, load
 
 COUNT = 2000
 _MUTATOR = runpy.run_path(str(Path(__file__).with_name("mutator.py")))
@@ -130,7 +130,7 @@ def _reproduced(folder: Path) -> Kind:
     rows = [claims[0].row("mean", 1, Estimate(1 + n * n / 999, 0.001), {"n": n}) for n in range(6)]
     rows += [claims[1].row("x", 1.0, float(i), {"of": of}) for i, of in enumerate("abc")]
     rows += [
-        untested_row("y", math.nan, {"n": 3}),
+        UNTESTED.row("y", math.nan, math.nan, {"n": 3}),
         claims[0].row("mean", math.inf, math.inf, {"n": 9}),
     ]
     judgements = tuple(judge(claim, rows) for claim in claims)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance_lab.record import Claim, Estimate, Record, Row, untested_row
+from acutance_lab.record import UNTESTED, Claim, Estimate, Record, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,12 +155,9 @@ def experiment(
 
 def rows(claims: Iterable[Claim], numbers: Iterable[Measured]) -> Iterator[Row]:
     """The rows of numbers, each compared with its prediction as the claim that it tests says."""
-    by_key = {claim.key: claim for claim in claims}
+    by_key = {claim.key: claim for claim in (*claims, UNTESTED)}
     for key, quantity, predicted, measured, where in numbers:
-        if key:
-            yield by_key[key].row(quantity, predicted, measured, where)
-        else:
-            yield untested_row(quantity, measured, where)
+        yield by_key[key].row(quantity, predicted, measured, where)
 
 
 def untested(quantity: str, measured: float | Estimate, where: Mapping[str, Any]) -> Measured:

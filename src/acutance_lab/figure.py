@@ -220,10 +220,13 @@ class Panel:
             line = curve.line
             if line is not None and line is not curve.marks:
                 line = self._smooth(line)
-            if isinstance(place, str):
-                _plain_line(axes, curve.name, line, place, theme)
-            else:
+            if not isinstance(place, str):
                 _draw(axes, curve, line, palette[place])
+            elif line is not None:
+                look: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
+                if place == BROAD:
+                    look = {"color": theme.ink, "linewidth": 2.6, "alpha": 0.55}
+                axes.plot(line.x, line.y, label=curve.name or "_nolegend_", **look)
         for level in self.levels(record) if callable(self.levels) else self.levels:
             plot_style.reference(axes, theme, x=level.x, y=level.y, name=level.name)
         if self.also is not None:
@@ -242,17 +245,6 @@ class Panel:
         fine = np.linspace(bent.x[0], bent.x[-1], 200)
         x, y = (np.exp(v) if axis.log else v for axis, v in ((self.x, fine), (self.y, bent(fine))))
         return Points(x.tolist(), y.tolist())
-
-
-def _plain_line(
-    axes: Axes, name: str, line: Points | None, style: str, theme: plot_style.Theme
-) -> None:
-    """Draw a line that is not of the palette."""
-    assert line is not None
-    look: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
-    if style == BROAD:
-        look = {"color": theme.ink, "linewidth": 2.6, "alpha": 0.55}
-    axes.plot(line.x, line.y, label=name or "_nolegend_", **look)
 
 
 def _draw(axes: Axes, curve: Curve, line: Points | None, style: plot_style.Curve) -> None:

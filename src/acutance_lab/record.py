@@ -91,7 +91,8 @@ class Claim:
 
         Returns:
             The row. It agrees if the measurement is no further on the wrong side of the prediction
-            than 4 standard errors, ``rounding`` and the share ``within`` together.
+            than 4 standard errors, ``rounding`` and the share ``within`` together. A row of
+            :data:`UNTESTED` has no prediction and always agrees.
 
         Example:
             >>> claim = Claim("mean", "the mean is 1")
@@ -103,13 +104,20 @@ class Claim:
         if not isinstance(measured, Estimate):
             measured = Estimate(float(measured), 0.0)
         predicted, (value, error, samples, skewness) = float(predicted), measured
-        allowed = Z * error + self.rounding + self.within * abs(predicted)
-        # False if anything is NaN
-        agrees = _beyond(self.relation, predicted, value) <= allowed
+        if self.key:
+            allowed = Z * error + self.rounding + self.within * abs(predicted)
+            # False if anything is NaN
+            agrees = _beyond(self.relation, predicted, value) <= allowed
+        else:
+            predicted, allowed, agrees = math.nan, math.inf, True
         return Row(
             self.key, quantity, dict(where), self.relation, predicted, value, error, allowed,
             agrees, samples, skewness,
         )  # fmt: skip
+
+
+#: The claim of rows that test none: what they measure is recorded for the figure.
+UNTESTED = Claim("", "")
 
 
 @dataclass(frozen=True)
@@ -142,10 +150,10 @@ class Row:
     samples: int = 0
     skewness: float = 0.0
 
-    def without_verdict(self) -> Row:
-        """A copy with the measurement only: no claim, no verdict."""
+    def tested_by(self, claim: Claim) -> Row:
+        """The same measurement compared with the prediction as another claim says."""
         estimate = Estimate(self.measured, self.error, self.samples, self.skewness)
-        return untested_row(self.quantity, estimate, self.condition)
+        return claim.row(self.quantity, self.predicted, estimate, self.condition)
 
     @property
     def miss(self) -> float:
@@ -162,12 +170,6 @@ def _beyond(relation: Relation, predicted: float, measured: float) -> float:
     """How far a measurement lies on the wrong side of its prediction."""
     gap = measured - predicted
     return {"=": abs(gap), "<=": gap, ">=": -gap}[relation]
-
-
-def untested_row(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
-    """A row that tests no claim: a measurement recorded for the figure."""
-    row = Claim("", "").row(quantity, math.nan, measured, where)
-    return replace(row, allowed=math.inf, agrees=True)
 
 
 @dataclass(frozen=True)
@@ -287,9 +289,9 @@ def decided(claim: Claim, rows: Sequence[Row]) -> bool:
     def same(changed: Claim, factor: float) -> bool:
         """Whether the verdict stays under another claim, or with other predictions."""
         moved = [
-            changed.row("", factor * r.predicted, Estimate(r.measured, r.error), r.condition)
-            for r in rows
-            if r.claim == claim.key
+            replace(row, predicted=factor * row.predicted).tested_by(changed)
+            for row in rows
+            if row.claim == claim.key
         ]
         return judge(changed, moved).verdict == judgement.verdict
 
@@ -332,54 +334,37 @@ class Record:
 
     def of(self, claim: str, **condition: Value) -> list[Row]:
         """The rows of a claim, in order, that meet conditions."""
-        return _meeting((row for row in self.rows if row.claim == claim), condition)
+        pairs = condition.items()
+        return [
+            row for row in self.rows
+            if row.claim == claim and all(row.condition.get(key) == value for key, value in pairs)
+        ]  # fmt: skip
 
     def untested(self, quantity: str, **condition: Value) -> list[Row]:
         """The rows of a quantity that test no claim, in order, that meet conditions."""
-        return _meeting((row for row in self.of("") if row.quantity == quantity), condition)
+        return [row for row in self.of("", **condition) if row.quantity == quantity]
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values; numbers that are not finite become strings."""
-        judgements = [
+        claims = [
             {
-                **asdict(judgement.claim),
-                "verdict": judgement.verdict,
-                "kind": judgement.kind,
-                "where": judgement.condition,
-                "as_expected": judgement.as_expected,
-                "decided": decided(judgement.claim, self.rows),
-                "agree": judgement.agree,
-                "rows": judgement.rows,
-                "worst": self.rows.index(judgement.worst),
+                **asdict(judgement.claim), "verdict": judgement.verdict, "kind": judgement.kind,
+                "where": judgement.condition, "as_expected": judgement.as_expected,
+                "decided": decided(judgement.claim, self.rows), "agree": judgement.agree,
+                "rows": judgement.rows, "worst": self.rows.index(judgement.worst),
             }
             for judgement in self.judgements
-        ]
-        plain: dict[str, Any] = {
-            "schema": SCHEMA,
-            "name": self.name,
-            "title": self.title,
-            "prediction": self.prediction,
-            "verdict": self.judgements[0].verdict,
-            "as_expected": self.as_expected,
-            "seed": self.seed,
-            "quick": self.quick,
-            "seconds": self.seconds,
-            "about": dict(self.about),
-            "claims": judgements,
-            "rows": [asdict(row) for row in self.rows],
-        }
+        ]  # fmt: skip
+        verdict = {"verdict": self.judgements[0].verdict, "as_expected": self.as_expected}
+        plain = {"schema": SCHEMA, **asdict(self), **verdict}
+        del plain["judgements"]
+        plain |= {"claims": claims, "rows": plain.pop("rows")}  # last, for who reads the file
         return _encode(plain)  # type: ignore[no-any-return]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically; :func:`load` reads it back."""
         record = sealed_json(self.to_dict())
         write_text(path, as_json(record, indent=1, ascii_only=False) + "\n")
-
-
-def _meeting(rows: Iterable[Row], condition: Mapping[str, Value]) -> list[Row]:
-    """The rows with all of these conditions."""
-    pairs = condition.items()
-    return [row for row in rows if all(row.condition.get(key) == value for key, value in pairs)]
 
 
 def values(rows: Iterable[Row], key: str) -> list[Any]:
@@ -453,13 +438,10 @@ class _StoredRow:
             raise ValueError(f"a standard error must be at least 0, got {error}")
         if self.samples < 0:
             raise ValueError(f"samples must be at least 0, got {self.samples}")
-        measured = Estimate(value, error, self.samples, self.skewness)
-        if not self.claim:
-            return untested_row(self.quantity, measured, self.condition)
         if self.claim not in claims:
             raise ValueError(
                 f"a row of {self.quantity!r:.60} tests the claim {self.claim!r:.60}, but the "
-                f"record has only {', '.join(claims):.60}"
+                f"record has only {', '.join(filter(None, claims)):.60}"
             )
         claim = claims[self.claim]
         bound = self.condition.get(claim.bound) if claim.bound else 0
@@ -469,6 +451,7 @@ class _StoredRow:
                 f"a row of the claim {self.claim!r:.60} must have a number as condition "
                 f"{claim.bound!r:.60}, got {bound!r:.60}"
             )
+        measured = Estimate(value, error, self.samples, self.skewness)
         return claim.row(self.quantity, predicted, measured, self.condition)
 
     def _number(self, name: str) -> float:
@@ -497,9 +480,9 @@ class _Stored:
 
     def judged(self) -> Record:
         """The record, with every row and claim judged again."""
-        claims = {claim.key: claim for claim in self.claims}
-        if not claims:
+        if not self.claims:
             raise ValueError("it has no claims")
+        claims = {claim.key: claim for claim in (*self.claims, UNTESTED)}
         rows = tuple(row.judged(claims) for row in self.rows)
         return Record(
             self.name, self.title, self.prediction,

@@ -8,7 +8,6 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +18,7 @@ from acutance.plugins import install, install_decoder, plot_style, tidy
 from acutance.shapes import did_you_mean
 from acutance_lab.experiment import Experiment, Run
 from acutance_lab.experiments import EXPERIMENTS
-from acutance_lab.record import Record, judge, load
+from acutance_lab.record import UNTESTED, Record, judge, load
 
 __all__ = [
     "EXPERIMENTS", "Outcome", "check_others", "draw", "missing", "pick", "run", "run_one",
@@ -83,39 +82,22 @@ def run_one(
     Returns:
         The record. With the same seed and size it is the same on the same versions.
     """
-    with _one_thread():
-        start = time.perf_counter()
+    start, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)  # several do not make blocks faster that fit the cache
+    try:
         measured = list(experiment.measure(Run(experiment.name, quick, seed, keep, note)))
-        seconds = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(threads)
+    seconds = round(time.perf_counter() - start, 3)
     claims = experiment.tested(quick=quick)
     tested = {"", *(claim.key for claim in claims)}
     # what this size cannot decide is recorded, and not judged
-    rows = tuple(row if row.claim in tested else row.without_verdict() for row in measured)
+    rows = tuple(row if row.claim in tested else row.tested_by(UNTESTED) for row in measured)
     return Record(
-        name=experiment.name,
-        title=experiment.title,
-        prediction=experiment.prediction,
-        judgements=tuple(judge(claim, rows) for claim in claims),
-        rows=rows,
-        seed=seed,
-        quick=quick,
-        seconds=round(seconds, 3),
-        about=_about(experiment),
-    )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A context in which PyTorch computes with one thread.
-
-    Experiments work on blocks that fit the cache, which several threads do not make faster.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+        experiment.name, experiment.title, experiment.prediction,
+        tuple(judge(claim, rows) for claim in claims), rows, seed, quick, seconds,
+        _about(experiment),
+    )  # fmt: skip
 
 
 def _about(experiment: Experiment) -> dict[str, str]:
@@ -210,11 +192,8 @@ def check_others(
 
     for experiment in experiments:
         path = directory / f"{experiment.name}.json"
-        try:
-            record = load(path)
-        except (OSError, ValueError):
-            continue
-        if record.seed != seed or (quick and not record.quick):
+        record = _stored(path)
+        if record and (record.seed != seed or (quick and not record.quick)):
             raise ValueError(
                 f"{path} is a record of {named(record.quick, record.seed)}, but this run is "
                 f"for {named(quick, seed)}: write to another directory, or replace it with "
@@ -222,15 +201,20 @@ def check_others(
             )
 
 
-def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> Record | None:
-    """The stored record, if its size, seed, code and versions are those of this run; else None."""
+def _stored(path: Path) -> Record | None:
+    """The record in a file; None if there is none that can be read."""
     try:
-        record = load(path)
+        return load(path)
     except (OSError, ValueError):
         return None
+
+
+def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> Record | None:
+    """The stored record, if its size, seed, code and versions are those of this run; else None."""
+    record = _stored(path)
     same = (
-        record.name == experiment.name
-        and (record.quick, record.seed) == (quick, seed)
+        record is not None
+        and (record.name, record.quick, record.seed) == (experiment.name, quick, seed)
         and dict(record.about) == _about(experiment)
         and tuple(j.claim for j in record.judgements) == experiment.tested(quick=quick)
     )

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from acutance.plugins import install
 from acutance_lab import texts
-from acutance_lab.training import Note, Plan, fit, seeded
+from acutance_lab.training import Plan, fit, seeded
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
@@ -119,27 +119,19 @@ def configuration() -> LlamaConfig:
     return config
 
 
-def train(
-    seed: int,
-    text: Tensor,
-    *,
-    steps: int = _STEPS,
-    keep: Path | None = None,
-    note: Note | None = None,
-) -> LlamaForCausalLM:
+def train(seed: int, text: Tensor, *, steps: int = _STEPS, **how: Any) -> LlamaForCausalLM:
     """Train a decoder from random weights; the same text, seed and versions give the same one.
 
     Args:
         seed: of initial weights and batches.
         text: bytes, (length,), longer than 128.
         steps: of 32 windows each.
-        keep: file of checkpoints, see :func:`acutance_lab.training.fit`.
-        note: takes lines of progress.
+        how: ``keep`` and ``note`` of :func:`acutance_lab.training.fit`.
     """
     with seeded(seed):
         model: LlamaForCausalLM = _transformers().LlamaForCausalLM(configuration())
     size = Size(length=TRAIN_LENGTH, width=96, steps=steps, batch=32)
-    return _fit("decoder", model, size, seed, text, keep, note)
+    return _fit("decoder", model, size, seed, text, **how)
 
 
 class Size(NamedTuple):
@@ -192,13 +184,7 @@ def hybrid_configuration(size: Size, *, position_free: bool) -> SmolLM3Config:
 
 
 def train_hybrid(
-    size: Size,
-    seed: int,
-    text: Tensor,
-    *,
-    position_free: bool,
-    keep: Path | None = None,
-    note: Note | None = None,
+    size: Size, seed: int, text: Tensor, *, position_free: bool, **how: Any
 ) -> SmolLM3ForCausalLM:
     """Train a decoder from random weights; both kinds read the same batches.
 
@@ -207,25 +193,16 @@ def train_hybrid(
         seed: of initial weights and batches.
         text: bytes, (length,).
         position_free: as in :func:`hybrid_configuration`.
-        keep: file of checkpoints, see :func:`acutance_lab.training.fit`.
-        note: takes lines of progress.
+        how: ``keep`` and ``note`` of :func:`acutance_lab.training.fit`.
     """
     from transformers import SmolLM3ForCausalLM
 
     with seeded(seed):
         model = SmolLM3ForCausalLM(hybrid_configuration(size, position_free=position_free))
-    return _fit("hybrid", model, size, seed, text, keep, note)
+    return _fit("hybrid", model, size, seed, text, **how)
 
 
-def _fit(
-    name: str,
-    model: _Model,
-    size: Size,
-    seed: int,
-    text: Tensor,
-    keep: Path | None,
-    note: Note | None,
-) -> _Model:
+def _fit(name: str, model: _Model, size: Size, seed: int, text: Tensor, **how: Any) -> _Model:
     """Train a decoder on random windows of a text."""
 
     def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
@@ -234,7 +211,7 @@ def _fit(
 
     warm = min(50, size.steps)
     plan = Plan(name, size.steps, 4e-3, seed=seed, warm=warm, fall=0.6, decay=0.1, clip=1.0)
-    fit(model, loss, plan, keep=keep, note=note)
+    fit(model, loss, plan, **how)
     return model
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from acutance.reproduce import Claim, Record, Row, judge, load
 from acutance_lab.command import verdict
-from acutance_lab.record import Estimate, decided, untested_row
+from acutance_lab.record import UNTESTED, Estimate, decided
 
 
 def rows_at(claim: Claim, misses: dict[float, float]) -> list[Row]:
@@ -112,7 +112,7 @@ def a_record() -> Record:
     rows = (
         claim.row("y", 0.1, Estimate(0.1 + 1e-17, 0.0), {"x": 1, "kind": "α"}),
         claim.row("y", math.inf, Estimate(math.nan, math.inf), {"x": 2.5}),
-        untested_row("z", 3.0, {}),
+        UNTESTED.row("z", math.nan, 3.0, {}),
     )
     return Record(
         name="n", title="t", prediction="p", judgements=(judge(claim, rows),), rows=rows,
