@@ -95,7 +95,6 @@ class FunctionChange(TorchFunctionMode):
         self._changer = changer
         self._scores = ScoreTracker()
         self._softmaxes = Softmaxes(self._on_product, self._on_unused, self._on_written_out)
-        self._reasons: dict[str, str] = {}  # by module, why its softmax was left as it is
 
     def __exit__(self, *error: Any) -> None:
         """Stop following products and release them."""
@@ -136,8 +135,10 @@ class FunctionChange(TorchFunctionMode):
             if name is not None:
                 raise self._changer.unreachable(name, "it calls flex_attention itself")
         result = self._scores.call(func, args, arguments)
-        if self._softmaxes or (isinstance(result, Tensor) and self._scores.of(result) is not None):
-            self._softmaxes.follow(func, args, arguments, result)
+        known = self._scores.of(result) if isinstance(result, Tensor) else None
+        is_scores = known is not None and not known.weights
+        if self._softmaxes or is_scores:
+            self._softmaxes.follow(func, args, arguments, result, remember=is_scores)
         return result
 
     def _softmax(
@@ -165,9 +166,11 @@ class FunctionChange(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._scores.mark_weights(result)
         if name is not None and reason:
-            self._reasons[name] = reason
+            log = func in LOG_SOFTMAX
             with torch._C.DisableTorchFunction():
-                self._softmaxes.add(scores, result, name, dim=dim, log=func in LOG_SOFTMAX)
+                self._softmaxes.add(
+                    scores, result, name, dim=dim, log=log, unreadable_reason=reason
+                )
         return result
 
     def _on_written_out(self) -> None:
@@ -179,12 +182,12 @@ class FunctionChange(TorchFunctionMode):
     def _on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
         """Raise for a matrix product with the softmax of scores that could not be scaled."""
         name = softmax.module or ""
-        raise self._changer.unreachable(name, self._reasons[name] + _HINT)
+        raise self._changer.unreachable(name, softmax.unreadable_reason + _HINT)
 
     def _on_unused(self, softmax: Softmax) -> None:
         """Note a four-dimensional softmax that no product used: it may still be attention."""
         if softmax.scores.dim() == 4 and not softmax.log and softmax.module is not None:
-            self._changer.skip(softmax.module, f"{self._reasons[softmax.module]}{_UNUSED}")
+            self._changer.skip(softmax.module, f"{softmax.unreadable_reason}{_UNUSED}")
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -74,6 +74,11 @@ def _cache(q: Tensor, k: Tensor, table: Tensor, **_: Tensor) -> Tensor:
     return q @ cache[:, :, :S].mT
 
 
+def _largest(q: Tensor, k: Tensor, low: Tensor, **_: Tensor) -> Tensor:
+    scores = q @ k.mT + low
+    return scores - scores.amax(-1, keepdim=True).detach()
+
+
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda q, k, **_: torch.matmul(q, k.transpose(-1, -2)) / E**0.5,
     "operator": lambda q, k, **_: (q * 0.3) @ k.mT,
@@ -107,6 +112,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "out": lambda q, k, low, **_: torch.add(
         q @ k.mT, low, out=torch.empty(B, H, L, S, dtype=q.dtype)
     ),
+    "largest taken away": _largest,
     "in place": _in_place,
     "through views": _through_views,
     "relative": _relative,
@@ -191,6 +197,16 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "padded": (lambda q, k, **_: F.pad(q @ k.mT, (0, 1), value=4.0), "have numbers added"),
     "taken away": (lambda q, k, bias, **_: bias - q @ k.mT, "are subtracted from something"),
     "softcap": (lambda q, k, **_: 5 * torch.tanh(q @ k.mT / 5), "go through tanh"),
+    "divided by the largest": (
+        lambda q, k, **_: (lambda s: s / s.amax(-1, keepdim=True))(q @ k.mT), "go through amax"
+    ),
+    "largest of each key taken away": (
+        lambda q, k, **_: (lambda s: s - s.amax(-2, keepdim=True))(q @ k.mT), "go through amax"
+    ),
+    "largest turned": (
+        lambda q, k, **_: (lambda s: s - s.amax(-1, keepdim=True).mT)(q @ k[:, :, :L].mT),
+        "go through amax",
+    ),
     "clamp": (lambda q, k, **_: (q @ k.mT).clamp(-1, 1), "go through clamp"),
     "largest": (lambda q, k, bias, **_: torch.max(q @ k.mT, bias), "go through max"),
     "rounded": (
@@ -224,6 +240,22 @@ def test_other_scores_are_refused_with_the_reason(way: str, mode: Any) -> None:
             acutance.apply(model, scaling.HeadTable([FACTOR])),
         ):
             model(inputs)
+
+
+def test_weights_in_the_dtype_of_their_scores_are_weights() -> None:
+    """As in XLM: what ``type_as`` gives is made of weights, not of the scores beside them."""
+
+    class Cast(nn.Module):
+        def forward(self, given: dict[str, Tensor], factor: float = 1.0) -> Tensor:
+            scores = (given["q"] * factor) @ given["k"].mT
+            weights = torch.softmax(scores.float(), dim=-1).type_as(scores)
+            return weights @ given["k"]
+
+    model, inputs = Cast(), given()
+    with acutance.apply(model, scaling.HeadTable([FACTOR])) as applied:
+        got = model(inputs)
+    assert applied.calls == {"Cast": 1}
+    torch.testing.assert_close(got, model(inputs, FACTOR), rtol=0, atol=1e-5)
 
 
 def test_a_number_added_outside_of_what_is_followed_is_noticed() -> None:

@@ -231,6 +231,12 @@ def test_one_request_of_flashinfer(layout: str, options: dict[str, Any]) -> None
     assert_read(lambda: one(query[0], key, value, layout, q_scale=2.0, v_scale=3.0, **options))
 
 
+def test_a_window_of_flashinfer_without_the_causal_mask() -> None:
+    query, key, value = (part[0] for part in tensors(1, 4, 6))
+    run = prefill.single_prefill_with_kv_cache
+    assert_read(lambda: run(query, key, value, window_left=1))
+
+
 def test_masks_and_scales_of_flashinfer() -> None:
     query, key, value = (part[0] for part in tensors(1, 4, 6))
     run, mask = prefill.single_prefill_with_kv_cache, tensor(4, 6) > -1.0

@@ -52,6 +52,8 @@ _ADDS = {
     "_pad": 3,
 }
 _BOUNDS = {"max", "maximum", "clamp", "clamp_min"}
+_SHIFTS = {"amax", "max", "logsumexp"}
+_KEEPS_ROWS = {"detach", "to", "float"}
 _ENDS = ("linear", "conv", "norm", "embedding", "softmax")  # what comes out is not a score
 _NUMBERS = ("input", "other", "value", "tensors", "alpha")  # keywords of such numbers
 _LOW = -0.99e4  # models hide keys with numbers from about here on; no score that is seen is as low
@@ -71,6 +73,8 @@ class Scores:
         narrow: of the dtypes on the way, the one whose masks hide keys with the number closest
             to 0: they often hold the lowest number, −65504 in float16 and −3e38 in float32.
         weights: whether it was computed from the result of a softmax.
+        is_shift: whether it has one value for all keys of a row, such as the largest score: what a
+            softmax takes does not change with it.
         problem: why a factor on it is not a factor on its products; empty if it is.
     """
 
@@ -79,6 +83,7 @@ class Scores:
     scale: Any = 1.0
     narrow: torch.dtype = torch.float32
     weights: bool = False
+    is_shift: bool = False
     problem: str = ""
 
 
@@ -178,9 +183,16 @@ class ScoreTracker:
         first = not args or id(args[0]) in self._known
         if not first and base_name in _MOVES:
             return None  # of another tensor, such as ``mask.to(scores)``
-        scores = _join([known for tensor in inputs if (known := self.of(tensor)) is not None])
+        parts = [known for tensor in inputs if (known := self.of(tensor)) is not None]
+        if base_name in ("add", "sub", "subtract") and len(parts) > 1:
+            parts = [part for part in parts if not part.is_shift] or parts
+        scores = _join(parts)
+        scores = replace(scores, is_shift=scores.is_shift and base_name in _KEEPS_ROWS)
         problem = ""
-        if "dropout" in base_name:
+        if base_name in _SHIFTS and _over_keys(inputs[0], args, kwargs):
+            scores = replace(scores, is_shift=True)
+            problem = f"go through {base_name}"
+        elif "dropout" in base_name:
             problem = "are dropped out" if drops(args, kwargs) else ""
         elif base_name in _SCALES and "rounding_mode" not in kwargs:
             scale = _scaled(scores.scale, base_name, args, kwargs, inputs[0])
@@ -298,6 +310,13 @@ def _is_mask(numbers: Any) -> bool:
             return bool(((numbers == 0) | (numbers <= _LOW)).all())
         except (RuntimeError, NotImplementedError):  # no numbers to ask: vmap, or a meta tensor
             return False
+
+
+def _over_keys(scores: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function reduces scores over the last dimension, and keeps it."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    return keeps is True and dim in (-1, scores.dim() - 1, (-1,), [-1])
 
 
 def _is_low(bound: Any) -> bool:

@@ -236,6 +236,8 @@ class Softmaxes:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any,
+        *,
+        remember: bool = True,
     ) -> None:
         """Track where the result of a registered softmax goes when another torch function reads it.
 
@@ -248,6 +250,8 @@ class Softmaxes:
             args: its positional arguments.
             kwargs: its keyword arguments.
             result: what it returned.
+            remember: whether the result may be weights in the making, if it is a product or
+                computed from one.
         """
         given = list(tensors_in((*args, *kwargs.values())))
         inputs = [each for each in given if id(each) in self._pending]
@@ -265,11 +269,11 @@ class Softmaxes:
                     softmax.note_product(name, args, kwargs, weights)
                     self._used(weights)
             if not inputs:
-                self._follow_product(name, args, kwargs, given, result)
+                self._follow_product(name, args, kwargs, given, result if remember else None)
             return
         if any(word in name for word in _MAPS):
             return
-        for tensor in tensors_in((result,)) if computed else ():
+        for tensor in tensors_in((result,)) if computed and remember else ():
             if tensor.is_floating_point() and 2 * tensor.numel() >= computed[0].numel():
                 self._remember_product(tensor)
         if not inputs:
@@ -303,7 +307,7 @@ class Softmaxes:
             args: its arguments.
             kwargs: its keyword arguments.
             given: the tensors among them.
-            result: what it returned.
+            result: what it returned, if it is to be remembered.
         """
         for weights in given:
             if id(weights) in self._products and sums_to_one(name, args, kwargs, weights):

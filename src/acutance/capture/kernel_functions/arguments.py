@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "number"]
+__all__ = ["Arguments"]
 
 #: Arguments that change how a kernel computes, not what.
-_HARMLESS = frozenset(
-    {
-        *(
-            "deterministic",
-            "num_splits",
-            "pack_gqa",
-            "sm_margin",
-            "scheduler_metadata",
-            "return_lse",
-        ),
-        *(
-            "return_attn_probs",
-            "return_softmax_lse",
-            "return_softmax",
-            "return_aux",
-            "zero_tensors",
-        ),
-        *("max_seqlen_q", "max_seqlen_k", "min_seqlen_k", "max_q", "max_k", "fa_version", "out_"),
-        *("out", "lse", "score_mod_bwd", "block_sparse_tensors_bwd", "backend", "enable_pdl"),
-    }
-)
+_HARMLESS = {
+    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "return_lse"),
+    *("return_attn_probs", "return_softmax_lse", "return_softmax", "return_aux", "zero_tensors"),
+    *("max_seqlen", "max_seqlen_q", "max_seqlen_k", "min_seqlen_k", "max_q", "max_k", "fa_version"),
+    *("out", "out_", "lse", "score_mod_bwd", "block_sparse_tensors_bwd", "backend", "enable_pdl"),
+    *("enable_gqa", "qk_quant_gran", "pv_accum_dtype", "smooth_k", "smooth_v"),
+    *("quantization_backend", "op", "output_dtype"),
+}
 
 
 class Arguments:
@@ -40,13 +26,12 @@ class Arguments:
 
     Args:
         function: name of the function, for messages.
-        given: the arguments of the call by name.
-        defaults: the defaults of the function's parameters.
+        bound: the arguments of the call, bound to the function's signature.
 
     Example:
         >>> def kernel(q, softcap=0.0, **options):
         ...     return q
-        >>> arguments = Arguments.bind("kernel", inspect.signature(kernel), (1,), {"tilt": 3})
+        >>> arguments = Arguments("kernel", inspect.signature(kernel).bind(1, tilt=3))
         >>> arguments["q"], arguments["softcap"], arguments["window"]
         (1, 0.0, None)
         >>> arguments.check()
@@ -55,39 +40,22 @@ class Arguments:
         ValueError: kernel is called with tilt=3, which the probe does not know
     """
 
-    def __init__(
-        self, function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, function: str, bound: inspect.BoundArguments) -> None:
         self.function = function
-        self._given, self._defaults = dict(given), defaults
+        self._given: dict[str, Any] = {}
         self._read: set[str] = set()
-
-    @classmethod
-    def bind(
-        cls,
-        function: str,
-        signature: inspect.Signature,
-        args: Iterable[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Arguments:
-        """The arguments of a call of a function with this signature.
-
-        Raises:
-            TypeError: if they do not fit the signature.
-        """
-        given: dict[str, Any] = {}
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            kind = signature.parameters[name].kind
+        parameters = bound.signature.parameters
+        for name, value in bound.arguments.items():
+            kind = parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
-                given.update(value)
+                self._given.update(value)
             elif kind is not inspect.Parameter.VAR_POSITIONAL or value:
-                given[name] = value
-        defaults = {
+                self._given[name] = value
+        self._defaults = {
             name: parameter.default
-            for name, parameter in signature.parameters.items()
+            for name, parameter in parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
-        return cls(function, given, defaults)
 
     def __getitem__(self, name: str) -> Any:
         """An argument, or its default; None if the function has no such parameter."""
@@ -106,6 +74,11 @@ class Arguments:
             raise ValueError(f"{self.function} is called with {name} of type {kind}")
         return value
 
+    def tensors(self, *names: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, by their names."""
+        query, key, value = map(self.tensor, names)
+        return query, key, value
+
     def optional(self, name: str) -> Tensor | None:
         """A tensor argument, or None.
 
@@ -114,9 +87,12 @@ class Arguments:
         """
         return None if self[name] is None else self.tensor(name)
 
-    def window(
-        self, left: str = "window_size_left", right: str = "window_size_right"
-    ) -> tuple[int | None, int | None]:
+    def number(self, name: str) -> float | None:
+        """A number, which may be given as a tensor of one element; None if there is none."""
+        value = self[name]
+        return None if value is None else float(torch.as_tensor(value).reshape(()).item())
+
+    def window(self) -> tuple[int | None, int | None]:
         """The window (left, right), None for no bound, from ``window_size`` or two arguments.
 
         Raises:
@@ -124,20 +100,19 @@ class Arguments:
         """
         pair = self["window_size"]
         if pair is None:
-            pair = self[left], self[right]
+            pair = self["window_size_left"], self["window_size_right"]
         if any(side is not None and int(side) < -1 for side in pair):
             raise ValueError(f"{self.function} is called with the window {tuple(pair)}")
         first, second = (None if side is None or int(side) < 0 else int(side) for side in pair)
         return first, second
 
-    def copied(self, *without: str) -> Arguments:
-        """The arguments without those named, with copies of tensors."""
-        given = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in self._given.items()
-            if name not in without
-        }
-        return Arguments(self.function, given, self._defaults)
+    def keep(self, *without: str) -> Arguments:
+        """These arguments without some, for later: with copies of tensors."""
+        for name in without:
+            del self._given[name]
+        for name, value in self._given.items():
+            self._given[name] = value.clone() if isinstance(value, Tensor) else value
+        return self
 
     def ignore(self, *names: str) -> None:
         """Mark arguments as read, because they do not change what is computed."""
@@ -159,13 +134,3 @@ class Arguments:
             raise ValueError(
                 f"{self.function} is called with {name}={shown}, which the probe does not know"
             )
-
-
-def number(value: Any) -> float | None:
-    """A number that may be given as a tensor of one element, or None.
-
-    Example:
-        >>> number(torch.tensor([2.0])), number(None)
-        (2.0, None)
-    """
-    return None if value is None else float(torch.as_tensor(value).reshape(()).item())

@@ -60,7 +60,7 @@ class KernelChanger(Protocol):
 
 _observers: list[FunctionObserver] = []
 _changers: list[KernelChanger] = []
-_Bound = inspect.BoundArguments
+_NO_DEFAULT = inspect.Parameter.empty
 
 
 @contextmanager
@@ -98,13 +98,13 @@ def on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return run(*args, **kwargs)
     if kernel.plan:
         result = run(*args, **kwargs)
-        kernel.read(_arguments(kernel, function.signature, bound))
+        kernel.read(Arguments(kernel.name, bound))
         return result
     notify_all()
     with ExitStack() as quiet:
         for changer in tuple(_changers):
             if not changer.muted():
-                _change(changer, kernel, function.signature, bound)
+                _change(changer, kernel, bound)
                 quiet.enter_context(changer.mute())
         listening = [
             (observer, name)
@@ -116,18 +116,11 @@ def on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             quiet.enter_context(observer.mute())
         result = run(*bound.args, **bound.kwargs)
     for observer, name in listening:
-        _record(observer, name, kernel, function.signature, bound, result)
+        _record(observer, name, kernel, bound, result)
     return result
 
 
-def _arguments(kernel: Kernel, signature: inspect.Signature, bound: _Bound) -> Arguments:
-    """The arguments of a call by name."""
-    return Arguments.bind(kernel.name, signature, bound.args, bound.kwargs)
-
-
-def _change(
-    changer: KernelChanger, kernel: Kernel, signature: inspect.Signature, bound: _Bound
-) -> None:
+def _change(changer: KernelChanger, kernel: Kernel, bound: inspect.BoundArguments) -> None:
     """Multiply the queries among the arguments of a call."""
     name = changer.module_to_change()
     if name is None:
@@ -136,9 +129,8 @@ def _change(
     readings: list[Reading] = []
 
     def read() -> AttentionCall:
-        reading = kernel.reading(_arguments(kernel, signature, bound))
-        readings.append(reading)
-        return reading.call(name, kernel.name)
+        readings.append(kernel.reading(bound))
+        return AttentionCall(module=name, source=kernel.name, **readings[0].fields)
 
     factor = changer.factor_of_kernel(name, kernel.name, read)
     heads = readings[0].fields["query"].shape[1]
@@ -153,8 +145,7 @@ def _record(
     observer: FunctionObserver,
     name: str,
     kernel: Kernel,
-    signature: inspect.Signature,
-    bound: _Bound,
+    bound: inspect.BoundArguments,
     result: Any,
 ) -> None:
     """Report a call that has run to an observer."""
@@ -165,11 +156,10 @@ def _record(
     readings: list[Reading] = []
 
     def read() -> AttentionCall:
-        reading = kernel.reading(_arguments(kernel, signature, bound))
+        readings[:] = [kernel.reading(bound)]
         if is_cross(name):
-            reading.fields["cross"] = True
-        readings[:] = [reading]
-        return reading.call(name, kernel.name)
+            readings[0].fields["cross"] = True
+        return AttentionCall(module=name, source=kernel.name, **readings[0].fields)
 
     observer.observe(read, name, lambda: readings[0].output(output))
 
@@ -202,11 +192,9 @@ def observe_operator(
         return operator(*args, **kwargs)
     with observer.mute():
         result = operator(*args, **kwargs)
-    signature = _signature_of(operator)
-    outcome = (
-        kwargs.get("out", args[0] if args else None) if kernel.name.endswith("_out") else result
-    )
-    _record(observer, name, kernel, signature, signature.bind(*args, **kwargs), outcome)
+    bound = _signature_of(operator).bind(*args, **kwargs)
+    output = bound.arguments["out"] if kernel.name.endswith("_out") else result
+    _record(observer, name, kernel, bound, output)
     return result
 
 
@@ -218,9 +206,8 @@ def change_operator(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run an operator that is a kernel with its queries changed."""
-    signature = _signature_of(operator)
-    bound = signature.bind(*args, **kwargs)
-    _change(changer, kernel, signature, bound)
+    bound = _signature_of(operator).bind(*args, **kwargs)
+    _change(changer, kernel, bound)
     with changer.mute():
         return operator(*bound.args, **bound.kwargs)
 
@@ -234,9 +221,7 @@ def _signature_of(operator: Any) -> inspect.Signature:
             inspect.Parameter(
                 argument.name,
                 kinds[argument.kwarg_only],
-                default=argument.default_value
-                if argument.has_default_value()
-                else inspect.Parameter.empty,
+                default=argument.default_value if argument.has_default_value() else _NO_DEFAULT,
             )
             for argument in schema.arguments
         ]

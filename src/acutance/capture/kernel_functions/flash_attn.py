@@ -1,35 +1,66 @@
-"""flash-attn 2, 3 and 4: ``flash_attn_func`` and its variants, packed, with a cache, or operators.
+"""flash-attn 2, 3 and 4, and kernels with the same arguments under other names.
 
-Versions differ in the parameters that they have; a name means the same in all of them. Tensors are
-(B, L, H, E), packed ones (T, H, E). The causal mask and windows are aligned at the last key.
+These are SageAttention and PyTorch's ``varlen_attn``. Of flash-attn there are ``flash_attn_func``
+and its variants, packed, with a cache, or operators; its versions differ in the parameters that
+they have, and a name means the same in all of them. Tensors are (B, L, H, E), or (B, H, L, E) for
+SageAttention's layout "HND", packed ones (T, H, E). The causal mask and windows are aligned at the
+last key. SageAttention is read as attention of the queries and keys as they are passed; the kernel
+rounds them to 8 bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.arguments import Arguments
-from acutance.capture.kernel_functions.reading import Kernel, Layout, Reading, multiply
-from acutance.capture.kernel_functions.sequences import (
+from acutance.capture.kernel_functions.reading import (
+    Kernel,
+    Layout,
+    Reading,
     Sequences,
     batch_reading,
     batched,
+    multiply,
     packed,
     paged,
     sequence_reading,
 )
 
-__all__ = ["FLASH_ATTN", "FLASH_OPERATORS"]
+__all__ = ["FLASH_ATTN", "OPERATORS", "SAGE", "VARLEN_ATTN"]
 
-_BLHE = Layout(0, 2, 1)
+_BLHE, _BHLE = Layout(0, 2, 1), Layout(0, 1, 2)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a library calls the arguments that all have.
+
+    Attributes:
+        tensors: query, key and value.
+        starts: cumulative lengths of the sequences of queries and of keys.
+        scale: factor of the scores.
+        causal: whether rows see no later keys.
+    """
+
+    tensors: tuple[str, str, str] = ("q", "k", "v")
+    starts: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
+    scale: str = "softmax_scale"
+    causal: str = "causal"
+
+
+_FLASH = _Names()
+_SAGE = _Names(scale="sm_scale", causal="is_causal")
+_VARLEN = _Names(("query", "key", "value"), ("cu_seq_q", "cu_seq_k"), "scale", "is_causal")
 
 
 def _read_func(arguments: Arguments) -> Reading:
     """``flash_attn_func``: q (B, L, Hq, E), k and v (B, S, H, E)."""
-    tensors = _plain(arguments, *(arguments.tensor(name) for name in ("q", "k", "v")))
+    tensors = _plain(arguments, *arguments.tensors("q", "k", "v"))
     return batch_reading(tensors, _BLHE, **_options(arguments))
 
 
@@ -62,22 +93,21 @@ def _scaled_packed(qkv: Tensor, factor: Tensor) -> Tensor:
     return torch.stack([multiply(query, factor), key, value], -3)
 
 
-def _read_varlen(arguments: Arguments) -> Reading:
+def _read_varlen(arguments: Arguments, names: _Names = _FLASH) -> Reading:
     """``flash_attn_varlen_func``: packed sequences; keys may be in pages."""
-    tensors = _plain(arguments, *(arguments.tensor(name) for name in ("q", "k", "v")))
-    query, key, value = tensors
-    asks = _sequences(arguments, query, "cu_seqlens_q", "seqused_q")
+    query, key, value = _plain(arguments, *arguments.tensors(*names.tensors))
+    asks = _sequences(arguments, query, names.starts[0], "seqused_q")
     table = _table(arguments)
     if table is None:
-        answers = _sequences(arguments, key, "cu_seqlens_k", "seqused_k")
+        answers = _sequences(arguments, key, names.starts[1], "seqused_k")
     else:
-        cumulative, used = arguments.optional("cu_seqlens_k"), arguments.optional("seqused_k")
-        if used is None and cumulative is None:
+        cumulative, used = arguments.optional(names.starts[1]), arguments.optional("seqused_k")
+        if used is None and cumulative is not None:
+            used = cumulative.diff()
+        if used is None:
             raise ValueError("the lengths of its keys are missing")
-        lengths = used if used is not None or cumulative is None else cumulative.diff()
-        assert lengths is not None
-        answers = paged(table, key.shape[1], lengths, key.shape[0])
-    return _of_sequences(arguments, (query, key, value), asks, answers)
+        answers = paged(table, key.shape[1], used, key.shape[0])
+    return _of_sequences(arguments, (query, key, value), asks, answers, names)
 
 
 def _read_varlen_kvpacked(arguments: Arguments) -> Reading:
@@ -91,7 +121,6 @@ def _read_varlen_kvpacked(arguments: Arguments) -> Reading:
 
 def _read_varlen_qkvpacked(arguments: Arguments) -> Reading:
     """``flash_attn_varlen_qkvpacked_func``: qkv (T, 3, H, E)."""
-    arguments.ignore("max_seqlen")
     tensors = _plain(arguments, *arguments.tensor("qkv").unbind(-3))
     both = _sequences(arguments, tensors[0], "cu_seqlens", "")
     return _of_sequences(arguments, tensors, both, both)
@@ -145,9 +174,7 @@ def _read_kvcache(arguments: Arguments) -> Reading:
         alike = (tensors[0], tensors[1][places], tensors[2][places])
         return batch_reading(alike, _BLHE, **options)
     asks = batched(batch, rows, lengths.new_full((batch,), rows), query.device)
-    flat = (tensors[0].flatten(0, 1), *tensors[1:])
-    answers = Sequences(index, lengths, len(key))
-    return _batch_of_sequences(flat, asks, answers, (batch, rows), options)
+    return _of_sequences(arguments, tensors, asks, Sequences(index, lengths, len(key)))
 
 
 def _rotated(arguments: Arguments, tensor: Tensor, lengths: Tensor, by_row: bool) -> Tensor:
@@ -179,26 +206,16 @@ def _of_sequences(
     tensors: tuple[Tensor, Tensor, Tensor],
     queries: Sequences,
     keys: Sequences,
+    names: _Names = _FLASH,
 ) -> Reading:
     """Read a call whose queries are packed (T, Hq, E), or a batch (B, L, Hq, E)."""
     query, key, value = (part.flatten(0, -3) for part in tensors)
-    options = _options(arguments)
-    if tensors[0].dim() == 4:
-        batch, rows = tensors[0].shape[:2]
-        return _batch_of_sequences((query, key, value), queries, keys, (batch, rows), options)
-    return sequence_reading((query, key, value), queries, keys, **options)
-
-
-def _batch_of_sequences(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    queries: Sequences,
-    keys: Sequences,
-    shape: tuple[int, int],
-    options: dict[str, Any],
-) -> Reading:
-    """Read a call whose queries and outputs are (B, L, Hq, E), with keys of different lengths."""
+    options = _options(arguments, names)
+    if tensors[0].dim() == 3:
+        return sequence_reading((query, key, value), queries, keys, **options)
+    shape = tensors[0].shape[:2]
     reading = sequence_reading(
-        tensors, queries, keys, flat=lambda output: output.flatten(0, 1), **options
+        (query, key, value), queries, keys, flat=lambda output: output.flatten(0, 1), **options
     )
     return Reading(
         reading.fields, reading.output, lambda factor: reading.place(factor).unflatten(0, shape)
@@ -226,17 +243,16 @@ def _table(arguments: Arguments) -> Tensor | None:
     return arguments.optional("page_table") if table is None else table
 
 
-def _options(arguments: Arguments) -> dict[str, Any]:
-    """What all versions and variants share: masks, scale, softcap, sinks, dropout."""
+def _options(arguments: Arguments, names: _Names = _FLASH) -> dict[str, Any]:
+    """What all share: masks, scale, softcap, sinks, dropout."""
     if arguments["attention_chunk"] not in (None, 0):
         raise ValueError(f"{arguments.function} with attention_chunk cannot be read")
-    scale, softcap = arguments["softmax_scale"], arguments["softcap"]
-    sinks = arguments.optional("s_aux")
+    softcap, sinks = arguments["softcap"], arguments.optional("s_aux")
     return {
-        "causal": bool(arguments["causal"]),
+        "causal": bool(arguments[names.causal]),
         "window": arguments.window(),
         "slopes": arguments.optional("alibi_slopes"),
-        "scale": None if scale is None else float(scale),
+        "scale": arguments.number(names.scale),
         "softcap": float(softcap) if softcap and softcap > 0 else None,
         "sinks": arguments.optional("learnable_sink") if sinks is None else sinks,
         "dropout_p": float(arguments["dropout_p"] or 0.0),
@@ -250,18 +266,13 @@ def _plain(
 
     A descale factor is (B, H) of key heads; it multiplies what is stored.
     """
-    names = ("q_descale", "k_descale", "v_descale")
-    descales = [arguments.optional(name) for name in names]
+    descales = [arguments.optional(f"{name}_descale") for name in "qkv"]
     tensors = [query, key, value]
-    if all(part.dtype.itemsize > 1 for part in tensors) and not any(
-        descale is not None for descale in descales
-    ):
-        return query, key, value
-    for place, descale in enumerate(descales):
-        part = tensors[place].float()
-        if descale is not None:
-            part = part * _per_head(arguments, descale, part)
-        tensors[place] = part
+    if any(part.dtype.itemsize == 1 for part in tensors) or descales != [None] * 3:
+        for place, descale in enumerate(descales):
+            part = tensors[place] = tensors[place].float()
+            if descale is not None:
+                tensors[place] = part * _per_head(arguments, descale, part)
     return tensors[0], tensors[1], tensors[2]
 
 
@@ -278,25 +289,6 @@ def _per_head(arguments: Arguments, descale: Tensor, part: Tensor) -> Tensor:
     return factor[0, :, None]
 
 
-_READERS = {
-    "flash_attn_func": _read_func,
-    "flash_attn_kvpacked_func": _read_kvpacked,
-    "flash_attn_varlen_func": _read_varlen,
-    "flash_attn_varlen_kvpacked_func": _read_varlen_kvpacked,
-    "flash_attn_with_kvcache": _read_kvcache,
-}
-_PACKED = {
-    "flash_attn_qkvpacked_func": _read_qkvpacked,
-    "flash_attn_varlen_qkvpacked_func": _read_varlen_qkvpacked,
-}
-
-#: The functions of flash-attn 2, 3 and 4.
-FLASH_ATTN = (
-    *(Kernel(name, read) for name, read in _READERS.items()),
-    *(Kernel(name, read, "qkv", _scaled_packed) for name, read in _PACKED.items()),
-)
-
-
 def _read_operator(arguments: Arguments) -> Reading:
     """The operators under the functions; that of flash-attn 3 has all variants."""
     for name in ("k_new", "rotary_cos", "kv_batch_idx", "leftpad_k"):
@@ -309,12 +301,68 @@ def _read_operator(arguments: Arguments) -> Reading:
     return _read_func(arguments)
 
 
-#: The operators that they register.
-FLASH_OPERATORS = tuple(
-    Kernel(name, _read_operator)
-    for name in (
-        "flash_attn._flash_attn_forward",
-        "flash_attn._flash_attn_varlen_forward",
-        "flash_attn_3._flash_attn_forward",
-    )
+def _read_sage(arguments: Arguments) -> Reading:
+    """``sageattn``: tensors (B, H, L, E) or (B, L, H, E)."""
+    query, key, value = arguments.tensors("q", "k", "v")
+    if arguments["dropout_p"]:  # of a call of SDPA that was redirected here
+        raise ValueError("sageattn has no dropout_p")
+    layout = {"HND": _BHLE, "NHD": _BLHE}[arguments["tensor_layout"]]
+    options = _options(arguments, _SAGE)
+    if options["causal"] and layout.read(query).shape[2] != layout.read(key).shape[2]:
+        raise ValueError(_ALIKE)
+    return batch_reading((query, key, value), layout, **options)
+
+
+def _read_sage_varlen(arguments: Arguments) -> Reading:
+    """``sageattn_varlen``: packed sequences."""
+    bounds = [arguments.tensor(name) for name in _SAGE.starts]
+    if arguments["is_causal"] and not bounds[0].equal(bounds[1]):
+        raise ValueError(_ALIKE)
+    return _read_varlen(arguments, _SAGE)
+
+
+_ALIKE = "sageattn with is_causal needs as many keys as queries"
+_READERS = {
+    "flash_attn_func": _read_func,
+    "flash_attn_kvpacked_func": _read_kvpacked,
+    "flash_attn_varlen_func": _read_varlen,
+    "flash_attn_varlen_kvpacked_func": _read_varlen_kvpacked,
+    "flash_attn_with_kvcache": _read_kvcache,
+}
+_PACKED = {
+    "flash_attn_qkvpacked_func": _read_qkvpacked,
+    "flash_attn_varlen_qkvpacked_func": _read_varlen_qkvpacked,
+}
+_SAGE_VARIANTS = ("pv_fp16_triton", "pv_fp16_cuda", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
+_read_varlen_attn = partial(_read_varlen, names=_VARLEN)
+
+#: The functions of flash-attn 2, 3 and 4.
+FLASH_ATTN = (
+    *(Kernel(name, read) for name, read in _READERS.items()),
+    *(Kernel(name, read, "qkv", _scaled_packed) for name, read in _PACKED.items()),
 )
+#: The functions of SageAttention.
+SAGE = (
+    Kernel("sageattn", _read_sage),
+    *(Kernel(f"sageattn_qk_int8_{variant}", _read_sage) for variant in _SAGE_VARIANTS),
+    Kernel("sageattn_varlen", _read_sage_varlen),
+)
+#: The functions of ``torch.nn.attention.varlen``. Their window (−1, 0) is causal.
+VARLEN_ATTN = tuple(
+    Kernel(name, _read_varlen_attn, "query") for name in ("varlen_attn", "varlen_attn_out")
+)
+#: Operators that flash-attn and PyTorch register, by namespace and name.
+OPERATORS = {
+    **{
+        f"{name}_forward": Kernel(f"{name}_forward", _read_operator)
+        for name in (
+            "flash_attn._flash_attn",
+            "flash_attn._flash_attn_varlen",
+            "flash_attn_3._flash_attn",
+        )
+    },
+    **{
+        name: Kernel(name, _read_varlen_attn, "query")
+        for name in ("torch_attn._varlen_attn", "torch_attn._varlen_attn_out")
+    },
+}

@@ -13,21 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.arguments import Arguments, number
-from acutance.capture.kernel_functions.reading import Kernel, Layout, Reading, widened
-from acutance.capture.kernel_functions.sequences import (
+from acutance.capture.kernel_functions.arguments import Arguments
+from acutance.capture.kernel_functions.reading import (
     PACKED,
+    Kernel,
+    Layout,
+    Reading,
     Sequences,
     batch_reading,
     packed,
     paged,
     sequence_reading,
+    widened,
 )
 
 __all__ = ["FLASHINFER_DECODE", "FLASHINFER_PREFILL"]
 
 _KEYS = {"NHD": Layout(None, 1, 0), "HND": Layout(None, 0, 1)}
-_ONE = Layout(None, 0, None)
 _IGNORED = ("use_fp16_qk_reduction", "o_dtype", "use_tensor_cores", "rope_scale", "rope_theta")
 _PLAN_IGNORED = (
     *_IGNORED,
@@ -40,28 +42,27 @@ _PLAN_IGNORED = (
 _plans: weakref.WeakKeyDictionary[Any, Arguments] = weakref.WeakKeyDictionary()
 
 
-def _read_single_prefill(arguments: Arguments) -> Reading:
+def _read_single(arguments: Arguments) -> Reading:
+    """One request: q (L, Hq, E) in prefill, (Hq, E) in decoding."""
     arguments.ignore(*_IGNORED)
-    mask = arguments.optional("custom_mask")
+    mask, tensors = arguments.optional("custom_mask"), arguments.tensors("q", "k", "v")
     if arguments["packed_custom_mask"] is not None:
         raise ValueError(f"{arguments.function} with packed_custom_mask cannot be read")
-    left = _bound(arguments["window_left"])
-    tensors = tuple(arguments.tensor(name) for name in ("q", "k", "v"))
-    options = _options(arguments, arguments, tensors[0])
-    heads = [arguments.optional(f"scale_{name}") for name in ("q", "k", "v")]
-    keys = _KEYS[arguments["kv_layout"]]
-    parts = [
-        widened(part) if scale is None else part.float() * _over_heads(scale, layout, part)
-        for part, scale, layout in zip(tensors, heads, (PACKED, keys, keys), strict=True)
-    ]
+    decodes = tensors[0].dim() == 2
+    layout, keys = Layout(None, 0, None) if decodes else PACKED, _KEYS[arguments["kv_layout"]]
+    scales = [arguments.optional(f"scale_{name}") for name in "qkv"]
+    query, key, value = (
+        widened(part) if scale is None else part.float() * _over_heads(scale, place, part)
+        for part, scale, place in zip(tensors, scales, (layout, keys, keys), strict=True)
+    )
     return batch_reading(
-        (parts[0], parts[1], _scaled_value(arguments, parts[2])),
-        PACKED,
+        (query, key, _scaled_value(arguments, value)),
+        layout,
         keys=keys,
-        causal=bool(arguments["causal"]) and mask is None,
-        window=(left, None),
+        causal=decodes or (bool(arguments["causal"]) and mask is None),
+        window=(_bound(arguments["window_left"]), None),
         attn_mask=None if mask is None else mask.bool()[None, None],
-        **options,
+        **_options(arguments, arguments, tensors[0]),
     )
 
 
@@ -73,29 +74,16 @@ def _over_heads(scale: Tensor, layout: Layout, part: Tensor) -> Tensor:
     return scale.float().reshape(shape)
 
 
-def _read_single_decode(arguments: Arguments) -> Reading:
-    arguments.ignore(*_IGNORED)
-    query, key, value = (arguments.tensor(name) for name in ("q", "k", "v"))
-    options = _options(arguments, arguments, query)
-    return batch_reading(
-        (widened(query), widened(key), _scaled_value(arguments, value)),
-        _ONE,
-        keys=_KEYS[arguments["kv_layout"]],
-        causal=True,
-        window=(_bound(arguments["window_left"]), None),
-        **options,
-    )
-
-
 def _read_paged(arguments: Arguments) -> Reading:
     """``run`` of the wrappers of a paged cache: prefill, and decoding of one row a request."""
     wrapper, query = arguments["self"], arguments.tensor("q")
     plan = _plan_of(arguments)
     decodes = plan["qo_indptr"] is None
     prefix = "" if decodes else "paged_kv_"
-    starts = plan.tensor(f"{prefix}indptr").to(query.device).long()
-    pages = plan.tensor(f"{prefix}indices").to(query.device).long()
-    last = plan.tensor(f"{prefix}last_page_len").to(query.device).long()
+    starts, pages, last = (
+        plan.tensor(f"{prefix}{name}").to(query.device).long()
+        for name in ("indptr", "indices", "last_page_len")
+    )
     key, value = _pages(arguments, wrapper)
     page, counts = key.shape[1], starts.diff()
     table = packed(starts[:-1], counts, len(pages)).index.clamp(max=max(len(pages) - 1, 0))
@@ -116,7 +104,7 @@ def _read_paged(arguments: Arguments) -> Reading:
 
 def _read_ragged(arguments: Arguments) -> Reading:
     """``run`` of the wrapper of packed keys and values."""
-    query, key, value = (arguments.tensor(name) for name in ("q", "k", "v"))
+    query, key, value = arguments.tensors("q", "k", "v")
     plan = _plan_of(arguments)
     if arguments["self"]._kv_layout != "NHD":
         raise ValueError("its key layout is not NHD")
@@ -138,14 +126,13 @@ def _planned(
     causal: bool,
 ) -> Reading:
     """Read a call with what its plan says."""
-    plan.ignore("self", *_PLAN_IGNORED)
+    plan.ignore(*_PLAN_IGNORED)
     for name in ("custom_mask", "packed_custom_mask"):
         if plan[name] is not None:
             raise ValueError(f"{arguments.function} with {name} cannot be read")
     given = arguments["window_left"]
     left = _bound(plan["window_left"] if given is None else given)
     query, key, value = tensors
-    options = _options(arguments, plan, query)
     reading = sequence_reading(
         (widened(query), widened(key), _scaled_value(arguments, value)),
         queries,
@@ -153,7 +140,7 @@ def _planned(
         causal=causal or bool(plan["causal"]),
         window=(left, None),
         sinks=arguments.optional("sinks"),
-        **options,
+        **_options(arguments, plan, query),
     )
     plan.check()
     return reading
@@ -170,7 +157,8 @@ def _plan_of(arguments: Arguments) -> Arguments:
 
 def _remember(arguments: Arguments) -> None:
     """Store the arguments of ``plan``; tensors are copied, since they may be overwritten."""
-    _plans[arguments["self"]] = arguments.copied("self")
+    wrapper = arguments["self"]
+    _plans[wrapper] = arguments.keep("self")
 
 
 def _pages(arguments: Arguments, wrapper: Any) -> tuple[Tensor, Tensor]:
@@ -187,17 +175,17 @@ def _options(call: Arguments, plan: Arguments, query: Tensor) -> dict[str, Any]:
     if plan["pos_encoding_mode"] not in (None, "NONE"):
         mode = plan["pos_encoding_mode"]
         raise ValueError(f"{call.function} with pos_encoding_mode={mode!r} cannot be read")
-    scale, softcap = plan["sm_scale"], plan["logits_soft_cap"]
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale, softcap = plan.number("sm_scale"), plan["logits_soft_cap"]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     for name in ("q_scale", "k_scale"):
-        factor = number(call[name])
+        factor = call.number(name)
         scale *= 1.0 if factor is None else factor
     return {"scale": scale, "softcap": float(softcap) if softcap and softcap > 0 else None}
 
 
 def _scaled_value(arguments: Arguments, value: Tensor) -> Tensor:
     """The values times their factor."""
-    factor = number(arguments["v_scale"])
+    factor = arguments.number("v_scale")
     return widened(value) if factor is None else widened(value) * factor
 
 
@@ -227,12 +215,12 @@ def _wrapper(name: str, read: Any) -> tuple[Kernel, ...]:
 
 #: The functions of ``flashinfer.prefill``.
 FLASHINFER_PREFILL = (
-    Kernel("single_prefill_with_kv_cache", _read_single_prefill),
+    Kernel("single_prefill_with_kv_cache", _read_single),
     *_wrapper(_PAGED, _read_paged),
     *_wrapper(_RAGGED, _read_ragged),
 )
 #: The functions of ``flashinfer.decode``.
 FLASHINFER_DECODE = (
-    Kernel("single_decode_with_kv_cache", _read_single_decode),
+    Kernel("single_decode_with_kv_cache", _read_single),
     *_wrapper(_DECODE, _read_paged),
 )

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 
-from acutance.capture.kernel_functions.flash_attn import FLASH_ATTN, FLASH_OPERATORS
+from acutance.capture.kernel_functions.flash_attn import FLASH_ATTN, OPERATORS, SAGE, VARLEN_ATTN
 from acutance.capture.kernel_functions.flashinfer import FLASHINFER_DECODE, FLASHINFER_PREFILL
 from acutance.capture.kernel_functions.reading import Kernel
-from acutance.capture.kernel_functions.sage import SAGE
 from acutance.capture.kernel_functions.transformer_engine import TRANSFORMER_ENGINE
-from acutance.capture.kernel_functions.varlen_attn import VARLEN_ATTN, VARLEN_OPERATORS
 from acutance.capture.kernel_functions.xformers import XFORMERS
 
 __all__ = ["MODULES", "OPERATORS", "kernels_in", "loaded_kernels"]
@@ -35,8 +33,6 @@ MODULES: dict[str, tuple[Kernel, ...]] = {
     "flashinfer.prefill": FLASHINFER_PREFILL,
     "flashinfer.decode": FLASHINFER_DECODE,
 }
-#: The operators, by namespace and name.
-OPERATORS = {kernel.name: kernel for kernel in (*FLASH_OPERATORS, *VARLEN_OPERATORS)}
 #: The folder of a kernel from the hub: ``build/torch29-cxx11-cu128-x86_64-linux``, for one.
 _HUB = re.compile(r"[/\\]build[/\\]torch[^/\\]*[/\\]")
 _hub: set[str] = set()  # names of its modules

@@ -7,16 +7,18 @@ unless the mask's type says "bottom_right".
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.arguments import Arguments
-from acutance.capture.kernel_functions.reading import Kernel, Layout, Reading, banded
-from acutance.capture.kernel_functions.sequences import (
+from acutance.capture.kernel_functions.reading import (
+    Kernel,
+    Layout,
+    Reading,
     Sequences,
+    banded,
     batch_reading,
     packed,
     sequence_reading,
@@ -48,20 +50,17 @@ def _read(arguments: Arguments) -> Reading:
     group = module.cp_group
     if group is not None and (isinstance(group, list) or group.size() > 1):
         raise ValueError(f"{_NAME} with context parallelism has keys on other ranks; not read")
-    query, key, value = (arguments.tensor(f"{name}_layer") for name in ("query", "key", "value"))
+    query, key, value = arguments.tensors("query_layer", "key_layer", "value_layer")
     if type(query) is not Tensor:
         raise ValueError(f"{_NAME} of {type(query).__name__} cannot be read")
     kind = _mask_type(arguments["attn_mask_type"] or module.attn_mask_type)
-    causal, at_end = "causal" in kind, _at_end(arguments, module, kind)
-    size = arguments["window_size"]
-    if size is None:
-        size = module.window_size
+    causal, size = "causal" in kind, arguments["window_size"]
+    size = module.window_size if size is None else size
     pair = (-1, -1) if size is None or (not causal and tuple(size) == (-1, 0)) else tuple(size)
-    left, right = (None if side < 0 else int(side) for side in pair)
     options: dict[str, Any] = {
         "causal": causal,
-        "window": (left, right),
-        "at_end": at_end,
+        "window": tuple(None if side < 0 else int(side) for side in pair),
+        "at_end": _at_end(arguments, module, kind),
         "scale": float(module.flash_attention.softmax_scale),
         "dropout_p": float(module.attention_dropout) if module.training else 0.0,
         "sinks": getattr(module, "softmax_offset", None),
@@ -88,50 +87,41 @@ def _read(arguments: Arguments) -> Reading:
     options |= _added(arguments, options["scale"], packed_form=False)
     if kind == "arbitrary":
         options["attn_mask"] = torch.logical_not(arguments.tensor("attention_mask").bool())
-        return batch_reading((query, key, value), layout, output=output, **options)
-    if "padding" not in kind:
+    elif "padding" not in kind:
         arguments.ignore("attention_mask", "cu_seqlens_q", "cu_seqlens_kv")
-        return batch_reading((query, key, value), layout, output=output, **options)
-    return _padded(arguments, (query, key, value), layout, output, options)
+    reading = batch_reading((query, key, value), layout, output=output, **options)
+    return _padded(arguments, reading, options) if "padding" in kind else reading
 
 
-def _padded(
-    arguments: Arguments,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    layout: Layout,
-    output: Callable[[Tensor], Tensor],
-    options: dict[str, Any],
-) -> Reading:
-    """Read a batch of sequences that are padded at their ends."""
-    query, key, _ = (layout.read(part) for part in tensors)
+def _padded(arguments: Arguments, reading: Reading, options: dict[str, Any]) -> Reading:
+    """The reading of a batch whose sequences are padded at their ends."""
+    fields = reading.fields
+    query, key = fields["query"], fields["key"]
     lengths = [
         _lengths(arguments, name, part.shape[2], part.device, place)
         for place, (name, part) in enumerate((("q", query), ("kv", key)))
     ]
-    asks, answers = (
+    fields["real"], fields["key_mask"] = (
         torch.arange(part.shape[2], device=part.device) < length.unsqueeze(1)
         for part, length in zip((query, key), lengths, strict=True)
     )
-    moved = options["at_end"] and not torch.equal(
-        query.shape[2] - lengths[0], key.shape[2] - lengths[1]
-    )
-    reading = batch_reading(tensors, layout, output=output, **options)
-    fields = reading.fields
-    if moved:  # rows of each sequence are aligned at its own last key
-        if fields.get("bias") is not None:
+    fields["packed"] = True
+    ends = [part.shape[2] - length for part, length in zip((query, key), lengths, strict=True)]
+    if options["at_end"] and not torch.equal(*ends):  # rows are aligned at their own last key
+        if "bias" in fields:
             raise ValueError(f"{_NAME} with a bias and padding_causal_bottom_right cannot be read")
-        fields = dict(fields)
-        for name in ("is_causal", "window", "query_offset", "attn_mask"):
+        for name in ("is_causal", "window", "query_offset"):
             fields.pop(name, None)
         left, right = options["window"]
         right = 0 if options["causal"] else right
-        offsets = (lengths[1] - lengths[0]).tolist()
         shape = query.shape[2], key.shape[2]
         fields["attn_mask"] = torch.cat(
-            [banded(*shape, offset, left, right, query.device) for offset in offsets]
+            [
+                banded(*shape, offset, left, right, query.device)
+                for offset in (lengths[1] - lengths[0]).tolist()
+            ]
         )
-    fields = {**fields, "key_mask": answers, "real": asks, "packed": True}
-    return Reading(fields, reading.output, reading.place)
+    return reading
 
 
 def _lengths(

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.arguments import Arguments
-from acutance.capture.kernel_functions.reading import Kernel, Layout, Reading
-from acutance.capture.kernel_functions.sequences import (
+from acutance.capture.kernel_functions.reading import (
+    Kernel,
+    Layout,
+    Reading,
     Sequences,
     batch_reading,
     packed,
@@ -44,21 +46,20 @@ _LIBRARIES = ("xformers.", "mslk.")
 
 
 def _read(arguments: Arguments) -> Reading:
-    tensors = [arguments.tensor(name) for name in ("query", "key", "value")]
-    arguments.ignore("op", "output_dtype")
-    bias, scale = arguments["attn_bias"], arguments["scale"]
+    query, key, value = arguments.tensors("query", "key", "value")
+    bias = arguments["attn_bias"]
     options: dict[str, Any] = {
-        "scale": None if scale is None else float(scale),
+        "scale": arguments.number("scale"),
         "dropout_p": float(arguments["p"] or 0.0),
     }
-    grouped = tensors[0].dim() == 5
-    groups = tensors[0].shape[2:4] if grouped else None
+    grouped = query.dim() == 5
+    groups = query.shape[2:4]
     if grouped:
-        shared = all(part.stride(3) == 0 or part.shape[3] == 1 for part in tensors[1:])
-        tensors[1:] = [part[:, :, :, 0] if shared else part.flatten(2, 3) for part in tensors[1:]]
-        tensors[0] = tensors[0].flatten(2, 3)
-    layout = Layout(0, None, 1) if tensors[0].dim() == 3 else Layout(0, 2, 1)
-    given = (tensors[0], tensors[1], tensors[2])
+        shared = all(part.stride(3) == 0 or part.shape[3] == 1 for part in (key, value))
+        key, value = (part[:, :, :, 0] if shared else part.flatten(2, 3) for part in (key, value))
+        query = query.flatten(2, 3)
+    layout = Layout(0, None, 1) if query.dim() == 3 else Layout(0, 2, 1)
+    given = query, key, value
     if bias is None or isinstance(bias, Tensor):
         of_heads = bias if bias is None or not grouped else bias.flatten(1, 2)
         if of_heads is not None and of_heads.dim() == 3:
@@ -66,7 +67,15 @@ def _read(arguments: Arguments) -> Reading:
         reading = batch_reading(given, layout, causal=False, bias=of_heads, **options)
     else:
         reading = _of_class(arguments, bias, given, layout, options)
-    return reading if groups is None else _grouped(reading, groups)
+    if not grouped:
+        return reading
+
+    def place(factor: Tensor) -> Tensor:
+        placed = reading.place(factor)  # (B, L, Hq or 1, 1)
+        split: Tensor = placed.unflatten(2, (1, 1) if placed.shape[2] == 1 else groups)
+        return split
+
+    return Reading(reading.fields, lambda output: reading.output(output.flatten(2, 3)), place)
 
 
 def _of_class(
@@ -122,22 +131,6 @@ def _intervals(info: Any, tensor: Tensor) -> Sequences:
         return packed(starts[:-1], starts.diff(), len(tensor))
     lengths = torch.as_tensor(lengths, device=tensor.device).long()
     return packed(starts[: len(lengths)], lengths, len(tensor))
-
-
-def _grouped(reading: Reading, groups: tuple[int, ...]) -> Reading:
-    """A reading of tensors with flattened heads, for those with groups of heads."""
-    return Reading(
-        reading.fields,
-        lambda output: reading.output(output.flatten(2, 3)),
-        lambda factor: _split(reading.place(factor), groups),
-    )
-
-
-def _split(factor: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """A factor (B, L, Hq or 1, 1) as (B, L, groups, heads of a group, 1)."""
-    heads = factor.shape[2]
-    split: Tensor = factor.unflatten(2, (1, 1) if heads == 1 else groups)
-    return split
 
 
 #: The functions of xFormers.
