@@ -159,4 +159,4 @@ def test_the_guide_has_the_figures_of_the_record() -> None:
     assert f"{len(held)} run under a law" in guide
     assert f"For {len(agree)} of them" in guide
     assert "mgp-str" in refused
-    assert len(refused) <= 8
+    assert len(refused) <= 21  # biases, scores written in pieces, softcaps
