@@ -14,8 +14,8 @@ import acutance
 
 PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
-    "data", "lazy", "escapes", "extras", "files", "from_json", "compiling", "masks", "shapes",
-    "check_masks", "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend",
+    "data", "lazy", "escapes", "extras", "files", "from_json", "compiling", "shapes", "masks",
+    "scores", "scaling", "weights", "theory", "rowstats", "kernels", "attend",
     "structure", "mechanisms", "nn", "capture", "diagnose", "summary", "report",
     "probing", "corpus", "serving", "calibration", "caching", "judging", "extending",
     "training", "verification", "reproduce", "comparison", "cli", "plugins", "testing",

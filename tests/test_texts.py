@@ -182,7 +182,7 @@ def test_windows_come_while_the_text_is_read(tmp_path: Path) -> None:
 
 
 def test_what_reads_the_start_of_a_text_reads_no_more(tmp_path: Path) -> None:
-    from acutance.verification.read_text import token_ids
+    from acutance.verification.inputs import token_ids
 
     file, seen = tmp_path / "text", list[int]()
     file.write_text(_prose() * 90)

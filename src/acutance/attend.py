@@ -16,7 +16,6 @@ from torch.overrides import wrap_torch_function
 from acutance import scaling as scalings
 from acutance import scores
 from acutance import weights as weightings
-from acutance.check_masks import MaskOptions, check_masking, check_sinks
 from acutance.compiling import by_operations
 from acutance.kernels import dispatch, fast_path
 from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
@@ -25,6 +24,7 @@ from acutance.kernels.key_mass import from_output
 from acutance.kernels.key_mass import key_mass as softmax_key_mass
 from acutance.kernels.ops import attend_rows
 from acutance.kernels.whole_rows import ScoreTile, WeighedRows, weigh_rows, whole_weights
+from acutance.masks import MaskOptions, check_masking, check_sinks
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, apply_scaling, visible_keys
 from acutance.scores import DotScore, Features, ScaledDot, ScaleInvariant, TileScore
@@ -163,7 +163,8 @@ def attention(
             of 1/4, for ``keys_50`` to ``keys_99``, ``mass_of_largest`` and ``mass_below``. The
             counts take 256 bytes per row.
         dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
-        query_offset: position of query 0 among the keys: S − L when decoding with a cache.
+        query_offset: position of query 0 among the keys, 0 unless given: S − L when decoding with
+            a cache.
         window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part (False on padding).
         document_ids: integers (S,) or (B, S), or a pair for queries and keys; a row sees only keys
@@ -173,13 +174,13 @@ def attention(
         alibi_slopes: (Hq,); adds ``-slope * abs(position - j)`` without forming the matrix.
         softcap: c bounds scaled scores as c · tanh(s / c).
         sinks: (Hq,) learned logits that share each row's normaliser without being keys.
-        score: a name or a score of :mod:`acutance.scores`, or a function of a block of queries, a
-            block of keys and the first key's position.
+        score: a name, ``"scaled_dot"`` unless given, or a score of :mod:`acutance.scores`, or a
+            function of a block of queries, a block of keys and the first key's position.
         weights: a name or a weighting of :mod:`acutance.weights`.
         scaling: a name or a law of :mod:`acutance.scaling`; its factor for the row's number of
             visible keys multiplies the query, after ``score`` has transformed it.
         backend: the kernel: "native" (compiled, CPU), "triton" (CUDA) or "blocked" (plain PyTorch
-            anywhere); "auto" is the fastest that supports the call.
+            anywhere); "auto", the default, is the fastest that supports the call.
             The statistics' attribute ``backend`` says which was used.
 
     Returns:

@@ -28,6 +28,8 @@ SEAL = "sha256"
 MOST = 1 << 53
 _LARGEST = 64 << 20  # bytes of a file
 _T = TypeVar("_T")
+_PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_types = lru_cache(typing.get_type_hints)
 
 
 def sealed_json(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +127,8 @@ def checked(kind: type[_T], record: object, place: str = "the record") -> _T:
     """Build a dataclass from JSON: every field present, of its type, and no other.
 
     Args:
-        kind: a dataclass whose fields are numbers, text, dataclasses, tuples and mappings of them.
+        kind: a dataclass whose fields are numbers, text, dataclasses, tuples, lists and mappings of
+            them.
         record: the value read from JSON.
         place: name of the record in error messages.
 
@@ -158,11 +161,6 @@ def checked(kind: type[_T], record: object, place: str = "the record") -> _T:
     return kind(**arguments)
 
 
-@lru_cache
-def _types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def _value(kind: Any, value: Any, place: str) -> Any:
     """Convert a JSON value to the type ``kind`` of an annotation; ValueError names ``place``."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
@@ -182,10 +180,10 @@ def _value(kind: Any, value: Any, place: str) -> Any:
                 f"{place} must be one of {', '.join(map(str, parts))}, got {_short(value)}"
             )
         return value
-    if origin is tuple:
+    if origin in (tuple, list):
         if not isinstance(value, list):
             raise ValueError(f"{place} must be a list, got {_short(value)}")
-        return tuple(_value(parts[0], one, f"an entry of {place}") for one in value)
+        return origin(_value(parts[0], one, f"an entry of {place}") for one in value)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, dict):
             raise ValueError(f"{place} must be a JSON object, got {_short(value)}")
@@ -194,21 +192,13 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         }
     if is_dataclass(kind):
         return checked(typing.cast(type, kind), value, place)
-    _check_plain(kind, value, place)
-    return value
-
-
-_PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def _check_plain(kind: Any, value: Any, place: str) -> None:
-    fits = type(value) is kind or (kind is float and type(value) is int)
-    if not fits:
+    if type(value) is not kind and not (kind is float and type(value) is int):
         raise ValueError(f"{place} must be {_PLAIN[kind]}, got {_short(value)}")
     if type(value) is int and abs(value) > MOST:
         raise ValueError(f"{place} must be a whole number up to 2^53, got {_short(value)}")
     if type(value) is float and not math.isfinite(value):
         raise ValueError(f"{place} must be finite, got {value}")
+    return value
 
 
 def _short(value: Any) -> str:

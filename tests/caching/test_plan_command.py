@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from acutance import CachePlan, HeadPlan
-from acutance.caching.exchange.plan_record import read_costs
 from acutance.caching.find_plan import budget
+from acutance.caching.plan_record import read_costs
 from acutance.report.html_page.packing import unpack
 from acutance_lab import texts
 from acutance_lab.trained import decoder, directory

@@ -21,7 +21,7 @@ def measured() -> list[list[float]]:
     """Per cent by layer: rows whose top key moves, spread of lengths, other nearest tokens."""
     encoder = load_model.load(None)
     pieces = texts.windows([texts.bundled()], encoder.tokenizer, 256)
-    (batch,) = texts.batches(pieces[:2], 2, encoder.pad)
+    ids, mask = texts.padded(pieces[:2], encoder.pad)
     seen: dict[str, list[Tensor]] = {"input": [], "query": [], "key": []}
 
     def keep(module: torch.nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
@@ -33,7 +33,7 @@ def measured() -> list[list[float]]:
         layer.attention.self.register_forward_hook(keep, prepend=True)
     heads = encoder.model.config.num_attention_heads
     with torch.no_grad():
-        encoder.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        encoder.model(input_ids=ids, attention_mask=mask)
         split = {
             which: [part.unflatten(-1, (heads, -1)).transpose(1, 2).flatten(0, 1) for part in parts]
             for which, parts in seen.items()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from acutance import row_statistics
-from acutance.check_masks import check_masking
-from acutance.masks import hidden_scores, hides, mask_limit
+from acutance.masks import check_masking, hidden_scores, hides, mask_limit
 from acutance.rowstats import dense_statistics
 from acutance.scaling import visible_keys
 from acutance.structure import statistics

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention
-from acutance.check_masks import check_masking
 from acutance.kernels import blocked, gpu
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
 from acutance.kernels.gpu import language, supported, unsupported_gradient, why_not
+from acutance.masks import check_masking
 from acutance.rowstats import RowState, RowStatistics, dense_statistics
 from acutance.rowstats.metrics import metric_names
 from acutance.testing import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from acutance import row_statistics
-from acutance.check_masks import check_masking
 from acutance.kernels.call import KernelCall, Rule
+from acutance.masks import check_masking
 from acutance.rowstats import dense_statistics, observe
 from acutance.testing import assert_close_to_oracle, score_error
 

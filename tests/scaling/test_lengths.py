@@ -12,8 +12,7 @@ from torch import Tensor
 
 import acutance
 from acutance import scaling
-from acutance.check_masks import check_masking
-from acutance.masks import Masking, hides
+from acutance.masks import Masking, check_masking, hides
 from acutance.scaling import visible_keys
 from acutance.testing import attention_case
 

@@ -9,9 +9,8 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import acutance
-from acutance.verification.expectation import windows_of
+from acutance.verification.expectation import configured_rope, windows_of
 from acutance.verification.inputs import KINDS
-from acutance.verification.rope import configured_rope
 from tests.contract.verification.models import IDS, build
 
 ROPES = {

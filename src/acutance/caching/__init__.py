@@ -7,15 +7,16 @@ plan)`` runs a model with a :class:`PlannedCache`, which holds no more than the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from acutance.caching.exchange.export_plan import export_plan
-from acutance.caching.exchange.import_plan import import_plan
+from acutance.caching.export_plan import export_plan
 from acutance.caching.find_plan import budget
 from acutance.caching.frontier import Budget, Point
+from acutance.caching.import_plan import import_plan
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
 from acutance.caching.plan import CachePlan, HeadPlan
 from acutance.caching.planted import Recall, plant, recall
+from acutance.lazy import lazy
 
 if TYPE_CHECKING:
     from acutance.caching.planned_cache import PlannedCache
@@ -39,14 +40,7 @@ __all__ = [
     "recall",
 ]
 
-
-def __getattr__(name: str) -> Any:  # these two import transformers
-    if name == "PlannedCache":
-        from acutance.caching.planned_cache import PlannedCache
-
-        return PlannedCache
-    if name == "AppliedPlan":
-        from acutance.caching.run_plan import AppliedPlan
-
-        return AppliedPlan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# these two import transformers
+__getattr__, __dir__ = lazy(
+    __name__, __all__, {f"{__name__}.planned_cache": ["PlannedCache"]}, f"{__name__}.run_plan"
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ class Channel:
 
     def select(self, index: Tensor) -> Channel:
         """A copy with the sequences of these indices."""
-        other = Channel(self._bits, self._group, of_keys=self._of_keys)
+        other = copy(self)
         other._plain, other._codes = self._plain.select(index), self._codes.select(index)
         other._scale, other._zero = self._scale.select(index), self._zero.select(index)
         other._rest = None if self._rest is None else self._rest.index_select(0, index)

@@ -284,7 +284,7 @@ class CachePlan:
 
         See :func:`acutance.caching.export_plan`, which returns what the format cannot express.
         """
-        from acutance.caching.exchange.export_plan import export_plan
+        from acutance.caching.export_plan import export_plan
 
         return export_plan(self, name, path)
 

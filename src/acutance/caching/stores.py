@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +62,12 @@ class Store(ABC):
         n: tokens that were stored, forgotten ones included.
     """
 
-    def __init__(self) -> None:
+    _key: Any
+    _value: Any
+
+    def __init__(self, key: Any = None, value: Any = None) -> None:
         self.n = 0
+        self._key, self._value = key, value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """Store new tokens, and return the output of their rows.
@@ -111,13 +117,15 @@ class Store(ABC):
     def held(self) -> tuple[Stored, Stored] | None:
         """Keys and values that the newest token's row reads; None if there are none."""
 
-    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds."""
+        return [*self._key.tensors(), *self._value.tensors()]
 
-    @abstractmethod
     def select(self, index: Tensor) -> Store:
         """A copy with the sequences of these indices."""
+        other = copy(self)
+        other._key, other._value = self._key.select(index), self._value.select(index)
+        return other
 
 
 def store_for(plan: HeadPlan, group: int, residual: int) -> Store:
@@ -163,17 +171,14 @@ class Dropped(Store):
 
     def select(self, index: Tensor) -> Store:
         """Another one."""
-        other = Dropped()
-        other.n = self.n
-        return other
+        return copy(self)
 
 
 class Full(Store):
     """All keys and values, as they are."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._key, self._value = Growing(2), Growing(2)
+        super().__init__(Growing(2), Growing(2))
 
     def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         before = self.n
@@ -207,25 +212,13 @@ class Full(Store):
             Stored(self._value.buffer, self.n, before),
         )
 
-    def tensors(self) -> list[Tensor]:
-        """Keys and values."""
-        return self._key.tensors() + self._value.tensors()
-
-    def select(self, index: Tensor) -> Store:
-        """See :class:`Store`."""
-        other = Full()
-        other.n = self.n
-        other._key, other._value = self._key.select(index), self._value.select(index)
-        return other
-
 
 class Streaming(Store):
     """The first keys and the newest, which lie in a ring: a new key replaces the oldest."""
 
     def __init__(self, first: int, recent: int) -> None:
-        super().__init__()
+        super().__init__(torch.empty(0), torch.empty(0))
         self._first, self._recent = first, recent
-        self._key = self._value = torch.empty(0)
 
     def _places(self, position: Tensor) -> Tensor:
         """Where the keys at these positions lie."""
@@ -325,8 +318,7 @@ class Streaming(Store):
 
     def select(self, index: Tensor) -> Store:
         """See :class:`Store`."""
-        other = Streaming(self._first, self._recent)
-        other.n = self.n
+        other = copy(self)
         if self.n:
             other._key = self._key.index_select(0, index)
             other._value = self._value.index_select(0, index)
@@ -345,10 +337,11 @@ class Quantised(Store):
     """All keys and values; of older tokens, keys or values or both are packed."""
 
     def __init__(self, plan: HeadPlan, group: int, residual: int) -> None:
-        super().__init__()
-        self._plan, self._group, self._residual = plan, group, residual
-        self._key = Channel(plan.key_bits, group, of_keys=True)
-        self._value = Channel(plan.value_bits, group, of_keys=False)
+        super().__init__(
+            Channel(plan.key_bits, group, of_keys=True),
+            Channel(plan.value_bits, group, of_keys=False),
+        )
+        self._group, self._residual = group, residual
 
     def add(self, key: Tensor, value: Tensor) -> None:
         """See :class:`Store`."""
@@ -385,14 +378,3 @@ class Quantised(Store):
     def _packed(self, n: int) -> int:
         """Tokens that a row with n visible keys reads packed."""
         return quantised_groups(n, self._group, self._residual) * self._group
-
-    def tensors(self) -> list[Tensor]:
-        """Codes, scales, zero points, and the newest keys and values."""
-        return self._key.tensors() + self._value.tensors()
-
-    def select(self, index: Tensor) -> Store:
-        """See :class:`Store`."""
-        other = Quantised(self._plan, self._group, self._residual)
-        other.n = self.n
-        other._key, other._value = self._key.select(index), self._value.select(index)
-        return other

@@ -17,8 +17,7 @@ from acutance.capture.head_axis import fold
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.readers.interface_call import InterfaceCall
-from acutance.check_masks import check_masking
-from acutance.masks import hidden_scores, hides, shallow_mask
+from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
 from acutance.scaling import AnyScaling, Scaling, Window, visible_keys
 
 __all__ = [

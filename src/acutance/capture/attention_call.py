@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
-from acutance.check_masks import check_masking
 from acutance.kernels.call import accumulate_dtype
-from acutance.masks import Masking, hidden_scores, hides
+from acutance.masks import Masking, check_masking, hidden_scores, hides
 from acutance.rowstats import RowState, RowStatistics, observe
 from acutance.shapes import cast_inputs
 

@@ -62,8 +62,8 @@ class PlanOptions(ModelOptions):
 @command(PlanOptions, {READ: f"model lengths {MODEL}", WRITE: "out export"})
 def plan(options: PlanOptions) -> None:
     """Show what each key head keeps in the cache under a plan, and convert it for other tools."""
-    from acutance.caching.exchange.export_plan import TABLE, check_export, export_plan
-    from acutance.caching.exchange.plan_record import plan_table, read_costs
+    from acutance.caching.export_plan import TABLE, check_export, export_plan
+    from acutance.caching.plan_record import plan_table, read_costs
 
     exports = options.export or {}
     exported = {"--out": options.out}
@@ -94,7 +94,7 @@ def plan(options: PlanOptions) -> None:
 
 def _read(options: PlanOptions) -> "CachePlan":
     """The plan, checked against the model if there is one."""
-    from acutance.caching.exchange.import_plan import IMPORTS, import_plan
+    from acutance.caching.import_plan import IMPORTS, import_plan
     from acutance.caching.plan import CachePlan
 
     if options.model is not None:

@@ -88,7 +88,7 @@ def _verified(options: VerifyOptions) -> "Verification":
 
     from acutance.corpus import texts as corpus
     from acutance.verification import verify as verify_model
-    from acutance.verification.read_text import token_ids
+    from acutance.verification.inputs import token_ids
 
     texts = corpus.read([str(options.text)]) if options.text else [corpus.bundled()]
     loaded = options.load(head=False)

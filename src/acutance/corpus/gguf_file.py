@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -268,14 +268,9 @@ def read_once() -> Iterator[None]:
         (gguf, "get_tensor_name_map", functools.cache),
         (loader, "tqdm", lambda bar: functools.partial(bar, disable=True)),
     ]
-    plain = [
-        (owner, name, getattr(owner, name)) for owner, name, _ in changes if hasattr(owner, name)
-    ]
-    try:
+    with ExitStack() as before:
         for owner, name, change in changes:
-            if hasattr(owner, name):
-                setattr(owner, name, change(getattr(owner, name)))
+            if (plain := getattr(owner, name, None)) is not None:
+                before.callback(setattr, owner, name, plain)
+                setattr(owner, name, change(plain))
         yield
-    finally:
-        for owner, name, value in plain:
-            setattr(owner, name, value)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from acutance.corpus import texts
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.ranks import SingleProcess
-from acutance.corpus.texts import model_digest, text_digest
+from acutance.corpus.texts import model_digest, padded, text_digest
 from acutance.files import tidy
 from acutance.probing.probe import Probe
 from acutance.probing.settings import ProbeSettings
@@ -235,8 +234,7 @@ def run_batch(
         ProbeError: if it saw no attention.
     """
     probe.number_passes(number)
-    (batch,) = texts.batches(pieces, len(pieces), loaded.pad)
-    ids, mask = batch.input_ids.to(options.device), batch.attention_mask.to(options.device)
+    ids, mask = (part.to(options.device) for part in padded(pieces, loaded.pad))
     probe.attention_mask = mask
     loaded.run(ids, mask)
     return probe.summary(

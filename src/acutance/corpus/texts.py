@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from acutance.capture.module_names import module_name, unwrap
 from acutance.files import check_regular
 
 __all__ = [
-    "Batch",
     "CorpusError",
     "Text",
     "Tokens",
-    "batches",
     "bundled",
     "each_window",
     "model_digest",
+    "padded",
     "read",
     "special_tokens",
     "text_digest",
@@ -211,24 +211,6 @@ def _checked(name: str) -> Text:
     return text
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Windows of one batch, right-padded.
-
-    Attributes:
-        input_ids: (windows, length) int64.
-        attention_mask: (windows, length) int64, 0 on padding.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that are not padding."""
-        return int(self.attention_mask.sum())
-
-
 def windows(texts: Iterable[Text], tokenizer: Any, length: int) -> list[Tokens[int]]:
     """All windows of :func:`each_window`."""
     return list(each_window(texts, tokenizer, length))
@@ -272,23 +254,17 @@ def special_tokens(tokenizer: Any) -> tuple[Tokens[int], Tokens[int]]:
     return array("i", full[:start]), array("i", full[start + len(bare) :])
 
 
-def batches(pieces: Sequence[Sequence[int]], size: int, pad: int) -> Iterator[Batch]:
-    """Right-padded batches of at most ``size`` windows, in order.
+def padded(pieces: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Windows of one batch, right-padded, and their mask, 0 on padding; (windows, length) int64.
 
     Example:
-        >>> batch = next(batches([[5, 6, 7], [8]], 2, 0))
-        >>> batch.input_ids.tolist(), batch.attention_mask.tolist()
+        >>> ids, mask = padded([[5, 6, 7], [8]], 0)
+        >>> ids.tolist(), mask.tolist()
         ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]])
     """
-    for start in range(0, len(pieces), size):
-        chosen = pieces[start : start + size]
-        longest = max(len(piece) for piece in chosen)
-        ids = torch.full((len(chosen), longest), pad, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, piece in enumerate(chosen):
-            ids[row, : len(piece)] = torch.tensor(piece, dtype=torch.int64)
-            mask[row, : len(piece)] = 1
-        yield Batch(ids, mask)
+    rows = [torch.tensor(piece, dtype=torch.int64) for piece in pieces]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
 
 
 _SAMPLED = 64

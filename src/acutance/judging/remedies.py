@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from acutance.caching.exchange.import_plan import ForeignPlan, read_foreign
+from acutance.caching.import_plan import ForeignPlan, read_foreign
 from acutance.caching.plan import CachePlan, holds_plan
 from acutance.calibration.apply_law import ApplyError, apply
 from acutance.calibration.law import AnyLaw, Law, by_layer, check_head

@@ -21,7 +21,7 @@ def visible_keys(masking: Masking) -> Tensor:
     """Number of visible keys of each row, the n of every metric and scaling.
 
     Args:
-        masking: all masks of a call, from :func:`acutance.check_masks.check_masking`.
+        masking: all masks of a call, from :func:`acutance.masks.check_masking`.
 
     Returns:
         (B, Hq, L) where a mask differs from head to head, otherwise (B, 1, L); int64. 0 for a row

@@ -8,30 +8,79 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.kernel_functions.reading import alibi
 from acutance.serving.cache_layout import CacheLayout
-from acutance.serving.passes import Pass, Recorded, Seen
-from acutance.serving.runs import Rows, Run, Runs
+from acutance.serving.runs import Choice, Rows, Run, Runs
 from acutance.serving.served_rows import ServedRows
-from acutance.serving.vllm_layer import (
-    alibi_bias,
-    discover_layout,
-    option,
-    ranks,
-    window_of,
-)
 
 __all__ = ["VllmReader"]
 
 #: Seconds without a pass after which the files are written.
 _IDLE = 2.0
 _REPLAYED = "some passes are replayed by CUDA graphs and are not read"
+
+
+class Seen(NamedTuple):
+    """The recorded rows of one layer in one forward pass.
+
+    Attributes:
+        layer: vLLM's layer.
+        query: (rows, Hq, E).
+        output: (rows, Hq, Ev), which the layer has computed; None if it is not compared.
+        cache: its paged cache.
+        metadata: where the sequences' keys are.
+    """
+
+    layer: Any
+    query: Tensor
+    output: Tensor | None
+    cache: Tensor
+    metadata: Any
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass some of whose rows are read.
+
+    Attributes:
+        choice: its runs.
+        index: (rows,), the recorded rows.
+        tokens: number of rows of the pass.
+        compared: whether outputs are recorded, too.
+        seen: its layers by name.
+    """
+
+    choice: Choice
+    index: Tensor
+    tokens: int
+    compared: bool
+    seen: dict[str, Seen]
+
+
+class Recorded(NamedTuple):
+    """What is recorded of a run in layers of the same kind.
+
+    Attributes:
+        layers: vLLM's layers.
+        caches: their paged caches.
+        blocks: the sequence's blocks in them, in order.
+        queries: (layers, rows, Hq, E) of each pass.
+        outputs: (layers, rows, Hq, Ev) of each pass whose outputs are compared.
+    """
+
+    layers: list[Any]
+    caches: list[Tensor]
+    blocks: Tensor
+    queries: list[Tensor]
+    outputs: list[Tensor]
 
 
 class VllmReader:
@@ -85,7 +134,7 @@ class VllmReader:
             original(layer, *args, **kwargs)
             try:
                 layer.impl.forward = self.wrap(layer, layer.impl.forward)
-                if (update := option(layer.impl, "do_kv_cache_update")) is not None:
+                if (update := getattr(layer.impl, "do_kv_cache_update", None)) is not None:
                     layer.impl.do_kv_cache_update = self._wrap_update(_module(layer), update)
             except Exception as error:  # the model is loaded all the same
                 self._refuse([_module(layer)], error)
@@ -315,11 +364,14 @@ class VllmReader:
             raise ValueError("it runs over other tokens than the model's first layer")
         if name not in self._kinds:
             layout = self._layouts[name] = discover_layout(layer, seen.cache)
-            alone = option(impl, "sinks") is not None or option(impl, "alibi_slopes") is not None
+            alone = (
+                getattr(impl, "sinks", None) is not None
+                or getattr(impl, "alibi_slopes", None) is not None
+            )
             self._kinds[name] = (
                 *(name if alone else "", layer.num_heads, layer.num_kv_heads, layer.head_size),
                 *(layer.head_size_v, float(impl.scale), window_of(impl)),
-                *(option(impl, "logits_soft_cap"), seen.cache.dtype, layout.tokens),
+                *(getattr(impl, "logits_soft_cap", None), seen.cache.dtype, layout.tokens),
             )
         return id(metadata), self._kinds[name]
 
@@ -354,8 +406,8 @@ class VllmReader:
                 query_offset=position,
                 window=window,
                 scale=float(impl.scale),
-                softcap=option(impl, "logits_soft_cap") or None,
-                sinks=option(impl, "sinks"),
+                softcap=getattr(impl, "logits_soft_cap", None) or None,
+                sinks=getattr(impl, "sinks", None),
                 bias=alibi_bias(impl, position, run.rows, key.shape[2]),
             )
             self.served.add(
@@ -398,3 +450,54 @@ def _holds(run: Run, cache: Tensor, blocks: Tensor) -> bool:
         and bool(torch.isin(part.blocks, blocks).any())
         for part in run.recorded.values()
     )
+
+
+def discover_layout(layer: Any, cache: Tensor) -> CacheLayout:
+    """Find out how a layer's implementation stores keys and values."""
+    impl = layer.impl
+    update = getattr(impl, "do_kv_cache_update", None)
+    if update is None:
+        raise ValueError(
+            f"the cache of {type(impl).__name__} is not read: it has no do_kv_cache_update"
+        )
+
+    update = getattr(update, "__wrapped__", update)  # without what a reader does before
+
+    def write(key: Tensor, value: Tensor, scratch: Tensor, slots: Tensor) -> None:
+        update(layer, key, value, scratch, slots)
+
+    return CacheLayout.discover(
+        write, cache, heads=layer.num_kv_heads, width=layer.head_size, value_width=layer.head_size_v
+    )
+
+
+def window_of(impl: Any) -> int | None:
+    """Number of keys that a row sees, itself included; None for all.
+
+    Implementations store the window as a number, or as keys to the left and right of the row's.
+    """
+    window = getattr(impl, "sliding_window", None)
+    if isinstance(window, tuple | list):
+        window = window[0] + 1 if window[0] is not None and window[0] >= 0 else None
+    return None if window is None or window <= 0 else int(window)
+
+
+def alibi_bias(impl: Any, position: int, rows: int, keys: int) -> Tensor | None:
+    """The bias (1, Hq, L, S) of ALiBi; None without."""
+    slopes = getattr(impl, "alibi_slopes", None)
+    return None if slopes is None else alibi(torch.as_tensor(slopes).float(), rows, keys, position)
+
+
+def ranks() -> tuple[int, int]:
+    """Number of this process among the workers, and among those that share the heads of a layer."""
+    try:
+        from vllm.config import get_current_vllm_config
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        parallel, part = get_current_vllm_config().parallel_config, get_tensor_model_parallel_rank()
+    except (ImportError, AssertionError):  # no configuration or groups: there is one worker
+        return 0, 0
+    rank = torch.distributed.get_rank()
+    if parallel.data_parallel_size == 1:  # copies of a model that do not know of each other
+        rank += parallel.data_parallel_index * parallel.world_size
+    return rank, part

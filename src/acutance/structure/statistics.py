@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from acutance.check_masks import INTEGERS, MaskOptions, check_masking, check_sinks
 from acutance.kernels import dispatch, native
 from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
+from acutance.masks import INTEGERS, MaskOptions, check_masking, check_sinks
 from acutance.shapes import (
     check_flags,
     check_inputs,

@@ -221,7 +221,7 @@ def not_loaded_sentence(text: str) -> str:
     """A sentence that names the weights that were not loaded.
 
     Args:
-        text: result of :func:`acutance.corpus.checkpoint.not_loaded`.
+        text: result of :func:`acutance.corpus.load_model.not_loaded`.
     """
     return f"The model did not load: {text}. Missing weights are random numbers."
 

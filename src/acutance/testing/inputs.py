@@ -39,12 +39,17 @@ class AttentionCase:
         return self.query, self.key, self.value
 
 
-class _SeededDraws:
-    """Draws random sizes and numbers from its own seed, independent of the global state."""
+@dataclass(frozen=True)
+class _Draw:
+    """Random choices and numbers for one call of these sizes, independent of the global state."""
 
-    def __init__(self, seed: int) -> None:
-        self.sizes = random.Random(seed)
-        self.numbers = torch.Generator().manual_seed(seed)
+    choices: random.Random
+    numbers: torch.Generator
+    batch: int
+    query_heads: int
+    queries: int
+    keys: int
+    dtype: torch.dtype
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.numbers, dtype=torch.float64)
@@ -52,96 +57,87 @@ class _SeededDraws:
     def coin(self, chance: float, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.numbers) < chance
 
-
-@dataclass(frozen=True)
-class _Sizes:
-    batch: int
-    query_heads: int
-    queries: int
-    keys: int
-    dtype: torch.dtype
-
-    def some(self, draw: _SeededDraws) -> tuple[int, ...]:
+    def some(self) -> tuple[int, ...]:
         """A random shape that broadcasts to (B, Hq, L, S)."""
-        full = (self.batch, self.query_heads, self.queries, self.keys)
-        shape = [size if draw.sizes.random() < 0.6 else 1 for size in full[:3]] + [self.keys]
-        return tuple(shape[draw.sizes.randrange(3) :])
+        full = (self.batch, self.query_heads, self.queries)
+        shape = [size if self.choices.random() < 0.6 else 1 for size in full] + [self.keys]
+        return tuple(shape[self.choices.randrange(3) :])
 
 
-def _offset(draw: _SeededDraws, size: _Sizes) -> int:
-    return draw.sizes.choice([0, size.keys - size.queries, draw.sizes.randint(-2, 5)])
+def _offset(draw: _Draw) -> int:
+    return draw.choices.choice([0, draw.keys - draw.queries, draw.choices.randint(-2, 5)])
 
 
-def _causal(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
+def _causal(draw: _Draw) -> dict[str, Any]:
     return {"is_causal": True}
 
 
-def _decode(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    return {"is_causal": True, "query_offset": _offset(draw, size)}
+def _decode(draw: _Draw) -> dict[str, Any]:
+    return {"is_causal": True, "query_offset": _offset(draw)}
 
 
-def _window(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    width = draw.sizes.randint(1, size.keys + 1)
-    causal = draw.sizes.random() < 0.5
-    return {"window": width, "is_causal": causal, "query_offset": _offset(draw, size)}
+def _window(draw: _Draw) -> dict[str, Any]:
+    width = draw.choices.randint(1, draw.keys + 1)
+    causal = draw.choices.random() < 0.5
+    return {"window": width, "is_causal": causal, "query_offset": _offset(draw)}
 
 
-def _padding(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    return {"key_mask": draw.coin(0.7, size.batch, size.keys)}
+def _padding(draw: _Draw) -> dict[str, Any]:
+    return {"key_mask": draw.coin(0.7, draw.batch, draw.keys)}
 
 
-def _boolean(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    mask = draw.coin(0.6, *size.some(draw))
-    mask[..., -1, :] &= draw.sizes.random() < 0.5  # half the time a row that sees nothing
+def _boolean(draw: _Draw) -> dict[str, Any]:
+    mask = draw.coin(0.6, *draw.some())
+    mask[..., -1, :] &= draw.choices.random() < 0.5  # half the time a row that sees nothing
     return {"attn_mask": mask}
 
 
-def _additive(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    shape = size.some(draw)
-    low = draw.sizes.choice([-torch.inf, torch.finfo(size.dtype).min])
+def _additive(draw: _Draw) -> dict[str, Any]:
+    shape = draw.some()
+    low = draw.choices.choice([-torch.inf, torch.finfo(draw.dtype).min])
     mask = draw.normal(*shape).masked_fill(draw.coin(0.3, *shape), low)
-    return {"attn_mask": mask.to(size.dtype)}
+    return {"attn_mask": mask.to(draw.dtype)}
 
 
-def _documents(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    rows = torch.randint(3, (size.batch, size.queries), generator=draw.numbers)
-    columns = torch.randint(3, (size.batch, size.keys), generator=draw.numbers)
-    return {"document_ids": (rows, columns), "is_causal": draw.sizes.random() < 0.5}
+def _documents(draw: _Draw) -> dict[str, Any]:
+    rows = torch.randint(3, (draw.batch, draw.queries), generator=draw.numbers)
+    columns = torch.randint(3, (draw.batch, draw.keys), generator=draw.numbers)
+    return {"document_ids": (rows, columns), "is_causal": draw.choices.random() < 0.5}
 
 
-def _packed(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    if size.queries > size.keys:
-        return _documents(draw, size)
-    cuts = sorted(draw.sizes.randint(0, size.keys) for _ in range(3))
-    lengths = torch.tensor([0, *cuts, size.keys])
-    return {"cu_seqlens": lengths, "is_causal": True, "query_offset": size.keys - size.queries}
+def _packed(draw: _Draw) -> dict[str, Any]:
+    if draw.queries > draw.keys:
+        return _documents(draw)
+    cuts = sorted(draw.choices.randint(0, draw.keys) for _ in range(3))
+    lengths = torch.tensor([0, *cuts, draw.keys])
+    return {"cu_seqlens": lengths, "is_causal": True, "query_offset": draw.keys - draw.queries}
 
 
-def _bias(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    return {"bias": draw.normal(*size.some(draw)).to(size.dtype)}
+def _bias(draw: _Draw) -> dict[str, Any]:
+    return {"bias": draw.normal(*draw.some()).to(draw.dtype)}
 
 
-def _alibi(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    slopes = 2.0 ** -torch.arange(1, size.query_heads + 1, dtype=torch.float64)
-    return {"alibi_slopes": slopes.to(size.dtype), "query_offset": _offset(draw, size)}
+def _alibi(draw: _Draw) -> dict[str, Any]:
+    slopes = 2.0 ** -torch.arange(1, draw.query_heads + 1, dtype=torch.float64)
+    return {"alibi_slopes": slopes.to(draw.dtype), "query_offset": _offset(draw)}
 
 
-def _softcap(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    return {"softcap": draw.sizes.choice([0.5, 5.0, 50.0])}
+def _softcap(draw: _Draw) -> dict[str, Any]:
+    return {"softcap": draw.choices.choice([0.5, 5.0, 50.0])}
 
 
-def _sinks(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
-    return {"sinks": draw.normal(size.query_heads).to(size.dtype)}
+def _sinks(draw: _Draw) -> dict[str, Any]:
+    return {"sinks": draw.normal(draw.query_heads).to(draw.dtype)}
 
 
-def _everything(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
+def _everything(draw: _Draw) -> dict[str, Any]:
     parts = (_padding, _bias, _alibi, _window, _softcap, _sinks)
-    return {name: given for part in parts for name, given in part(draw, size).items()}
+    return {name: given for part in parts for name, given in part(draw).items()}
 
 
 #: How keys are hidden or scores changed, by name; each draws the options for it.
-MASKS: dict[str, Callable[[_SeededDraws, _Sizes], dict[str, Any]]] = {
-    "none": lambda draw, size: {},
+MASKS: dict[str, Callable[[_Draw], dict[str, Any]]] = {
+    "none": lambda draw: {},
     "causal": _causal,
     "decode": _decode,
     "window": _window,
@@ -194,31 +190,31 @@ def attention_case(
         >>> torch.allclose(stats.entropy, oracle["entropy"], equal_nan=True)
         True
     """
-    draw = _SeededDraws(seed)
-    sizes = draw.sizes
-    mask = sizes.choice(list(MASKS)) if mask is None else mask
+    choices = random.Random(seed)
+    mask = choices.choice(list(MASKS)) if mask is None else mask
     if mask not in MASKS:
         raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
-    dtype = sizes.choice(DTYPES) if dtype is None else dtype
-    batch, heads, group = sizes.randint(1, 3), sizes.randint(1, 3), sizes.randint(1, 3)
-    width, value_width = sizes.choice([1, 4, 16]), sizes.choice([1, 3, 8])
-    queries = sizes.choice([1, sizes.randint(1, longest)]) if queries is None else queries
-    keys = sizes.randint(1, longest) if keys is None else keys
-    size = _Sizes(batch, heads * group, queries, keys, dtype)
+    dtype = choices.choice(DTYPES) if dtype is None else dtype
+    batch, heads, group = choices.randint(1, 3), choices.randint(1, 3), choices.randint(1, 3)
+    width, value_width = choices.choice([1, 4, 16]), choices.choice([1, 3, 8])
+    queries = choices.choice([1, choices.randint(1, longest)]) if queries is None else queries
+    keys = choices.randint(1, longest) if keys is None else keys
+    numbers = torch.Generator().manual_seed(seed)
+    draw = _Draw(choices, numbers, batch, heads * group, queries, keys, dtype)
 
     def tensor(heads: int, length: int, width: int, factor: float) -> Tensor:
         values = draw.normal(batch, length, heads, width).mul_(factor).to(dtype).transpose(1, 2)
-        return values if sizes.random() < 0.5 else values.contiguous()
+        return values if choices.random() < 0.5 else values.contiguous()
 
     root = magnitude**0.5  # q · k / √E then has the standard deviation asked for
     query = tensor(heads * group, queries, width, root)
     key = tensor(heads, keys, width, root)
     value = tensor(heads, keys, value_width, 1.0)
-    options = MASKS[mask](draw, size)
+    options = MASKS[mask](draw)
     if group > 1:
         options["enable_gqa"] = True
-    if sizes.random() < 0.3:
-        options["scale"] = sizes.uniform(0.1, 1.0) * width**-0.5
+    if choices.random() < 0.3:
+        options["scale"] = choices.uniform(0.1, 1.0) * width**-0.5
     name = (
         f"seed {seed}: {mask}, {dtype}, query {tuple(query.shape)}, key {tuple(key.shape)}, "
         f"value {tuple(value.shape)}"

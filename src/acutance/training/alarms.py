@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from acutance.shapes import check_count, check_number
+from acutance.from_json import checked
+from acutance.shapes import check_number
 from acutance.summary.head_summary import HeadSummary
 
 __all__ = [
@@ -132,15 +133,13 @@ def growth_limit(false_alarms: float) -> float:
 class _History:
     """Values of one layer by step, as far back as they are needed."""
 
-    count: int = 0
-    first: int = 0
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    count: int
+    first: int
+    steps: list[int]
+    values: list[float]
 
     def add(self, step: int, value: float) -> float | None:
         """Store a value; return its growth, or None if there are too few values."""
-        if not self.count:
-            self.first = step
         self.count += 1
         self.steps.append(step)
         self.values.append(value)
@@ -153,6 +152,18 @@ class _History:
         if len(self.values) > STORED:
             del self.steps[1::2], self.values[1::2]
         return value - float(around)
+
+
+@dataclass
+class _Measured:
+    """What is known of all layers: the last step of the warm-up, and the highest learning rate.
+
+    The rate is below 0 before the first one, and None after the warm-up.
+    """
+
+    warmup: int
+    rate: float | None
+    layers: dict[str, _History]
 
 
 class LogitGrowth:
@@ -193,9 +204,7 @@ class LogitGrowth:
 
     def __init__(self, false_alarms: float | None = 100.0) -> None:
         self.limit = math.inf if false_alarms is None else growth_limit(false_alarms)
-        self._layers: dict[str, _History] = {}
-        self._warmup = 0  # the last step of the warm-up
-        self._rate: float | None = -1.0  # the highest so far; None after the warm-up
+        self.clear()
 
     def update(
         self, step: int, deviations: Mapping[str, float], rate: float | None = None
@@ -211,31 +220,28 @@ class LogitGrowth:
         Returns:
             The growth of each layer that has been measured often enough, after the warm-up.
         """
-        if rate is not None and self._rate is not None:
-            if rate > self._rate:
-                self._warmup, self._rate = step, rate
+        known = self._measured
+        if rate is not None and known.rate is not None:
+            if rate > known.rate:
+                known.warmup, known.rate = step, rate
             else:
-                self._rate = None
+                known.rate = None
         grown = {}
         for layer, value in deviations.items():
             if 0 < value < math.inf:
-                growth = self._layers.setdefault(layer, _History()).add(step, math.log(value))
-                if growth is not None and step - self._warmup >= SETTLING:
+                history = known.layers.setdefault(layer, _History(0, step, [], []))
+                growth = history.add(step, math.log(value))
+                if growth is not None and step - known.warmup >= SETTLING:
                     grown[layer] = math.exp(growth)
         return grown
 
     def clear(self) -> None:
         """Forget all measurements."""
-        self._layers.clear()
-        self._warmup, self._rate = 0, -1.0
+        self._measured = _Measured(0, -1.0, {})
 
     def state_dict(self) -> dict[str, Any]:
         """The measurements, as JSON-compatible values."""
-        return {
-            "warmup": self._warmup,
-            "rate": self._rate,
-            "layers": {layer: asdict(history) for layer, history in self._layers.items()},
-        }
+        return asdict(self._measured)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; nothing, if it is empty.
@@ -249,31 +255,14 @@ class LogitGrowth:
         if all(isinstance(entry, Mapping) and "stride" in entry for entry in entries):
             self.clear()
             return
-        if set(state_dict) != {"warmup", "rate", "layers"}:
-            raise ValueError(
-                f"the state of growing logits must have warmup, rate and layers, got "
-                f"{', '.join(sorted(map(str, state_dict)))}"
-            )
-        layers = {}
-        for layer, kept in state_dict["layers"].items():
-            if not isinstance(kept, Mapping) or set(kept) != {"count", "first", "steps", "values"}:
+        measured = checked(_Measured, dict(state_dict), "the state of growing logits")
+        for layer, history in measured.layers.items():
+            if len(history.steps) != len(history.values):
                 raise ValueError(
-                    f"the logits of {layer!r} must have count, first, steps and values, got "
-                    f"{kept!r}"
+                    f"the logits of {layer!r} must have a value at each step, got "
+                    f"{len(history.steps)} steps and {len(history.values)} values"
                 )
-            steps = [check_count("steps", step, 0) for step in kept["steps"]]
-            values = [check_number("values", value) for value in kept["values"]]
-            if len(steps) != len(values):
-                raise ValueError(
-                    f"the logits of {layer!r} must have a value at each step, got {len(steps)} "
-                    f"steps and {len(values)} values"
-                )
-            count, first = (check_count(name, kept[name], 0) for name in ("count", "first"))
-            layers[str(layer)] = _History(count, first, steps, values)
-        rate = state_dict["rate"]
-        self._warmup = check_count("warmup", state_dict["warmup"], 0)
-        self._rate = None if rate is None else check_number("rate", rate)
-        self._layers = layers
+        self._measured = measured
 
 
 @dataclass(frozen=True)
@@ -367,14 +356,9 @@ def summed_up(alarms: Sequence[Alarm]) -> str:
     """
     kind = alarms[0].kind
     sign = 1 if kind == "entropy_collapse" else -1
-    worst = sorted(alarms, key=lambda alarm: sign * _ordered(alarm.value))
+    worst = sorted(alarms, key=lambda alarm: sign * alarm.value)
     heads = "one head" if len(alarms) == 1 else f"{len(alarms)} heads"
     text = "; ".join(map(str, worst[:_NAMED]))
     more = f"; and {len(alarms) - _NAMED} more" if len(alarms) > _NAMED else ""
     label = kind.replace("_", " ")
     return f"attention at step {alarms[0].step}, {label} in {heads}: {text}{more}"
-
-
-def _ordered(value: float) -> float:
-    """A value for sorting, with NaN last."""
-    return math.inf if math.isnan(value) else value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ Unit = Literal["nats", "fraction"]
 Score = Literal["dot", "cosine"]
 Temperature = Literal["fixed", "learned", "log_n", "entropy_target"]
 _LARGEST = 1000.0  # of 1/τ in InfoNCE: cosines are sharper than anything there
+#: What a report averages over both directions.
+_AVERAGED = "loss", "negative_entropy", "effective_negatives", "positive_weight", "accuracy"
 _ITERATIONS = 30  # of SigmaReparam's power iteration before the first forward
 _NODES = 64  # of the quadrature over norms of queries in initial_scale
 
@@ -237,9 +239,7 @@ class ZLoss(nn.Module):
             TypeError: if it is not one of these.
             ValueError: if there is no row, or no gradient although gradients are enabled.
         """
-        losses = [
-            statistics.lse[counted].square().mean() for statistics, counted in read_rows(rows)
-        ]
+        losses = [stats.lse[counted].square().mean() for stats, counted in read_rows(rows)]
         return self.weight * torch.stack(losses).mean()
 
     def extra_repr(self) -> str:
@@ -268,22 +268,6 @@ class ContrastiveReport:
     effective_negatives: float
     positive_weight: float
     accuracy: float
-
-
-class _Side(NamedTuple):
-    """The loss of one direction, with what the report is made of.
-
-    Attributes:
-        loss: the loss, a scalar.
-        scale: 1/τ.
-        others: statistics of each row's negatives, (1, 1, B).
-        match: logits of the positives, (B,).
-    """
-
-    loss: Tensor
-    scale: Tensor
-    others: RowStatistics
-    match: Tensor
 
 
 class InfoNCE(nn.Module):
@@ -409,32 +393,54 @@ class InfoNCE(nn.Module):
             sides = [self._side(first, second, extra)]
             if self.symmetric:
                 sides.append(self._side(second, first, None))
+            losses, statistics, reports = zip(*sides, strict=True)
             if self.temperature == "entropy_target" and self.training:
-                self._follow([side.others for side in sides])  # both directions had the same τ
-        self._store_report(sides)
-        return torch.stack([side.loss for side in sides]).mean()
+                self._follow(statistics)  # both directions had the same τ
+        means = {
+            name: sum(getattr(report, name) for report in reports) / len(reports)
+            for name in _AVERAGED
+        }
+        self.report = replace(reports[0], **means)
+        return torch.stack(losses).mean()
 
     @property
     def _ranks(self) -> tuple[int, int]:
         """This rank and the number of ranks whose pairs are gathered."""
         return ranks(self.group) if self.gather else (0, 1)
 
-    def _side(self, query: Tensor, key: Tensor, extra: Tensor | None) -> _Side:
-        """The loss of each query against all keys and the extra negatives."""
+    def _side(
+        self, query: Tensor, key: Tensor, extra: Tensor | None
+    ) -> tuple[Tensor, RowStatistics, ContrastiveReport]:
+        """Each query against all keys and the extra negatives.
+
+        Returns:
+            The loss; statistics of each row's negatives, (1, 1, B); the report.
+        """
         keys = gather_rows(key, self.group) if self.gather else key
         candidates = len(keys) + (0 if extra is None else len(extra))
         scale = self.scale(candidates).to(query)
         scaled = query * scale
-        statistics = _statistics_of_others(scaled, keys, self._ranks[0] * len(query))
+        others = _statistics_of_others(scaled, keys, self._ranks[0] * len(query))
         if extra is not None:
             further = row_statistics(scaled[None, None], extra[None, None], scale=1.0)
-            statistics = RowStatistics(merge(statistics.state, further.state))
+            others = RowStatistics(merge(others.state, further.state))
         match = (scaled * key).sum(-1)
-        loss = softplus(statistics.lse[0, 0] - match).mean()
-        return _Side(loss, scale, statistics, match)
+        loss = softplus(others.lse[0, 0] - match).mean()
+        with torch.no_grad():
+            rounding = 8 * torch.finfo(match.dtype).eps * scale
+            rows = (
+                others.entropy,
+                others.effective_keys,
+                torch.sigmoid(match - others.lse[0, 0]),
+                match - others.max_logit[0, 0] > rounding,
+            )
+            means = [float(values.double().mean()) for values in rows]
+            negatives = int(others.n_keys[0, 0, 0])
+            report = ContrastiveReport(float(loss), 1 / float(scale), negatives, *means)
+        return loss, others, report
 
     @torch.no_grad()
-    def _follow(self, sides: list[RowStatistics]) -> None:
+    def _follow(self, sides: Sequence[RowStatistics]) -> None:
         """Move 1/τ by one Newton step towards the target entropy, averaged over rows and ranks.
 
         ``sides`` are the statistics of the rows of anchors and, if symmetric, of positives.
@@ -452,28 +458,6 @@ class InfoNCE(nn.Module):
         aim = self.target * means[2]
         moved = newton_step(self.log_scale.exp().to(means), means[0], means[1], aim)
         self.log_scale.copy_(moved.clamp(1e-3, _LARGEST).log())
-
-    @torch.no_grad()
-    def _store_report(self, sides: list[_Side]) -> None:
-        """Store the report of the last call."""
-
-        def mean(values: Callable[[_Side], Tensor]) -> float:
-            return float(torch.stack([values(side).double().mean() for side in sides]).mean())
-
-        def is_largest(side: _Side) -> Tensor:
-            rounding = 8 * torch.finfo(side.match.dtype).eps * side.scale
-            largest: Tensor = side.match - side.others.max_logit[0, 0] > rounding
-            return largest
-
-        self.report = ContrastiveReport(
-            loss=mean(lambda side: side.loss),
-            temperature=1 / float(sides[0].scale),
-            negatives=int(sides[0].others.n_keys[0, 0, 0]),
-            negative_entropy=mean(lambda side: side.others.entropy),
-            effective_negatives=mean(lambda side: side.others.effective_keys),
-            positive_weight=mean(lambda side: torch.sigmoid(side.match - side.others.lse[0, 0])),
-            accuracy=mean(is_largest),
-        )
 
     def extra_repr(self) -> str:
         """The kind of temperature, for ``print``."""

@@ -15,17 +15,19 @@ from acutance.capture.listener import ProbeError
 from acutance.capture.module_names import named_modules
 from acutance.shapes import check_count, check_flag, check_number
 from acutance.training.across_ranks import ExactMaxima, multiply, reshard
-from acutance.training.agreement import Outputs, agrees, rotary_width
 from acutance.training.projections import (
     LAYOUTS,
     NAMES,
     HeadSlices,
     NoProjectionsError,
+    Outputs,
     Projections,
+    agrees,
     all_heads,
     find_layouts,
+    rotary_width,
 )
-from acutance.training.watch import AttentionWatch, WatchedRows
+from acutance.training.watch import AttentionWatch
 
 __all__ = ["ClipReport", "LayerClip", "QKClip"]
 
@@ -191,19 +193,14 @@ class QKClip:
                 f"{'; '.join(self._watch.unread)}"
             )
         for seen in rows:
-            self._update_maxima(seen)
-
-    def _update_maxima(self, seen: WatchedRows) -> None:
-        """Update the largest logit of each head with one attention call."""
-        name = seen.module.partition("#")[0]
-        stats = seen.statistics
-        # a kernel's maximum may pass over what is not a number; the logsumexp does not
-        logits = torch.where(stats.lse.isnan(), torch.nan, stats.max_logit)
-        largest = torch.where(seen.kept, logits, -torch.inf).amax((0, 2)).detach().double()
-        before = self._maxima.get(name)
-        self._maxima[name] = largest if before is None else torch.maximum(before, largest)
-        eps = torch.finfo(seen.dtype).eps if seen.dtype is not None else 0.0
-        self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
+            name, stats = seen.module.partition("#")[0], seen.statistics
+            # a kernel's maximum may pass over what is not a number; the logsumexp does not
+            logits = torch.where(stats.lse.isnan(), torch.nan, stats.max_logit)
+            largest = torch.where(seen.kept, logits, -torch.inf).amax((0, 2)).detach().double()
+            before = self._maxima.get(name, largest)
+            self._maxima[name] = torch.maximum(before, largest)
+            eps = torch.finfo(seen.dtype).eps if seen.dtype is not None else 0.0
+            self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
 
     def _note(self, name: str, query: Tensor, key: Tensor) -> None:
         """Determine the layout of a module's projections from its first calls."""
@@ -289,7 +286,10 @@ class QKClip:
                 if math.isnan(logit) or logit == math.inf:
                     not_finite.append((name, head))
                 elif logit > self.tau:
-                    factors[head] = self.tau / logit * (1 - _margin(max(eps, weights.eps)))
+                    # by so much rounding of weights and products can increase a logit
+                    rounding = max(eps, weights.eps)
+                    margin = 4 * rounding if rounding > 1e-5 else 64 * rounding
+                    factors[head] = self.tau / logit * (1 - margin)
                     for part, factor in weights.factors(head, factors[head], self.alpha):
                         place = (id(part.tensor), part.dim, part.offset(head), part.size)
                         before = smallest.get(place, (part, 1.0))[1]
@@ -422,8 +422,3 @@ class QKClip:
         self._shapes = {name: (int(w), float(e)) for name, (w, e) in state["shapes"].items()}
         layouts = {name: int(layout) for name, layout in state["layouts"].items()}
         self._layouts = {name: layout for name, layout in layouts.items() if layout != _UNTOLD}
-
-
-def _margin(eps: float) -> float:
-    """Relative increase of a logit that rounding of weights and products can cause."""
-    return 4 * eps if eps > 1e-5 else 64 * eps

@@ -15,7 +15,14 @@ from acutance.masks import hides
 from acutance.probing.faults import visible_keys
 from acutance.verification.expectation import Expectation
 
-__all__ = ["Difference", "Pass", "argument_differences", "counted_rows", "expected_call"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Pass",
+    "argument_differences",
+    "counted_rows",
+    "expected_call",
+]
 
 _SCALE_TOLERANCE = 1e-5
 
@@ -30,6 +37,25 @@ class Difference(NamedTuple):
 
     cause: str
     sentence: str
+
+
+class Comparison(NamedTuple):
+    """A comparison of a call's gradients, or of its rotated queries and keys, with those expected.
+
+    Attributes:
+        error: largest relative difference.
+        tolerance: largest difference that rounding explains.
+        difference: what they differ by; None if they agree.
+        problem: why nothing can be said; empty if something can.
+        shift: by how much positions are shifted in each text, (B, 1), which changes no score if it
+            is the same in later passes; None if they are not.
+    """
+
+    error: float
+    tolerance: float
+    difference: Difference | None = None
+    problem: str = ""
+    shift: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -234,8 +260,9 @@ def _masks(
             found.append(_padding(padding, missing, ours.key_mask))
             missing = missing & False if found[-1].cause == "padding mask wrong" else missing
     if ours.cu_seqlens is not None:
-        same = _same_document(ours.cu_seqlens, queries, keys)
-        mixed = extra & ~same
+        ends = ours.cu_seqlens[1:].contiguous()
+        document = torch.bucketize(torch.arange(keys, device=ends.device), ends, right=True)
+        mixed = extra & (document[keys - queries :, None] != document)
         if bool(mixed.any()):
             extra = extra & ~mixed
             text = "tokens of packed documents see tokens of other documents"
@@ -257,13 +284,6 @@ def _masks(
     if bool(missing.any()):
         found.append(_narrower(missing, seen & rows.unsqueeze(-1), distance, expected, queries))
     return found
-
-
-def _same_document(lengths: Tensor, queries: int, keys: int) -> Tensor:
-    """Which pairs of queries and keys are of one document, boolean (L, S)."""
-    places = torch.arange(keys, device=lengths.device)
-    document = torch.bucketize(places, lengths[1:].contiguous(), right=True)
-    return document[keys - queries :, None] == document
 
 
 def _padding(padding: Tensor, missing: Tensor, real: Tensor) -> Difference:

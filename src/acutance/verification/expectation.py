@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from acutance.verification.rope import Rope, configured_rope, entry_of
-
-__all__ = ["Expectation", "expectation_of", "windows_of"]
+__all__ = ["Expectation", "Rope", "expectation_of", "rotated", "windows_of"]
 
 _FULL = ("full_attention", "attention", "global_attention")
 _SLIDING = ("sliding_attention", "local_attention", "sliding_window_attention")
 _CHUNKED = ("chunked_attention",)
+#: Types of RoPE. Frequencies follow the published formulas, not transformers' code, which is among
+#: what is verified.
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 #: Architectures whose checkpoints rotate components of two halves, and neighbouring ones.
 _HALVES = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma"),
@@ -26,6 +29,187 @@ _NEIGHBOURS = {"cohere", "cohere2", "glm", "glm4"}
 _BOTH_SIDES = {"t5gemma2_encoder", "t5gemma2_text"}
 #: Modules that leave out the softcap of their configuration: they pool all tokens with one query.
 _UNCAPPED = {"VideoPrismMultiheadAttentionPoolingHead"}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of one layer.
+
+    Attributes:
+        kind: ``rope_type`` of transformers.
+        theta: the base.
+        width: number of components of a head that are rotated.
+        parameters: other entries of ``rope_parameters``.
+        longest: ``max_position_embeddings``.
+
+    Example:
+        >>> Rope("linear", 100.0, 4, {"factor": 2.0}).frequencies(8)
+        tensor([0.5000, 0.0500], dtype=torch.float64)
+    """
+
+    kind: str
+    theta: float
+    width: int
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    longest: int | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether it is another than the default."""
+        return self.kind != "default"
+
+    def plain(self) -> Rope:
+        """The same base and width without scaling."""
+        return replace(self, kind="default", parameters={})
+
+    def frequencies(self, length: int) -> Tensor:
+        """Radians per position of each pair of components, float64 (width / 2,).
+
+        Args:
+            length: number of positions that are read, on which some kinds depend.
+        """
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
+        plain: Tensor = self.theta**-exponents
+        factor, trained = self._factor, self._trained
+        if self.kind == "linear":
+            return plain / factor
+        if self.kind == "dynamic":  # NTK scaling of the base beyond the trained length
+            stretched = max(length, trained) * factor / trained - (factor - 1)
+            base = self.theta * stretched ** (self.width / (self.width - 2))
+            return torch.pow(base, -exponents)
+        if self.kind == "yarn":
+            return self._yarn(plain)
+        if self.kind == "llama3":  # slow frequencies divided by the factor, fast ones as they are
+            low, high = (float(self.parameters[f"{name}_freq_factor"]) for name in ("low", "high"))
+            turns = trained * plain / (2 * math.pi)
+            fast = ((turns - low) / (high - low)).clamp(0, 1)
+            return plain * fast + plain / factor * (1 - fast)
+        if self.kind == "longrope":  # each frequency has its factor, for short and for long texts
+            name = "long_factor" if length > trained else "short_factor"
+            return plain / torch.tensor(self.parameters[name], dtype=torch.float64)
+        return plain
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of rotated queries and keys, as YaRN and LongRoPE have it."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
+        given = self.parameters.get("attention_factor")
+        if given is not None:
+            return float(given)
+        factor = self._factor
+        if self.kind == "longrope":
+            return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(self._trained))
+        over, under = (self.parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+        if over and under:
+            return _mscale(factor, over) / _mscale(factor, under)
+        return _mscale(factor, 1.0)
+
+    @property
+    def _trained(self) -> float:
+        """Number of positions that the model was trained on."""
+        return float(self.parameters.get("original_max_position_embeddings") or self.longest or 1)
+
+    @property
+    def _factor(self) -> float:
+        """By how much the context is stretched."""
+        factor = self.parameters.get("factor")
+        return float(factor) if factor is not None else float(self.longest or 1) / self._trained
+
+    def _yarn(self, plain: Tensor) -> Tensor:
+        """Interpolate slow frequencies, keep fast ones, and blend between."""
+        given, width = self.parameters, self.width
+
+        def turns(count: float) -> float:
+            """Index of the frequency that turns ``count`` times within the trained length."""
+            ratio = self._trained / (count * 2 * math.pi)
+            return width * math.log(ratio) / (2 * math.log(self.theta))
+
+        low = turns(given.get("beta_fast") or 32)
+        high = turns(given.get("beta_slow") or 1)
+        if given.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        high += 0.001 if low == high else 0
+        index = torch.arange(width // 2, dtype=torch.float64)
+        interpolated = ((index - low) / (high - low)).clamp(0, 1)
+        return plain / self._factor * interpolated + plain * (1 - interpolated)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN's growth of the attention logits with the context."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def entry_of(config: Any, name: str) -> Any:
+    """An entry of a configuration; None if it has none."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # layers have values of their own, says the configuration
+        return None
+
+
+def configured_rope(config: Any, layer_type: str | None, width: int) -> Rope | None:
+    """Rotary positions that a configuration states for a layer; None if it states none.
+
+    Args:
+        config: a configuration of transformers.
+        layer_type: the layer's entry in ``layer_types``; None if it has none.
+        width: components of a head.
+
+    Raises:
+        ValueError: for a type of RoPE that is not known.
+    """
+    entries = getattr(config, "rope_parameters", None)
+    if not isinstance(entries, Mapping) or not entries:
+        return None
+    if any(isinstance(value, Mapping) for value in entries.values()):
+        entries = entries.get(layer_type)
+        if not isinstance(entries, Mapping):
+            return None
+    kind = entries.get("rope_type", "default")
+    if kind not in _KINDS or "rope_theta" not in entries:
+        raise ValueError(f"RoPE of type {kind!r} is not known to verify")
+    size = entry_of(config, "head_dim") or width
+    rotated_width = int(size * float(entries.get("partial_rotary_factor") or 1.0))
+    longest = entry_of(config, "max_position_embeddings")
+    rest = {name: value for name, value in entries.items() if name != "rope_theta"}
+    return Rope(kind, float(entries["rope_theta"]), rotated_width, rest, longest)
+
+
+def rotated(
+    x: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    factor: float = 1.0,
+    start: int = 0,
+    interleaved: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rotate queries or keys in float64.
+
+    Args:
+        x: (B, H, L, E).
+        positions: (B or 1, L).
+        frequencies: radians per position, (R / 2,), for R rotated components.
+        factor: of the rotated components.
+        start: index of the first rotated component.
+        interleaved: whether pairs are adjacent components; else halves are paired.
+        dtype: dtype to round positions and frequencies to; None for none.
+    """
+    width = 2 * frequencies.numel()
+    before, turned, after = x.double().split([start, width, x.shape[-1] - start - width], -1)
+    if dtype is not None:
+        positions, frequencies = positions.to(dtype), frequencies.to(dtype)
+        angle = (positions[:, None, :, None] * frequencies).double()
+    else:
+        angle = positions[:, None, :, None].double() * frequencies.to(x.device)
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    parts = a * cos - b * sin, b * cos + a * sin
+    done = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([before, done, after], -1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +271,11 @@ def expectation_of(
         layer: the module's index among the layers; None if unknown.
     """
     scale, scale_from = _scale(module, config, width)
-    layer_type = _layer_type(module, config, layer)
+    types, index = entry_of(config, "layer_types"), getattr(module, "layer_idx", None)
+    index = index if isinstance(index, int) else layer
+    layer_type = None
+    if isinstance(types, Sequence) and index is not None and 0 <= index < len(types):
+        layer_type = str(types[index])
     window, window_from, problem = _window(config, layer_type)
     causal = getattr(module, "is_causal", None)
     if not isinstance(causal, bool):
@@ -99,6 +287,9 @@ def expectation_of(
     sinks = getattr(module, "sinks", None)
     fits = isinstance(sinks, Tensor) and sinks.numel() == heads
     rope, rope_problem, others = _ropes(config, layer_type, width)
+    kind, key_heads = entry_of(config, "model_type"), entry_of(config, "num_key_value_heads")
+    group = getattr(module, "num_key_value_groups", None)
+    grouped = isinstance(key_heads, int) and isinstance(group, int) and key_heads * group == heads
     return Expectation(
         scale=scale,
         scale_from=scale_from,
@@ -107,13 +298,13 @@ def expectation_of(
         window_from=window_from,
         softcap=float(softcap) if _is_positive(softcap) else None,
         sinks=sinks.detach().reshape(-1) if fits and isinstance(sinks, Tensor) else None,
-        key_heads=_key_heads(module, config, heads),
+        key_heads=key_heads if grouped else None,
         rope=rope,
         rope_problem=rope_problem,
         other_ropes=others,
         masks_problem=problem,
-        interleaved=_interleaved(config),
-        window_of_both_sides=entry_of(config, "model_type") in _BOTH_SIDES,
+        interleaved=False if kind in _HALVES else True if kind in _NEIGHBOURS else None,
+        window_of_both_sides=kind in _BOTH_SIDES,
     )
 
 
@@ -148,24 +339,6 @@ def _scale(module: Any, config: Any, width: int) -> tuple[float | None, str]:
         if _is_positive(value):
             return float(value), f"the module's {name}={float(value):.4g}"
     return None, ""
-
-
-def _key_heads(module: Any, config: Any, heads: int) -> int | None:
-    """Number of key heads, if the module groups its query heads by them."""
-    count = entry_of(config, "num_key_value_heads")
-    group = getattr(module, "num_key_value_groups", None)
-    fits = isinstance(count, int) and isinstance(group, int) and count * group == heads
-    return count if fits else None
-
-
-def _layer_type(module: Any, config: Any, layer: int | None) -> str | None:
-    """The layer's entry in the configuration's ``layer_types``; None if there is none."""
-    types = entry_of(config, "layer_types")
-    index = getattr(module, "layer_idx", None)
-    index = layer if not isinstance(index, int) else index
-    if isinstance(types, Sequence) and isinstance(index, int) and 0 <= index < len(types):
-        return str(types[index])
-    return None
 
 
 def _window(config: Any, layer_type: str | None) -> tuple[int | None, str, str]:
@@ -204,12 +377,6 @@ def _ropes(
         if found is not None and found != rope:
             others.append(found)
     return rope, "", tuple(others)
-
-
-def _interleaved(config: Any) -> bool | None:
-    """Whether an architecture rotates neighbouring components; None if it is not listed."""
-    kind = entry_of(config, "model_type")
-    return False if kind in _HALVES else True if kind in _NEIGHBOURS else None
 
 
 def layer_index(name: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.probing.changed_arguments import changes_of
 from acutance.probing.faults import dense_scores, visible_keys
-from acutance.verification.arguments import Difference
+from acutance.verification.arguments import Comparison, Difference
 
-__all__ = ["GradientCheck", "check_gradients"]
+__all__ = ["check_gradients"]
 
 #: Rounding of scores above which a softmax says nothing about gradients.
 _LARGEST_ROUNDING = 100.0
@@ -26,23 +26,9 @@ _PARTS = {"query": "queries", "key": "keys", "value": "values", "sinks": "sinks"
 _Gradients = dict[str, Tensor]
 
 
-class GradientCheck(NamedTuple):
-    """Gradients of one call.
-
-    Attributes:
-        error: largest difference from the reconstruction's, relative to the largest entry.
-        tolerance: largest difference that rounding explains.
-        difference: what they differ by; None if they agree.
-    """
-
-    error: float
-    tolerance: float
-    difference: Difference | None = None
-
-
 def check_gradients(
     call: AttentionCall, ours: AttentionCall, output: Tensor, counted: Tensor, sinks: Any
-) -> GradientCheck:
+) -> Comparison:
     """Compare the gradients that a model computes in one attention call.
 
     The output is multiplied by fixed random numbers, 0 on padding, and the sum is differentiated.
@@ -71,7 +57,7 @@ def check_gradients(
     if not parts or not output.requires_grad:
         text = "no gradient can be computed: its output does not require one"
         if parts:
-            return GradientCheck(1.0, 0.0, Difference("gradient missing", text))
+            return Comparison(1.0, 0.0, Difference("gradient missing", text))
         raise ValueError(text)
     chance = torch.Generator().manual_seed(0)
     shape = tuple(output.shape)
@@ -89,9 +75,9 @@ def check_gradients(
     rounding = _rounding(ours, weights, output.dtype)
     error = _error(theirs, expected, rounding)
     if error <= tolerance:
-        return GradientCheck(error, tolerance)
+        return Comparison(error, tolerance)
     difference = _cause(ours, weights, theirs, expected, tolerance, rounding)
-    return GradientCheck(error, tolerance, difference)
+    return Comparison(error, tolerance, difference)
 
 
 def _leaves(call: AttentionCall, names: tuple[str, ...]) -> dict[str, Any]:

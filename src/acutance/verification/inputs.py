@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 
 from acutance.capture.model_cache import cache_argument, returned_cache
 from acutance.capture.module_names import unwrap
+from acutance.corpus.load_model import OptionError, TextModel
+from acutance.corpus.texts import Text, special_tokens
 from acutance.verification.arguments import Pass
+from acutance.verification.expectation import windows_of
 
-__all__ = ["KINDS", "Kind", "Reader", "as_inputs", "kinds_for"]
+__all__ = ["KINDS", "Kind", "Reader", "as_inputs", "kinds_for", "token_ids"]
 
 #: Names of the kinds of input, and what each is.
 KINDS: dict[str, str] = {
@@ -36,6 +39,8 @@ _MASKS_FROM_POSITIONS = re.compile(
 )
 _STEPS = 4  # tokens that are read one by one
 _CHUNKS = 4
+_SHORT = 96  # tokens of a model without windows
+_BEYOND = 32  # tokens beyond the widest window
 
 #: Runs a forward pass: what is known of it, and the model's arguments; returns its output.
 Reader = Callable[[Pass, dict[str, Any]], Any]
@@ -80,7 +85,7 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
         given: arguments of its forward pass.
     """
     ids = given.get("input_ids")
-    names = _parameters(model)
+    names = set(inspect.signature(unwrap(model).forward).parameters)
     config = getattr(unwrap(model), "config", None)
     is_text = (
         set(given) <= {"input_ids", "attention_mask"}
@@ -98,7 +103,8 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
         yield Kind("right padding", lambda read: text.padded(read, left=False))
         if "position_ids" in names:
             yield Kind("left padding", lambda read: text.padded(read, left=True))
-    if not _is_causal(model):
+    causal = (getattr(module, "is_causal", None) for module in model.modules())
+    if {flag for flag in causal if isinstance(flag, bool)} != {True}:
         return
     cache = cache_argument(names)
     without_cache = "use_cache" in names or cache is None
@@ -116,18 +122,6 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
         if {"attention_mask", "position_ids"} <= names:
             name = "left padding with cache"
             yield Kind(name, lambda read: text.cached(read, name, steps, padded=True), True)
-
-
-def _parameters(model: torch.nn.Module) -> set[str]:
-    """Names of the arguments that a model's forward pass has."""
-    return set(inspect.signature(unwrap(model).forward).parameters)
-
-
-def _is_causal(model: torch.nn.Module) -> bool:
-    """Whether every attention of a model that says so is causal."""
-    said = [getattr(module, "is_causal", None) for module in model.modules()]
-    flags = [each for each in said if isinstance(each, bool)]
-    return bool(flags) and all(flags)
 
 
 def makes_masks_from_positions(model: torch.nn.Module) -> bool:
@@ -166,13 +160,14 @@ class _Text:
         positions = (real.long().cumsum(-1) - 1).clamp(min=0)
         if bool(real.all()):
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        facts = self._facts("plain", ids, real, positions)
+        facts = Pass("plain", ids.shape[1], 0, real, positions, is_text=True)
         return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
 
     def padded(self, read: Reader, *, left: bool) -> Any:
         """Read two texts of different lengths."""
         ids, real, positions = self._padded(left)
-        facts = self._facts("left padding" if left else "right padding", ids, real, positions)
+        name = "left padding" if left else "right padding"
+        facts = Pass(name, ids.shape[1], 0, real, positions, is_text=True)
         return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
 
     def packed(self, read: Reader, separates: bool) -> Any:
@@ -182,9 +177,8 @@ class _Text:
         ends = [0, length // 2, length // 2 + length // 3, length]
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
         positions = positions[None].to(ids.device)
-        facts = self._facts("packed", ids, torch.ones_like(ids, dtype=torch.bool), positions)
-        documents = torch.tensor(ends, device=ids.device)
-        facts = replace(facts, documents=documents, separates=separates)
+        real, documents = torch.ones_like(ids, dtype=torch.bool), torch.tensor(ends).to(ids.device)
+        facts = Pass("packed", length, 0, real, positions, documents, True, separates)
         return read(facts, self._arguments(ids, positions))
 
     def cached(self, read: Reader, name: str, sizes: list[int], *, padded: bool = False) -> Any:
@@ -223,7 +217,35 @@ class _Text:
         positions = (real.long().cumsum(-1) - 1).clamp(min=0)
         return moved, real, positions
 
-    @staticmethod
-    def _facts(name: str, ids: Tensor, real: Tensor, positions: Tensor) -> Pass:
-        """What is known of a pass over whole texts."""
-        return Pass(name, ids.shape[1], 0, real, positions, is_text=True)
+
+def token_ids(loaded: TextModel, texts: Sequence[Text], length: int | None) -> Tensor:
+    """The first tokens of the first text, (1, L).
+
+    Args:
+        loaded: the model.
+        texts: what to read.
+        length: number of tokens; None reaches 32 tokens beyond the widest window, and reads at
+            least 96.
+
+    Raises:
+        OptionError: if the text is too short, or the model has fewer positions.
+    """
+    config: Any = getattr(unwrap(loaded.model), "config", None)
+    widest = max(windows_of(config), default=0)
+    beyond = f" to reach beyond the sliding window of {widest}" if widest and not length else ""
+    wanted = length if length is not None else max(_SHORT, widest + _BEYOND)
+    if length is None and loaded.positions is not None:
+        wanted = min(wanted, loaded.positions)
+    wanted = loaded.window(wanted)
+    text = texts[0]
+    room = wanted - loaded.tokenizer.num_special_tokens_to_add(pair=False)
+    ids = list(islice(chain.from_iterable(text.tokens(loaded.tokenizer)), room))
+    if len(ids) < room:
+        raise OptionError(
+            f"--text {text.name} has {len(ids)} tokens, but {room} are needed{beyond}: give a "
+            "longer text, or fewer tokens with --length"
+        )
+    before, after = special_tokens(loaded.tokenizer)
+    pieces = [[*before, *ids, *after]]
+    loaded.check_tokens(pieces)
+    return torch.tensor(pieces, dtype=torch.int64)

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.verification.arguments import Difference, Pass
-from acutance.verification.expectation import Expectation
-from acutance.verification.rope import Rope, rotated
+from acutance.verification.arguments import Comparison, Difference, Pass
+from acutance.verification.expectation import Expectation, Rope, rotated
 
-__all__ = ["RotationCheck", "check_rotation", "unrotated_heads"]
+__all__ = ["check_rotation", "unrotated_heads"]
 
 _NORMS = ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
 _QUERY, _KEY = ("q", "query"), ("k", "key")
@@ -29,25 +28,6 @@ PARTS = frozenset(
 )
 #: Relative error of a rotated vector that rounding explains.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-class RotationCheck(NamedTuple):
-    """How queries and keys were rotated.
-
-    Attributes:
-        error: largest relative difference from the configuration's rotation.
-        tolerance: largest difference that rounding explains.
-        difference: what they differ by; None if they agree.
-        problem: why nothing can be said; empty if something can.
-        shift: by how much positions are shifted in each text, (B, 1), which changes no score if it
-            is the same in later passes; None if they are not.
-    """
-
-    error: float
-    tolerance: float
-    difference: Difference | None = None
-    problem: str = ""
-    shift: Tensor | None = None
 
 
 class _Way(NamedTuple):
@@ -68,7 +48,7 @@ def check_rotation(
     after: tuple[Tensor, Tensor],
     counted: Tensor,
     shift: Tensor | None = None,
-) -> RotationCheck:
+) -> Comparison:
     """Compare rotated queries and keys with those that the configuration gives.
 
     Args:
@@ -81,38 +61,38 @@ def check_rotation(
     """
     rope, given = expected.rope, facts.positions
     if rope is None or given is None:
-        return RotationCheck(0.0, 0.0, problem="no rotary positions to compare with")
+        return Comparison(0.0, 0.0, problem="no rotary positions to compare with")
     last = int(given.max()) + 1
     tolerance = _TOLERANCE.get(after[0].dtype, 5e-2) + 4 * torch.finfo(torch.float32).eps * last
     width = after[0].shape[-1]
     ratio = _ratio(rope, before, after, counted)
     if ratio is None or rope.width > width or rope.width % 2:
-        return RotationCheck(0.0, tolerance, problem="its rotation is not of a known form")
+        return Comparison(0.0, tolerance, problem="its rotation is not of a known form")
     compared = _Compared(before, after, counted, tolerance)
     if shift is not None:
         way = _Way(given + shift, rope.frequencies(last), rope.attention_factor)
         if (error := compared.error(way, expected.interleaved)) <= tolerance:
-            return RotationCheck(error, tolerance, shift=shift)
+            return Comparison(error, tolerance, shift=shift)
     ways = list(_ways(expected, rope, facts, given, width, ratio, counted))
     right = expected.interleaved
     error = compared.error(ways[0], right)
     if error <= tolerance:
-        return RotationCheck(error, tolerance)
+        return Comparison(error, tolerance)
     if right is not None and compared.error(ways[0], not right) <= tolerance:
         pairs = ("neighbouring components", "components of the two halves")
         text = f"it pairs {pairs[right]}, but this architecture pairs {pairs[not right]}"
-        return RotationCheck(error, tolerance, Difference("wrong pairs", text))
+        return Comparison(error, tolerance, Difference("wrong pairs", text))
     if compared.unmoved(0) and compared.unmoved(1):
-        return RotationCheck(0.0, tolerance, problem="its queries and keys have no positions")
+        return Comparison(0.0, tolerance, problem="its queries and keys have no positions")
     for way in ways[1:]:
         if compared.error(way) <= tolerance:
             if way.cause:
-                return RotationCheck(error, tolerance, Difference(way.cause, way.sentence))
+                return Comparison(error, tolerance, Difference(way.cause, way.sentence))
             first = counted.int().argmax(1, keepdim=True)
             moved = (way.positions - given).expand(counted.shape).gather(1, first)
-            return RotationCheck(0.0, tolerance, shift=moved)
+            return Comparison(0.0, tolerance, shift=moved)
     one = _one_only(ways, compared)
-    return RotationCheck(error, tolerance, one, "" if one else "its rotation is of no known form")
+    return Comparison(error, tolerance, one, "" if one else "its rotation is of no known form")
 
 
 class _Compared(NamedTuple):

@@ -13,12 +13,17 @@ from torch import Tensor
 from acutance.capture.listener import Listener
 from acutance.capture.module_names import class_name, unwrap
 from acutance.capture.module_stack import follow_outputs
-from acutance.verification.advice import advice_for
 from acutance.verification.arguments import Pass
 from acutance.verification.checker import Checker, Measured
 from acutance.verification.expectation import windows_of
 from acutance.verification.inputs import KINDS, Kind, as_inputs, kinds_for
-from acutance.verification.record import Check, Finding, Verification, named_layers
+from acutance.verification.record import (
+    Check,
+    Finding,
+    Verification,
+    advice_for,
+    named_layers,
+)
 
 __all__ = ["implementation_name", "verify"]
 
@@ -104,8 +109,12 @@ def verify(
             f"no attention of {class_name(model)} was read{f': {reason}' if reason else ''}"
         )
     config = configuration if configuration is not None else getattr(unwrap(model), "config", None)
-    if short := _too_short(config, given):
-        notes += short
+    ids, widest = given.get("input_ids"), max(windows_of(config), default=0)
+    if isinstance(ids, Tensor) and ids.shape[-1] <= widest:
+        notes.append(
+            f"{ids.shape[-1]} tokens do not reach beyond the sliding window of {widest}: more than "
+            f"{widest} are needed to see whether it is applied"
+        )
         checker.left_out["sliding window"] = set()
     if any(each.difference and each.difference.cause == _IGNORED for each in checker.measured):
         notes.append("it ignores position_ids: documents that are packed see each other")
@@ -314,15 +323,3 @@ def _problems(checker: Checker) -> list[str]:
         layer, _, reason = problem.partition("\n")
         reasons.setdefault(reason, []).append(layer)
     return [f"{named_layers(tuple(layers))}: {reason}" for reason, layers in reasons.items()]
-
-
-def _too_short(config: Any, given: Mapping[str, Any]) -> list[str]:
-    """A note if the text does not reach beyond the sliding windows."""
-    ids = given.get("input_ids")
-    windows = windows_of(config)
-    if not windows or not isinstance(ids, Tensor) or ids.shape[-1] > max(windows):
-        return []
-    return [
-        f"{ids.shape[-1]} tokens do not reach beyond the sliding window of {max(windows)}: more "
-        f"than {max(windows)} are needed to see whether it is applied"
-    ]

@@ -14,7 +14,7 @@ from acutance import scores
 from acutance import weights as weightings
 from acutance.attend import DEFAULTS, attention
 from acutance.capture.attention_call import AttentionCall
-from acutance.check_masks import check_masking
+from acutance.masks import check_masking
 from acutance.scaling import NoScaling
 from acutance.scores import DotScore
 from acutance.shapes import check_inputs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from acutance.caching.exchange.export_plan import SETTINGS, TABLE
+from acutance.caching.export_plan import SETTINGS, TABLE
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import PlanError
 from acutance.caching.plan import CachePlan
