@@ -493,7 +493,7 @@ def plan_metrics(
 
     Args:
         summary: of the heads that the page shows.
-        plan: record of :func:`acutance.caching.exchange.plan_record.plan_record`, or None.
+        plan: record of :func:`acutance.caching.plan_record.plan_record`, or None.
         level: the precision level.
         packer: receives the numbers.
 
