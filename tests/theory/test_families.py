@@ -11,7 +11,7 @@ from scipy.special import expit
 
 from acutance.theory import expected_entropy
 from acutance.theory.families import FAMILIES, Scipy, as_family, name_and_parameter
-from acutance.theory.finite_n.grid import grid
+from acutance.theory.quadrature import grid
 
 LAWS = [
     ("gaussian", {}, stats.norm()),

@@ -8,8 +8,12 @@ from scipy.special import softmax
 
 from acutance.theory import noise as noise_module
 from acutance.theory import noise_laws
-from acutance.theory.noise import exact_noise_mse, first_order_bias
-from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
+from acutance.theory.noise import (
+    exact_noise_mse,
+    first_order_bias,
+    noise_central_moment,
+    noise_variance_ratio,
+)
 from tests.contract.theory.test_robustness import KINDS, moment, softmax_row
 
 

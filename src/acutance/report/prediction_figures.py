@@ -24,7 +24,7 @@ from acutance.report.plot_style import (
     save,
 )
 from acutance.theory import Prediction, predict, scale_for_entropy, tau_for_information
-from acutance.theory.prediction.softmax import gaussian_break_points
+from acutance.theory.prediction import gaussian_break_points
 
 _POINTS = 33
 _HOTTEST = 8.0

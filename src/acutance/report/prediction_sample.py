@@ -12,7 +12,7 @@ from acutance.attend import row_statistics
 from acutance.report.prediction_table import logit_deviation
 from acutance.theory import Prediction
 from acutance.theory.families import as_family
-from acutance.theory.prediction.softmax import score_moments
+from acutance.theory.prediction import score_moments
 
 _MOST = 1 << 22  # scores in memory at a time
 

@@ -15,7 +15,7 @@ from acutance.files import finite
 from acutance.report.table import Cell, Column, Table, figures
 from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.theory import Prediction, effective_keys_decay, expected_max_gauss, frozen_entropy
-from acutance.theory.prediction.softmax import gaussian_break_points
+from acutance.theory.prediction import gaussian_break_points
 
 SCHEMA = "acutance.prediction/1"
 HOLDS, NEAR = 0.01, 0.1  # relative difference up to which a formula holds, or nearly does

@@ -10,9 +10,10 @@ from acutance.theory import (
     bounds,
     cosine,
     entropy,
+    expected,
     laws,
     noise,
-    noise_laws,
+    prediction,
     scales,
     sparsity,
     trained_heads,
@@ -21,15 +22,10 @@ from acutance.theory.asymptotic import *
 from acutance.theory.bounds import *
 from acutance.theory.cosine import *
 from acutance.theory.entropy import *
-from acutance.theory.finite_n import expected, gaussian
-from acutance.theory.finite_n.expected import *
-from acutance.theory.finite_n.gaussian import *
+from acutance.theory.expected import *
 from acutance.theory.laws import *
 from acutance.theory.noise import *
-from acutance.theory.noise_laws import *
-from acutance.theory.prediction import mechanisms, record
-from acutance.theory.prediction.mechanisms import *
-from acutance.theory.prediction.record import *
+from acutance.theory.prediction import *
 from acutance.theory.scales import *
 from acutance.theory.sparsity import *
 from acutance.theory.trained_heads import *
@@ -40,12 +36,9 @@ __all__ = [
     *cosine.__all__,
     *entropy.__all__,
     *expected.__all__,
-    *gaussian.__all__,
     *laws.__all__,
     *noise.__all__,
-    *noise_laws.__all__,
-    *mechanisms.__all__,
-    *record.__all__,
+    *prediction.__all__,
     *scales.__all__,
     *sparsity.__all__,
     *trained_heads.__all__,

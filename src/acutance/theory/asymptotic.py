@@ -1,7 +1,7 @@
 r"""Limits for very many Gaussian logits: to understand a formula, not to compute with.
 
 The ``asymptotic_*_gauss`` functions are textbook limits of what
-``acutance.theory.finite_n.gaussian`` computes exactly. Corrections fall off only with log n, so at
+``acutance.theory.expected`` computes exactly. Corrections fall off only with log n, so at
 any n in use they are wrong by whole nats around :math:`\gamma_c = \sqrt{2 \log n}`.
 
 The ``frozen_*`` functions are means over rows whose deviation gamma is above that, where few keys
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from scipy.special import lambertw, zetac
 
 from acutance.theory.arguments import Array, checked, pointwise_rows, result
-from acutance.theory.finite_n.gaussian import expected_max_gauss
+from acutance.theory.expected import expected_max_gauss
 
 __all__ = [
     "asymptotic_collision_gauss",

@@ -36,9 +36,9 @@ from acutance.theory.arguments import (
     require,
     result,
 )
+from acutance.theory.expected import expected_collision, expected_entropy
 from acutance.theory.families import Family, FamilyParameter, as_family
-from acutance.theory.finite_n.expected import expected_collision, expected_entropy
-from acutance.theory.finite_n.grid import grid
+from acutance.theory.quadrature import grid
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

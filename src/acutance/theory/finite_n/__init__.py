@@ -1,1 +1,0 @@
-"""Exact means over softmax rows of n keys with independent, identically distributed scores."""

@@ -1,1 +1,0 @@
-"""Predictions of every metric of a row, from a few parameters of its scores."""
