@@ -7,7 +7,6 @@ import pytest
 from scipy.special import softmax
 
 from acutance.theory import noise as noise_module
-from acutance.theory import noise_laws
 from acutance.theory.noise import (
     exact_noise_mse,
     first_order_bias,
@@ -20,7 +19,7 @@ from tests.contract.theory.test_robustness import KINDS, moment, softmax_row
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", [3, 4])
 def test_series_and_closed_form_meet(kind, order):
-    at = noise_laws._SERIES_BELOW[kind]
+    at = noise_module._SERIES_BELOW[kind]
     below, above = noise_central_moment(kind, order, [at * (1 - 1e-9), at * (1 + 1e-9)])
     assert below == pytest.approx(above, rel=5e-8, abs=0)
 
@@ -28,7 +27,7 @@ def test_series_and_closed_form_meet(kind, order):
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_follow_the_law(kind):
     generator = np.random.default_rng(5)
-    noise = noise_laws.sample_noise(kind, 0.2, (400_000,), generator)
+    noise = noise_module.sample_noise(kind, 0.2, (400_000,), generator)
     factor = np.exp(noise) / moment(kind, 0.2, 1)
     for order in (1, 2):
         powers = factor**order
@@ -55,7 +54,7 @@ def test_blocks_of_nodes_add_up(limits):
 def test_bias_pulls_towards_the_plain_average():
     p, v = softmax_row(11, 8, 1.5, 2)
     scale, samples = 0.2, 400_000
-    noise = noise_laws.sample_noise("gaussian", scale, (samples, 8), np.random.default_rng(0))
+    noise = noise_module.sample_noise("gaussian", scale, (samples, 8), np.random.default_rng(0))
     change = softmax(np.log(p) + noise, axis=-1) @ v - p @ v
     error = change.std(axis=0) / math.sqrt(samples)
     bias = first_order_bias(p, v, "gaussian", scale)

@@ -23,7 +23,7 @@ from acutance.rowstats.gaps import absent
 from acutance.rowstats.state import NO_KEY, observe_visible
 from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
-from acutance.weights.base import Jacobian
+from acutance.weights.weightings import Jacobian
 
 __all__ = ["ScoreTile", "WeighedRows", "weigh_rows", "weighted_values", "whole_weights"]
 

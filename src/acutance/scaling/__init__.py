@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from acutance.escapes import check_name
-from acutance.scaling import base, fitted, laws, learned, lengths, window
-from acutance.scaling.base import *
-from acutance.scaling.base import arguments, required
+from acutance.scaling import fitted, laws, learned, lengths, window
 from acutance.scaling.fitted import *
 from acutance.scaling.laws import *
+from acutance.scaling.laws import arguments, required
 from acutance.scaling.learned import *
 from acutance.scaling.lengths import *
 from acutance.scaling.window import *
@@ -36,7 +35,6 @@ __all__ = [
     "apply_scaling",
     "from_dict",
     "get",
-    *base.__all__,
     *fitted.__all__,
     *laws.__all__,
     *learned.__all__,

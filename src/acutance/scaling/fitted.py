@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from acutance.scaling.base import POSITIVE_BY_HEAD, Checks, PerHead, Rows, Scaling, check_per_head
+from acutance.scaling.laws import POSITIVE_BY_HEAD, Checks, PerHead, Rows, Scaling, check_per_head
 from acutance.shapes import check_count, check_number, check_tensor
 
 __all__ = ["EntropyTarget", "HeadTable", "fit_entropy", "newton_step"]

@@ -8,9 +8,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from acutance.scaling.base import Rows, Scaling, gather_rows
 from acutance.scaling.fitted import HeadTable
-from acutance.scaling.laws import ASEntmax, SSMax, power
+from acutance.scaling.laws import ASEntmax, Rows, Scaling, SSMax, gather_rows, power
 from acutance.shapes import check_count, check_number
 
 __all__ = ["LearnedASEntmax", "LearnedScaling", "LearnedSSMax", "LearnedTemperature"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from acutance.scaling.base import arguments
+from acutance.scaling.laws import arguments
 from acutance.shapes import check_count, did_you_mean
 
 __all__ = ["Window"]

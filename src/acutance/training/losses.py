@@ -23,7 +23,7 @@ from acutance.kernels.call import accumulate_dtype
 from acutance.rowstats import RowStatistics, merge
 from acutance.rowstats.gaussian import expected_entropy
 from acutance.scaling import HeadTable, LearnedTemperature, newton_step
-from acutance.scaling.base import Rows
+from acutance.scaling.laws import Rows
 from acutance.shapes import FLOATS, check_count, check_flag, check_number, check_tensor
 from acutance.training.across_ranks import gather_rows, ranks
 from acutance.training.watch import AttentionWatch, WatchedRows

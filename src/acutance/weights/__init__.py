@@ -7,18 +7,10 @@ A weighting is a small record. It is named (``weights="relu2"``) or, with option
 from __future__ import annotations
 
 from acutance.escapes import check_name
-from acutance.weights import base, pointwise, softmax
-from acutance.weights.base import *
-from acutance.weights.pointwise import *
-from acutance.weights.softmax import *
+from acutance.weights import weightings
+from acutance.weights.weightings import *
 
-__all__ = [
-    "WEIGHTS",
-    "get",
-    *base.__all__,
-    *pointwise.__all__,
-    *softmax.__all__,
-]
+__all__ = ["WEIGHTS", "get", *weightings.__all__]
 
 #: Every weighting by its name.
 WEIGHTS: dict[str, type[Weighting]] = {

@@ -28,7 +28,7 @@ from acutance.calibration.loss_table import (
 )
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.scaling import HeadTable, Window
-from acutance.scaling.base import Rows
+from acutance.scaling.laws import Rows
 from acutance.scaling.learned import LearnedScaling
 
 if TYPE_CHECKING:
