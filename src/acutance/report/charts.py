@@ -18,6 +18,7 @@ from acutance.report.plot_style import (
     DARK,
     LIGHT,
     Theme,
+    colour_bar,
     label,
     legend,
     new_figure,
@@ -69,21 +70,15 @@ def draw(
     """
     if chart not in CHARTS:
         raise ValueError(f"chart: must be one of {', '.join(CHARTS)}, got {chart!r}")
-    theme = DARK if dark else LIGHT
-    if chart == "theory":
-        if metric is not None:
-            raise ValueError(
-                "metric: the chart 'theory' shows entropy only and accepts no other metric"
-            )
-        draw_theory(summary, path, theme=theme)
-        return
-    drawing: Callable[..., None] = {
-        "heads": draw_heads, "layers": draw_layers, "lengths": draw_lengths,
-    }[chart]  # fmt: skip
-    if metric is None:
-        drawing(summary, path, theme=theme)
-    else:
-        drawing(summary, path, metric, theme=theme)
+    if chart == "theory" and metric is not None:
+        raise ValueError(
+            "metric: the chart 'theory' shows entropy only and accepts no other metric"
+        )
+    drawing: dict[str, Callable[..., None]] = {
+        "heads": draw_heads, "layers": draw_layers, "lengths": draw_lengths, "theory": draw_theory,
+    }  # fmt: skip
+    chosen = {} if metric is None else {"metric": metric}
+    drawing[chart](summary, path, theme=DARK if dark else LIGHT, **chosen)
 
 
 def draw_layers(
@@ -141,7 +136,8 @@ def draw_layers(
         axes.set_yscale("log")
     elif entry.range in ("[0, 1]", "(0, 1]"):
         axes.set_ylim(-0.03, 1.03)
-    _whole_numbers(axes, len(grid))
+    axes.set_xticks(list(range(0, len(grid), math.ceil(len(grid) / 20))))
+    axes.set_xlim(-0.6, len(grid) - 0.4)
     label(axes, x="layer", y=_with_unit(metric))
     legend(axes, theme)
     save(figure, path)
@@ -346,21 +342,9 @@ def _layer_bar(
     if layers < 2:
         return
     shades = ListedColormap([colours(layer) for layer in range(layers)])
-    bar = figure.colorbar(
-        ScalarMappable(Normalize(-0.5, layers - 0.5), shades), ax=axes, pad=0.02, fraction=0.05
-    )
-    step = math.ceil(layers / 12)
-    bar.set_ticks(list(range(0, layers, step)))
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=9, labelcolor=theme.muted)
-    bar.set_label("layer", color=theme.ink, size=10)
-
-
-def _whole_numbers(axes: Axes, count: int) -> None:
-    """Label the x axis with layer numbers, at most 20."""
-    step = math.ceil(count / 20)
-    axes.set_xticks(list(range(0, count, step)))
-    axes.set_xlim(-0.6, count - 0.4)
+    drawn = ScalarMappable(Normalize(-0.5, layers - 0.5), shades)
+    bar = colour_bar(figure, drawn, theme, "layer", ax=axes, pad=0.02, fraction=0.05)
+    bar.set_ticks(list(range(0, layers, math.ceil(layers / 12))))
 
 
 def _with_unit(metric: str) -> str:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from acutance.escapes import printable
-from acutance.report.plot_style import LIGHT, Theme, label, new_figure, reference, save
+from acutance.report.plot_style import (
+    LIGHT,
+    Theme,
+    colour_bar,
+    label,
+    name_cells,
+    new_figure,
+    reference,
+    save,
+)
 from acutance.structure import describe
 from acutance.summary.diff.records import Diff
 
@@ -124,14 +133,8 @@ def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, the
         edges = [theme.page if dark else theme.ink for dark in strong]
         y, x = np.array(ring).T + 0.5
         axes.scatter(x, y, s=size, facecolors="none", edgecolors=edges, linewidths=1.3, zorder=3)
-    for axis, count, names in (
-        (axes.xaxis, across, list(range(across))), (axes.yaxis, len(rows), list(rows)),
-    ):  # fmt: skip
-        step = math.ceil(count / 16)
-        axis.set_ticks([at + 0.5 for at in range(0, count, step)], list(map(str, names[::step])))
+    name_cells(axes.xaxis, range(across), 16)
+    name_cells(axes.yaxis, list(rows), 16)
     axes.set_ylim(len(rows), 0)
     label(axes, x="head", y="layer", title=f"{len(ring)} of {len(heads)} heads moved")
-    bar: Any = figure.colorbar(mesh, ax=axes, pad=0.02, fraction=0.06)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=9, labelcolor=theme.muted)
-    bar.set_label(f"change of {title}", color=theme.ink, size=10)
+    colour_bar(figure, mesh, theme, f"change of {title}", ax=axes, pad=0.02, fraction=0.06)

@@ -9,7 +9,8 @@ from acutance.escapes import printable
 from acutance.extras import install
 from acutance.files import write_whole
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
-from acutance.report.plot_style import LIGHT, Theme, save
+from acutance.report.plot_style import LIGHT, Theme, colour_bar, name_cells, save
+from acutance.report.terminal import span
 from acutance.structure import describe
 from acutance.summary.head_summary import HeadSummary
 
@@ -96,12 +97,8 @@ def draw_heads(
                 )
     numbers = max((layer.numbers for layer in summary.layers), key=len)
     names = numbers if _alike(summary, numbers) else tuple(range(heads))
-    for axis, labels, room in ((axes.xaxis, names, 32), (axes.yaxis, tuple(range(layers)), 24)):
-        count = len(labels)
-        step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 32, 64, count) if count <= room * step)
-        axis.set_ticks(
-            [index + 0.5 for index in range(0, count, step)], list(map(str, labels[::step]))
-        )
+    name_cells(axes.xaxis, names, 32)
+    name_cells(axes.yaxis, range(layers), 24)
     axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
     which = "head" if names is numbers else "head, in the order read"
     axes.set_xlabel(which, size=11, color=theme.ink, labelpad=6)
@@ -109,32 +106,24 @@ def draw_heads(
     for spine in axes.spines.values():
         spine.set_visible(False)
 
-    rows = sorted({layer.rows for layer in summary.layers})
-    per_head = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
+    rows = span(layer.rows for layer in summary.layers)
     figure.text(
         left / _WIDTH, 1 - 0.52 / height, f"{subject(summary)}{name} of every head",
         size=15, weight="bold", color=theme.ink, va="center", parse_math=False,
     )  # fmt: skip
     figure.text(
-        left / _WIDTH, 1 - 0.85 / height, f"mean over {per_head} rows; {entry.meaning}",
+        left / _WIDTH, 1 - 0.85 / height, f"mean over {rows} rows; {entry.meaning}",
         size=10.5, color=theme.muted, va="center", parse_math=False,
     )  # fmt: skip
     bar_axes = figure.add_axes(
         ((left + across + 0.32) / _WIDTH, bottom / height, 0.2 / _WIDTH, down / height)
     )
-    bar = figure.colorbar(mesh, cax=bar_axes)
-    bar.outline.set_visible(False)
-    bar.set_ticks(scale.ticks(5), labels=[_short(value, metric) for value in scale.ticks(5)])
-    bar_axes.minorticks_off()
-    bar_axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
     between = "  " if down > 3.2 else "\n"  # a short bar's name has two lines
     ends = f"{between}(0 sharp, 1 diffuse)" if metric == "normalized_entropy" else ""
-    bar.set_label(
-        f"{name}{ends}" if entry.unit == "1" else f"{name}, {entry.unit}",
-        size=10.5,
-        color=theme.ink,
-        labelpad=8,
-    )
+    what = f"{name}{ends}" if entry.unit == "1" else f"{name}, {entry.unit}"
+    bar = colour_bar(figure, mesh, theme, what, cax=bar_axes)
+    bar.set_ticks(scale.ticks(5), labels=[_short(value, metric) for value in scale.ticks(5)])
+    bar_axes.minorticks_off()
     if os.fspath(path).lower().endswith(".svg"):
         save(figure, path)
     else:

@@ -288,6 +288,33 @@ def legend(
     box.set_zorder(5)
 
 
+def colour_bar(figure: Figure, drawn: Any, theme: Theme, name: str, **where: Any) -> Any:
+    """Draw and return the bar of what is drawn in colours; ``where`` are matplotlib's options."""
+    bar = figure.colorbar(drawn, **where)
+    outline: Any = bar.outline
+    outline.set_visible(False)
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(length=0, labelsize=_TICK, labelcolor=theme.muted)
+    bar.set_label(name, color=theme.ink, size=_SUBTITLE, labelpad=6)
+    return bar
+
+
+def name_cells(axis: Any, names: Sequence[Any], most: int) -> None:
+    """Name the rows or columns of a map at their middle, or every few if there are over ``most``.
+
+    Example:
+        >>> figure, [axes] = new_figure("Heads")
+        >>> name_cells(axes.xaxis, range(48), 16)
+        >>> [text.get_text() for text in axes.get_xticklabels()][:3]
+        ['0', '4', '8']
+    """
+    count = len(names)
+    steps = (1, 2, 4, 5, 8, 10, 16, 32, 64, count)
+    step = next(step for step in steps if count <= most * step)
+    middles = [index + 0.5 for index in range(0, count, step)]
+    axis.set_ticks(middles, [str(name) for name in names[::step]])
+
+
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure as PNG or SVG, by the ending of ``path``, atomically and reproducibly.
 
