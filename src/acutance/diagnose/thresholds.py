@@ -154,23 +154,33 @@ class HeadFacts:
 
     near = even = peak = peak_share = math.nan
 
-    def __init__(self, summary: Summary, arrays: _Arrays, index: int) -> None:
+    def __init__(
+        self, summary: Summary, index: int, place: tuple[int, int], rows: list[list[float]]
+    ) -> None:
         self.index = index
-        self.layer, self.head = arrays.places[index]
+        self.layer, self.head = place
         self.record = summary.layers[self.layer]
         self.dtype = str(summary.about.get("dtype", "")).removeprefix("torch.")
-        self._profile = summary.profile
-        self._columns, self._arrays = arrays.columns, arrays
-        if arrays.near is not None:
-            self.near, self.even, self.peak, self.peak_share = arrays.near[index]
+        self._profile, names = summary.profile, summary.metrics
+        self._entropy = names.index("entropy") if "entropy" in names else None
+        by_name = [dict(zip(names, row, strict=True)) for row in rows]
+        self._mean, self._low, self._high, self._count = by_name
 
     def mean(self, name: str) -> float:
         """Mean of a metric over the head's rows."""
-        return self._value(name, self._arrays.mean)
+        return self._mean.get(name, math.nan)
 
     def high(self, name: str) -> float:
         """Largest value of a metric over the head's rows."""
-        return self._value(name, self._arrays.high)
+        return self._high.get(name, math.nan)
+
+    def has(self, name: str) -> bool:
+        """Whether the summary recorded a metric."""
+        return name in self._mean
+
+    def count(self, name: str) -> int:
+        """Number of rows on which a metric is finite."""
+        return int(self._count.get(name, 0))
 
     @property
     def sees_all(self) -> bool:
@@ -179,64 +189,43 @@ class HeadFacts:
         True if no row sees one key alone, as the first row of a causal head does, and a call has as
         many rows as keys, unlike one that decodes. Unknown, and False, if rows were left out.
         """
-        record, low = self.record, self._value("n_keys", self._arrays.low)
+        record, low = self.record, self._low.get("n_keys", math.nan)
         whole = not (record.excluded or record.skipped)
         return whole and 1 < low <= (record.rows + record.padded) / max(record.calls, 1)
 
-    def has(self, name: str) -> bool:
-        """Whether the summary recorded a metric."""
-        return name in self._columns
-
-    def count(self, name: str) -> int:
-        """Number of rows on which a metric is finite."""
-        column = self._columns.get(name)
-        return 0 if column is None else int(self._arrays.count[self.index][column])
-
-    def _value(self, name: str, values: list[list[float]]) -> float:
-        """A number of this head's metric from an array; NaN without rows."""
-        return values[self.index][self._columns[name]] if self.count(name) else math.nan
-
     def entropy_slope(self, *, octaves: int, least_n: float) -> Any:
         """Slope of the entropy against log n over the largest octaves, or None."""
-        column = self._columns.get("entropy")
-        if column is None or self._profile is None:
+        if self._entropy is None or self._profile is None:
             return None
-        return self._profile.final_slope(self.index, column, octaves=octaves, least_n=least_n)
+        return self._profile.final_slope(
+            self.index, self._entropy, octaves=octaves, least_n=least_n
+        )
 
     def entropy_at(self, n: float) -> tuple[float, float]:
         """Mean entropy and its standard error in the octave that contains n keys."""
-        mean, error = self._profile.at(self.index, self._columns["entropy"], n)
+        mean, error = self._profile.at(self.index, self._entropy, n)
         return float(mean), float(error)
-
-
-class _Arrays:
-    """The arrays of a summary as lists, converted once for all heads."""
-
-    def __init__(self, summary: Summary) -> None:
-        moments = summary.moments
-        self.places = summary.places
-        self.columns = {name: column for column, name in enumerate(summary.metrics)}
-        self.mean: list[list[float]] = moments.mean.tolist()
-        self.high: list[list[float]] = moments.high.tolist()
-        self.low: list[list[float]] = moments.low.tolist()
-        self.count: list[list[int]] = moments.count.tolist()
-        self.near: list[list[float]] | None = None
-        distances = summary.distances
-        if distances is not None:
-            mass, even = distances.within(NEAR)
-            most = distances.peaks.max(1)
-            share = most.values.double() / distances.rows.clamp(min=1).double()
-            none = distances.rows == 0
-            columns = (mass, even, most.indices.double() - PEAKS, share)
-            self.near = [
-                list(row)
-                for row in zip(
-                    *(part.masked_fill(none, math.nan).tolist() for part in columns), strict=True
-                )
-            ]
 
 
 def facts(summary: Summary) -> list[HeadFacts]:
     """The facts of every head, in the order of :attr:`acutance.HeadSummary.places`."""
-    arrays = _Arrays(summary)
-    return [HeadFacts(summary, arrays, index) for index in range(len(arrays.places))]
+    moments = summary.moments
+    none = moments.count == 0
+    values = (moments.mean, moments.low, moments.high)
+    arrays = [*(array.masked_fill(none, math.nan) for array in values), moments.count]
+    by_head = zip(*[array.tolist() for array in arrays], strict=True)
+    heads = [
+        HeadFacts(summary, index, place, list(rows))
+        for index, (place, rows) in enumerate(zip(summary.places, by_head, strict=True))
+    ]
+    distances = summary.distances
+    if distances is not None:
+        mass, even = distances.within(NEAR)
+        most = distances.peaks.max(1)
+        share = most.values.double() / distances.rows.clamp(min=1).double()
+        columns = (mass, even, most.indices.double() - PEAKS, share)
+        none = distances.rows == 0
+        numbers = (column.masked_fill(none, math.nan).tolist() for column in columns)
+        for head, row in zip(heads, zip(*numbers, strict=True), strict=True):
+            head.near, head.even, head.peak, head.peak_share = row
+    return heads

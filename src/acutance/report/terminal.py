@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from statistics import fmean, quantiles
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
@@ -213,10 +214,14 @@ class _HeadTable:
     def _style(self, value: float) -> Style | None:
         """Colours of a cell; None for NaN."""
         place = self.scale.place(value)
-        if place is None:
-            return None
-        background = colour(place)
-        return Style(color=as_hex(ink(background)), bgcolor=as_hex(background))
+        return None if place is None else _shade(place)
+
+
+@cache
+def _shade(place: float) -> Style:
+    """Colours of a cell whose value is at a place of the scale."""
+    background = colour(place)
+    return Style(color=as_hex(ink(background)), bgcolor=as_hex(background))
 
 
 def headline(metrics: Sequence[str]) -> str:

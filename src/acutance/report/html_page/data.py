@@ -147,7 +147,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         "modules": [visible(sentence) for sentence in module_sentences(summary.layers)],
         "statuses": STATUSES,
         "edges": {
-            kind: [rounded(edge, 6) for edge in edges(name)]
+            kind: [float(f"{edge:.6g}") for edge in edges(name)]
             for kind, name in {SCALES.get(name, "unit"): name for name in summary.metrics}.items()
         },
         "colours": [as_hex(anchor) for anchor in ANCHORS],
