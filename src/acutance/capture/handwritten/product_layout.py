@@ -1,12 +1,15 @@
-"""Which dimensions of a softmax are keys, queries and heads, from the product that uses it.
+"""Matrix products as einsums, and which dimensions of a softmax the product that uses it shows.
 
-The values have no dimension of queries. If they come from a projection, a token's values hold its
-heads side by side, so that heads have a smaller stride than keys.
+These are keys, queries and heads. The values have no dimension of queries. If they come from a
+projection, a token's values hold its heads side by side, so that heads have a smaller stride than
+keys.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,24 +18,17 @@ from torch import Tensor
 __all__ = [
     "PRODUCTS",
     "Layout",
+    "Product",
     "ProductAxes",
-    "axes_in_product",
-    "einsum_terms",
     "is_parameter",
     "layout_of",
     "shares_memory",
     "storage_address",
-    "summed_operands",
-    "summed_size",
-    "sums_to_one",
     "tensors_in",
 ]
 
-#: Products of the factors as they are given.
-_LEFT = {"matmul", "__matmul__", "bmm", "mm"}
-#: All matrix products.
-PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
-
+#: Names of all matrix products.
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
 _DOTS = "0123456789"  # labels that no einsum has
 
 #: Step in memory and size of each dimension of a tensor.
@@ -54,180 +50,195 @@ class ProductAxes(NamedTuple):
     width: int = 0
 
 
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, written as an einsum.
+
+    Attributes:
+        factors: its factors.
+        labels: of each, a letter for each dimension.
+        out: a letter for each dimension of the result.
+    """
+
+    factors: tuple[Tensor, ...]
+    labels: tuple[str, ...]
+    out: str
+
+    @classmethod
+    def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
+        """The product that a call of this function computes; None if it is not understood.
+
+        Example:
+            >>> Product.of("matmul", (torch.zeros(2, 3, 5), torch.zeros(5, 4)), {}).labels
+            ('axy', 'yz')
+            >>> pair = torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)
+            >>> Product.of("einsum", ("...ij,...jd->...id", *pair), {}).labels
+            ('9ij', '9jd')
+        """
+        values = [*args, *(value for key, value in kwargs.items() if key != "out")]
+        factors = list(tensors_in(values))
+        if name == "einsum":
+            return cls._of_einsum(str(values[0]).replace(" ", ""), factors)
+        factors = factors[name == "baddbmm" :]
+        if name == "__rmatmul__":
+            factors.reverse()
+        if len(factors) != 2 or min(factor.dim() for factor in factors) < 2:
+            return None
+        batch = string.ascii_letters[: max(factor.dim() for factor in factors) - 2]
+        labels = [
+            batch[len(batch) - factor.dim() + 2 :] + last
+            for factor, last in zip(factors, ("xy", "yz"), strict=True)
+        ]
+        return cls(tuple(factors), tuple(labels), f"{batch}xz")
+
+    @classmethod
+    def _of_einsum(cls, formula: str, factors: Sequence[Tensor]) -> Product | None:
+        """The product of an einsum's formula and factors; None if they do not fit each other."""
+        terms, arrow, out = formula.partition("->")
+        labels = terms.split(",")
+        if not arrow or len(labels) != len(factors):
+            return None
+        if "..." in terms:  # as many labels, the same from the right, as the dots stand for
+            dots = [
+                factor.dim() - len(term.replace("...", ""))
+                for factor, term in zip(factors, labels, strict=True)
+            ]
+            labels = [
+                term.replace("...", _DOTS[-n:] if n else "")
+                for n, term in zip(dots, labels, strict=True)
+            ]
+            out = out.replace("...", _DOTS[-max(dots) :] if max(dots) else "")
+        if any(factor.dim() != len(term) for factor, term in zip(factors, labels, strict=True)):
+            return None
+        return cls(tuple(factors), tuple(labels), out)
+
+    def with_label(self, label: str) -> Tensor | None:
+        """The factor that has a dimension of this label; None if there are several, or none."""
+        pairs = zip(self.factors, self.labels, strict=True)
+        having = [factor for factor, labels in pairs if label in labels]
+        return having[0] if len(having) == 1 else None
+
+    def sums(self, weights: Tensor, step: int) -> bool:
+        """Whether it sums over the dimension along which a softmax ran, together with a factor.
+
+        That dimension is recognised by its stride, in whatever order the dimensions are now.
+
+        Args:
+            weights: the factor that is the softmax's result.
+            step: stride of that dimension.
+
+        Example:
+            >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
+            >>> Product.of("bmm", (weights, values), {}).sums(weights, 1)
+            True
+            >>> pair = weights, torch.rand(2, 3, 4)
+            >>> Product.of("einsum", ("bqk,bqd->bkd", *pair), {}).sums(weights, 1)
+            False
+        """
+        layout = layout_of(weights)
+        least = min((stride for stride, size in layout if size > 1), default=1)
+        for place, labels in enumerate(self.labels):
+            if self.factors[place] is weights:
+                others = "".join(self.labels[:place] + self.labels[place + 1 :])
+                summed = [
+                    dimension
+                    for label, dimension in zip(labels, layout, strict=True)
+                    if label in others and label not in self.out
+                ]
+                steps = (step, least) if step == 1 else (step,)
+                if any(size == 1 or stride in steps for stride, size in summed):
+                    return True
+        return False
+
+    def summed_size(self, weights: Tensor) -> int | None:
+        """Entries of the dimension of a factor that it sums over; None if that is unclear.
+
+        Example:
+            >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
+            >>> Product.of("matmul", (weights, values), {}).summed_size(weights)
+            5
+        """
+        dim = self._summed_dim(weights)
+        return None if dim is None else weights.shape[dim]
+
+    def sums_to_one(self, weights: Tensor) -> bool:
+        """Whether a factor is not negative and sums to 1 over the dimension that it sums over.
+
+        Rows of zeros alone, which see no key, are left out.
+
+        Example:
+            >>> weights, values = torch.full((2, 3, 4), 0.25), torch.rand(2, 4, 5)
+            >>> [
+            ...     Product.of("matmul", (left, right), {}).sums_to_one(left)
+            ...     for left, right in ((weights, values), (weights.mT, weights))
+            ... ]
+            [True, False]
+        """
+        dim = self._summed_dim(weights)
+        if dim is None or weights.numel() == 0:
+            return False
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            sums = weights.sum(dim)
+            tolerance = min(0.05, max(1e-6, 100 * torch.finfo(weights.dtype).eps))
+            near = (sums - 1).abs() <= tolerance
+            try:
+                return bool((near | (sums == 0)).all() & near.any() & (weights >= 0).all())
+            except (RuntimeError, NotImplementedError):  # no numbers to ask: vmap, or meta
+                return False
+
+    def axes(self, weights: Tensor, result: Layout) -> ProductAxes:
+        """Query and head dimensions of a softmax's result.
+
+        Args:
+            weights: the factor that is the softmax's result, a view or an entrywise function of it.
+            result: strides and sizes of the softmax's result.
+
+        Example:
+            >>> weights = torch.rand(2, 5, 5, 7)  # (B, L, H, S)
+            >>> values = torch.rand(2, 7, 5, 3)  # (B, S, H, D)
+            >>> pair = weights.transpose(1, 2), values.transpose(1, 2)
+            >>> Product.of("matmul", pair, {}).axes(pair[0], layout_of(weights))
+            ProductAxes(queries=1, heads=2, width=3)
+            >>> pair = "blhs,bshd->blhd", weights, values
+            >>> Product.of("einsum", pair, {}).axes(weights, layout_of(weights))
+            ProductAxes(queries=1, heads=2, width=3)
+        """
+        dim = self._summed_dim(weights)
+        if dim is None:
+            return ProductAxes()
+        mine = int(self.factors[1] is weights)
+        ours, theirs, values = self.labels[mine], self.labels[1 - mine], self.factors[1 - mine]
+        key, steps = ours[dim], dict(zip(theirs, layout_of(values), strict=True))
+        place = {
+            label: _matching_axis(dimension, result)
+            for label, dimension in zip(ours, layout_of(weights), strict=True)
+            if label != key
+        }
+        only_in_weights = [label for label in place if label not in steps]
+        width = [size for label, (_, size) in steps.items() if label not in ours]
+        near = [
+            (steps[label][0], label)
+            for label in place
+            if label in steps and 0 < steps[label][0] < steps[key][0] and steps[label][1] > 1
+        ]
+        return ProductAxes(
+            queries=place[only_in_weights[0]] if len(only_in_weights) == 1 else None,
+            heads=place[min(near)[1]] if near and steps[key][1] > 1 else None,
+            width=width[0] if len(width) == 1 else 0,
+        )
+
+    def _summed_dim(self, weights: Tensor) -> int | None:
+        """The one dimension of a factor that is summed over with the other; None if unclear."""
+        if len(self.factors) != 2 or sum(factor is weights for factor in self.factors) != 1:
+            return None
+        ours, theirs = self.labels if self.factors[0] is weights else self.labels[::-1]
+        over = [label for label in ours if label in theirs and label not in self.out]
+        return ours.index(over[0]) if len(over) == 1 else None
+
+
 def layout_of(tensor: Tensor) -> Layout:
     """Stride and size of each dimension."""
     return list(zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def axes_in_product(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor, result: Layout
-) -> ProductAxes:
-    """Query and head dimensions of a softmax's result, from the product that uses it.
-
-    Args:
-        name: name of the product's function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        weights: the argument that is the softmax's result, a view or an entrywise function of it.
-        result: strides and sizes of the softmax's result.
-
-    Example:
-        >>> weights = torch.rand(2, 5, 5, 7)  # (B, L, H, S)
-        >>> values = torch.rand(2, 7, 5, 3)  # (B, S, H, D)
-        >>> pair = weights.transpose(1, 2), values.transpose(1, 2)
-        >>> axes_in_product("matmul", pair, {}, pair[0], layout_of(weights))
-        ProductAxes(queries=1, heads=2, width=3)
-        >>> pair = "blhs,bshd->blhd", weights, values
-        >>> axes_in_product("einsum", pair, {}, weights, layout_of(weights))
-        ProductAxes(queries=1, heads=2, width=3)
-    """
-    labels = _labels(name, args, kwargs, weights)
-    if labels is None:
-        return ProductAxes()
-    ours, theirs, values, key = labels
-    steps = dict(zip(theirs, layout_of(values), strict=True))
-    place = {
-        label: _matching_axis(each, result)
-        for label, each in zip(ours, layout_of(weights), strict=True)
-        if label != key
-    }
-    only_in_weights = [label for label in place if label not in steps]
-    width = [size for label, (_, size) in steps.items() if label not in ours]
-    near = [
-        (steps[label][0], label)
-        for label in place
-        if label in steps and 0 < steps[label][0] < steps[key][0] and steps[label][1] > 1
-    ]
-    return ProductAxes(
-        queries=place[only_in_weights[0]] if len(only_in_weights) == 1 else None,
-        heads=place[min(near)[1]] if near and steps[key][1] > 1 else None,
-        width=width[0] if len(width) == 1 else 0,
-    )
-
-
-def summed_operands(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], step: int = 1
-) -> list[Tensor] | None:
-    """Operands that a product sums over the dimension along which a softmax ran.
-
-    That dimension is recognised by its stride, in whatever order the dimensions are now.
-
-    Args:
-        name: name of the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        step: stride of that dimension.
-
-    Returns:
-        The operands; None for a function that is not a product.
-
-    Example:
-        >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
-        >>> [
-        ...     len(summed_operands("bmm", pair, {}))
-        ...     for pair in ((weights, values), (values.mT, weights.mT))
-        ... ]
-        [1, 1]
-        >>> len(summed_operands("einsum", ("bqk,bkd->bqd", weights, values), {}))
-        1
-        >>> summed_operands("einsum", ("bqk,bqd->bkd", weights, torch.rand(2, 3, 4)), {})
-        []
-        >>> summed_operands("add", (weights, weights), {}) is None
-        True
-    """
-    arguments = [*args, *kwargs.values()]
-    if name in _LEFT:
-        return _by_strides(arguments[:2], step)
-    if name == "__rmatmul__":
-        return _by_strides([arguments[1], arguments[0]], step)
-    if name == "baddbmm":
-        return _by_strides(arguments[1:3], step)
-    if name != "einsum":
-        return None
-    operands = list(tensors_in(arguments[1:]))
-    if not isinstance(arguments[0], str):
-        return operands
-    left, arrow, right = arguments[0].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(operands) or not arrow:
-        return operands
-    return [
-        operand
-        for index, (term, operand) in enumerate(zip(terms, operands, strict=True))
-        if (label := _label(term, operand, step))
-        and label not in right
-        and any(label in other for i, other in enumerate(terms) if i != index)
-    ]
-
-
-def summed_size(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
-) -> int | None:
-    """Entries of the dimension of a factor that a product sums over; None if that is unclear.
-
-    Example:
-        >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
-        >>> summed_size("matmul", (weights, values), {}, weights)
-        5
-    """
-    labels = _labels(name, args, kwargs, weights)
-    return None if labels is None else weights.shape[labels[0].index(labels[3])]
-
-
-def sums_to_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor) -> bool:
-    """Whether a factor is not negative and sums to 1 over the dimension that a product sums over.
-
-    Rows of zeros alone, which see no key, are left out.
-
-    Example:
-        >>> weights, values = torch.full((2, 3, 4), 0.25), torch.rand(2, 4, 5)
-        >>> [
-        ...     sums_to_one("matmul", (left, right), {}, left)
-        ...     for left, right in ((weights, values), (weights.mT, weights))
-        ... ]
-        [True, False]
-    """
-    labels = _labels(name, args, kwargs, weights)
-    if labels is None or weights.numel() == 0:
-        return False
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        sums = weights.sum(labels[0].index(labels[3]))
-        near = (sums - 1).abs() <= min(0.05, max(1e-6, 100 * torch.finfo(weights.dtype).eps))
-        try:
-            return bool((near | (sums == 0)).all() & near.any() & (weights >= 0).all())
-        except (RuntimeError, NotImplementedError):  # no numbers to ask: vmap, or a meta tensor
-            return False
-
-
-def einsum_terms(args: Sequence[Any]) -> tuple[list[str], list[Any], str] | None:
-    """Labels of an einsum's two factors, the factors, and the labels of its result.
-
-    None if it does not have two factors, or its formula has no arrow.
-
-    Example:
-        >>> einsum_terms(("...ij,...jd->...id", torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)))[0]
-        ['9ij', '9jd']
-    """
-    terms, arrow, out = str(args[0]).replace(" ", "").partition("->")
-    names = terms.split(",")
-    pair = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
-    if not arrow or len(names) != 2 or len(pair) != 2:
-        return None
-    if "..." in terms:  # as many labels, the same from the right, as the dots stand for
-        dots = [
-            part.dim() - len(name.replace("...", ""))
-            for part, name in zip(pair, names, strict=True)
-        ]
-        names = [
-            name.replace("...", _DOTS[-n:] if n else "")
-            for n, name in zip(dots, names, strict=True)
-        ]
-        out = out.replace("...", _DOTS[-max(dots) :] if max(dots) else "")
-    if "." in "".join(names) or any(
-        part.dim() != len(name) for part, name in zip(pair, names, strict=True)
-    ):
-        return None
-    return names, pair, out
 
 
 def storage_address(tensor: Tensor) -> int:
@@ -249,27 +260,6 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(base, torch.nn.Parameter)
 
 
-def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
-    """Of two factors, those whose summed dimension has the given stride."""
-    if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
-        return []
-    left, right = pair
-    summed = [left] if left.stride(-1) == step or left.shape[-1] == 1 else []
-    return [*summed, right] if right.stride(-2) == step else summed
-
-
-def _label(term: str, operand: Tensor, step: int) -> str:
-    """The einsum label of the dimension with this stride; empty if there is none."""
-    before, dots, after = term.partition("...")
-    missing = operand.dim() - len(before) - len(after)
-    labels: list[str] = [*before, *([""] * missing if dots else []), *after]
-    if len(labels) != operand.dim():
-        return ""
-    strides = [operand.stride(i) if operand.shape[i] > 1 else 1 << 62 for i in range(operand.dim())]
-    step = min(strides) if step == 1 else step
-    return labels[strides.index(step)] if step in strides else ""
-
-
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors among some values, also inside lists and tuples."""
     for value in values:
@@ -284,33 +274,3 @@ def _matching_axis(dimension: tuple[int, int], result: Layout) -> int | None:
     """
     same = [place for place, each in enumerate(result) if each == dimension]
     return same[0] if len(same) == 1 and dimension[1] > 1 else None
-
-
-def _labels(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
-) -> tuple[str, str, Tensor, str] | None:
-    """Einsum labels of weights and values, the values, and the label of keys; None if unclear."""
-    arguments = [*args, *kwargs.values()]
-    if name == "einsum":
-        terms = einsum_terms(arguments)
-        if terms is None:
-            return None
-        names, pair, out = terms
-    else:
-        if name == "__rmatmul__":
-            arguments = [arguments[1], arguments[0]]
-        pair = arguments[-2:] if name == "baddbmm" and not kwargs else arguments[:2]
-        if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
-            return None
-        batch = "".join(map(chr, range(ord("a"), ord("a") + max(x.dim() for x in pair) - 2)))
-        names = [
-            batch[len(batch) - part.dim() + 2 :] + last
-            for part, last in zip(pair, ("xy", "yz"), strict=True)
-        ]
-        out = f"{batch}xz"
-    mine = next((i for i, part in enumerate(pair) if part is weights), None)
-    if mine is None or pair[0] is pair[1]:
-        return None
-    ours, theirs, values = names[mine], names[1 - mine], pair[1 - mine]
-    over = [label for label in ours if label in theirs and label not in out]
-    return (ours, theirs, values, over[0]) if len(over) == 1 else None

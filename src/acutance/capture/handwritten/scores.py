@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acutance.capture.handwritten.product_layout import (
     PRODUCTS,
-    einsum_terms,
+    Product,
     is_parameter,
     storage_address,
     tensors_in,
@@ -156,7 +156,8 @@ class ScoreTracker:
         added, pair = (given[0], given[1:]) if name == "baddbmm" else (None, given)
         if any((known := self.of(factor)) is not None and known.weights for factor in pair):
             return None
-        keys = _owner_of_keys(name, args, pair)
+        product = Product.of(name, args, kwargs)
+        keys = None if product is None else product.with_label(product.out[-1:])
         mixed = None if keys is None else self.of(keys)
         if mixed is not None and all(_is_model_weight(x) for x in pair if x is not keys):
             return replace(mixed, problem=mixed.problem or f"go through {name}")
@@ -369,29 +370,6 @@ def _writes(name: str) -> bool:
     return name.endswith("_")
 
 
-# -- the factors of a product ---------------------------------------------------------------------
-
-
-def _owner_of_keys(name: str, args: Sequence[Any], pair: Sequence[Tensor]) -> Tensor | None:
-    """The factor of a product that has the dimension of keys, the last; None if unknown.
-
-    Example:
-        >>> queries, keys = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
-        >>> _owner_of_keys("matmul", (), (queries, keys.mT)).shape
-        torch.Size([2, 4, 5])
-        >>> _owner_of_keys("einsum", ("bqe,bke->bkq", queries, keys), ()) is queries
-        True
-    """
-    if name != "einsum":
-        return pair[0] if name == "__rmatmul__" else pair[-1]
-    terms = einsum_terms(args)
-    if terms is None or not terms[2]:
-        return None
-    names, factors, out = terms
-    owners = [each for labels, each in zip(names, factors, strict=True) if out[-1] in labels]
-    return owners[0] if len(owners) == 1 else None
-
-
 def products_of(known: Scores | None, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The scaled products of queries and keys in the scores of a softmax, and their factors.
 
@@ -429,13 +407,16 @@ def products_of(known: Scores | None, scores: Tensor) -> tuple[Tensor, Tensor, T
 def _factors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The two factors of a product, as queries (..., L, E) and keys (..., S, E).
 
+    The factor whose unshared dimension comes first in the result is the queries.
+
     Args:
         name: name of the function.
         args: its arguments.
         kwargs: its keyword arguments.
 
     Raises:
-        ValueError: if they cannot be determined.
+        ValueError: if it is not a product of two tensors that sums over one dimension and keeps
+            one unshared dimension of each.
 
     Example:
         >>> query, key = torch.zeros(2, 5, 3, 4), torch.zeros(2, 7, 3, 4)
@@ -449,44 +430,21 @@ def _factors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         >>> [tuple(part.shape) for part in pair]
         [(2, 5, 4), (2, 7, 4)]
     """
-    arguments = [*args, *kwargs.values()]
-    if name == "einsum":
-        return _einsum_factors(arguments)
-    if name == "baddbmm":
-        arguments = [*args, *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs)][1:]
-    if name == "__rmatmul__":
-        arguments = arguments[1::-1]
-    pair = [each for each in arguments if isinstance(each, Tensor)]
-    if len(pair) != 2 or min(each.dim() for each in pair) < 2:
-        raise ValueError(f"the factors of its {name} are not known")
-    return pair[0], pair[1].transpose(-1, -2)
-
-
-def _einsum_factors(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Queries (..., L, E) and keys (..., S, E) of an einsum that computes scores.
-
-    The operand whose unshared label comes first in the result is the queries.
-
-    Raises:
-        ValueError: if the einsum is not a product of two tensors that sums over one label and keeps
-            one unshared label of each.
-    """
-    unknown = f"it is not known which factor of its einsum is the queries: {args[0]!r:.60}"
-    terms = einsum_terms(args)
-    if terms is None:
+    product = Product.of(name, args, kwargs)
+    unknown = f"it is not known which factor of its {name} is the queries"
+    if product is None or len(product.factors) != 2:
         raise ValueError(unknown)
-    names, pair, out = terms
-    shared = [label for label in names[0] if label in names[1]]
+    labels, out = product.labels, product.out
+    shared = [label for label in labels[0] if label in labels[1]]
     over, batch = ([x for x in shared if (x in out) == in_result] for in_result in (False, True))
-    unshared = [[label for label in name if label not in shared] for name in names]
-    if len(over) != 1 or any(len(labels) != 1 or labels[0] not in out for labels in unshared):
+    unshared = [[label for label in term if label not in shared] for term in labels]
+    if len(over) != 1 or any(len(own) != 1 or own[0] not in out for own in unshared):
         raise ValueError(unknown)
-    turned = [
-        part.permute([name.index(label) for label in (*batch, *labels, *over)])
-        for part, name, labels in zip(pair, names, unshared, strict=True)
-    ]
-    first = out.index(unshared[0][0]) < out.index(unshared[1][0])  # keys come after queries
-    return (turned[0], turned[1]) if first else (turned[1], turned[0])
+    query, key = (
+        factor.permute([term.index(label) for label in (*batch, *own, *over)])
+        for factor, term, own in zip(product.factors, labels, unshared, strict=True)
+    )
+    return (query, key) if out.index(unshared[0][0]) < out.index(unshared[1][0]) else (key, query)
 
 
 def _match_scores(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:

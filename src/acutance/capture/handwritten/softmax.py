@@ -21,14 +21,11 @@ from acutance.capture.attention_call import VERIFY_TOLERANCE
 from acutance.capture.handwritten.product_layout import (
     PRODUCTS,
     Layout,
+    Product,
     ProductAxes,
-    axes_in_product,
     is_parameter,
     layout_of,
     shares_memory,
-    summed_operands,
-    summed_size,
-    sums_to_one,
     tensors_in,
 )
 
@@ -126,14 +123,12 @@ class Softmax:
         alike = inputs.shape == result.shape and inputs.stride() == result.stride()
         self.rearranged |= not (alike or shares_memory(result, inputs))
 
-    def note_product(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
-    ) -> None:
+    def note_product(self, product: Product, weights: Tensor) -> None:
         """Record queries, heads and keys left out, from a product that uses the softmax."""
-        size = summed_size(name, args, kwargs, weights)
+        size = product.summed_size(weights)
         self.left_out = 0 if size is None else self.scores.shape[-1] - size
         if not self.rearranged and len(self.layout) == 4:
-            self.product_axes = axes_in_product(name, args, kwargs, weights, self.layout)
+            self.product_axes = product.axes(weights, self.layout)
 
     def overwritten(self) -> bool:
         """Whether the scores were overwritten after the softmax."""
@@ -258,18 +253,19 @@ class Softmaxes:
         computed = [each for each in given if id(each) in self._products]
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
         if name in PRODUCTS:
+            product = Product.of(name, args, kwargs)
             for weights in inputs:
                 softmax = self._pending[id(weights)][1] if id(weights) in self._pending else None
                 if softmax is None or softmax.log:
                     continue
-                sums = summed_operands(name, args, kwargs, softmax.step) or ()
-                if not softmax.over_keys:
-                    self._used(weights)
-                elif any(weights is tensor for tensor in sums):
-                    softmax.note_product(name, args, kwargs, weights)
+                if product is not None and softmax.over_keys:
+                    if not product.sums(weights, softmax.step):
+                        continue
+                    softmax.note_product(product, weights)
+                if product is not None or not softmax.over_keys or name == "einsum":
                     self._used(weights)
             if not inputs:
-                self._follow_product(name, args, kwargs, given, result if remember else None)
+                self._follow_product(product, given, result if remember else None)
             return
         if any(word in name for word in _MAPS):
             return
@@ -293,24 +289,17 @@ class Softmaxes:
                 self._alias(tensor, softmax)
 
     def _follow_product(
-        self,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        result: Any,
+        self, product: Product | None, given: Sequence[Tensor], result: Any
     ) -> None:
         """Report a product that takes weights computed from another; remember one of activations.
 
         Args:
-            name: name of the product's function.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            given: the tensors among them.
+            product: the product; None if it is not understood.
+            given: the tensors among its arguments.
             result: what it returned, if it is to be remembered.
         """
         for weights in given:
-            if id(weights) in self._products and sums_to_one(name, args, kwargs, weights):
+            if id(weights) in self._products and product and product.sums_to_one(weights):
                 self._written_out()
                 return
         activations = all(each.dim() >= FEWEST and not is_parameter(each) for each in given)
