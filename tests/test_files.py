@@ -185,13 +185,12 @@ def test_pipes_devices_and_directories_are_not_waited_for(tmp_path: Path) -> Non
 
 
 def test_states_and_records_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
-    from acutance.calibration.by_loss.readings import Readings
-
+    from acutance.calibration.loss_table import LossTable, Saving
     from acutance_lab.record import load
 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for read in (load, Law.load, lambda path: Readings({}, path, 1).resume()):
+    for read in (load, Law.load, lambda path: LossTable({}, Saving(str(path), resume=True))):
         with pytest.raises(OSError, match=r"pipe is a pipe or a device, not a file"):
             read(pipe)
 

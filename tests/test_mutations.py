@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from acutance.calibration.by_loss.readings import Readings
 from rich.console import Console
 
 import acutance
 from acutance.calibration import ApplyError, Law
-from acutance.calibration.by_loss.gradients import Reading
+from acutance.calibration.loss_table import LossTable, Reading, Saving
 from acutance.comparison import compare
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
@@ -88,19 +87,18 @@ def _compared(sample: QueryKeySample) -> None:
 
 def _calibration(folder: Path, model: torch.nn.Module) -> Kind:
     path, settings = folder / "calibration", {"model": "a", "text": "b", "lengths": [4, 8]}
-    readings = Readings(settings, path, 3)
+    table = LossTable(settings, Saving(str(path), every=3))
     for number in range(3):
         gradient = torch.randn(8, dtype=torch.float64)
-        readings.get(partial(Reading, 1.5 + number, 7, gradient))
+        loss = torch.tensor([1.5 + number], dtype=torch.float64)
+        table.get("change", number, partial(Reading, loss, torch.tensor([7]), gradient))
 
-    def resumed(where: Path) -> Readings:
-        made = Readings(settings, where, 3)
-        made.resume()
-        return made
+    def resumed(where: Path) -> LossTable:
+        return LossTable(settings, Saving(str(where), resume=True))
 
-    def numbers(readings: Readings) -> Any:
-        rows = readings._made
-        return [(row.loss, row.count, row.gradient.tolist()) for row in rows]
+    def numbers(table: LossTable) -> Any:
+        rows = [(row.loss, row.count, row.gradient) for row in table.readings.values()]
+        return [[column.tolist() for column in row] for row in rows]
 
     return Kind(path, resumed, numbers, numbers, tensors=True)
 

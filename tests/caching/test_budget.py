@@ -15,11 +15,10 @@ import torch
 
 import acutance
 from acutance.caching import Budget, HeadPlan, budget, cache_shapes, recall
-from acutance.caching.alternatives import Rounded, rounded
+from acutance.caching.find_plan import Rounded, rounded
 from acutance.caching.frontier import sentences
-from acutance.caching.packing import quantise
-from acutance.caching.proposals import Option, cheapest
-from acutance.caching.rules import HeadReach, propose, read_reach
+from acutance.caching.growing import quantise
+from acutance.caching.rules import HeadReach, Option, cheapest, propose, read_reach
 from acutance.calibration.loss_table import read_windows
 from acutance.capture.attention_call import AttentionCall
 from acutance_lab.trained import decoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.caching.alternatives import Rounded
+from acutance.caching.find_plan import Rounded
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.listener import Listener
 from acutance.corpus.texts import bundled

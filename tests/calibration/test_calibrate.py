@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import acutance
 from acutance import scaling
 from acutance.calibration import Law, measure
-from acutance.calibration.fit.layer import LayerFit
+from acutance.calibration.fit.calibrate import LayerFit
 from acutance.calibration.fit.measure import TARGETS, LayerValues
 from acutance.calibration.fit.result import sentences
 

@@ -69,3 +69,15 @@ def test_a_state_without_names_is_not_lost_by_a_run_that_stops(name: str, tmp_pa
         with LossTable(settings, saving) as table:
             found = [table.get("any", number, lambda: reading(1)) for number in range(len(losses))]
         assert [float(one.loss) for one in found] == losses.tolist()
+
+
+def test_a_state_of_other_windows_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """The comparison of 4 windows, and a run on 3."""
+    state = tmp_path / "state"
+    shutil.copy(FILES / "judge.safetensors", state)
+    with safe_open(state, framework="pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+    saving = Saving(str(state), resume=True)
+    assert len(LossTable(settings, saving, "comparison to resume", [1] * 4).readings) == 12
+    with pytest.raises(ValueError, match=r"the number of windows \(--windows\) was 4 and is now 3"):
+        LossTable(settings | {"windows": 3}, saving, "comparison to resume", [1] * 3)

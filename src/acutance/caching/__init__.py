@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from acutance.caching.export_plan import export_plan
 from acutance.caching.find_plan import budget
 from acutance.caching.frontier import Budget, Point
+from acutance.caching.head_plan import HeadPlan
 from acutance.caching.import_plan import import_plan
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
-from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.caching.plan import CachePlan
 from acutance.caching.planted import Recall, plant, recall
 from acutance.lazy import lazy
 

@@ -18,8 +18,6 @@ from acutance.report.plot_style import (
     save,
 )
 
-__all__ = ["draw"]
-
 
 def draw(found: Budget, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
     """Draw loss against bytes: every measured plan by its rule, and a line along the frontier.

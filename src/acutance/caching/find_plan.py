@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from acutance.caching.alternatives import Dropped, Rounded
 from acutance.caching.frontier import Budget, Point
-from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.caching.head_plan import HeadPlan, value_groups
+from acutance.caching.plan import CachePlan
 from acutance.caching.planted import recall
-from acutance.caching.proposals import Place, options_of
-from acutance.caching.rules import propose, read_reach
+from acutance.caching.rules import options_of, propose, read_reach
 from acutance.calibration.apply_law import apply
-from acutance.calibration.by_loss.choose_windows import gate_slopes
-from acutance.calibration.by_loss.gates import Alternative
+from acutance.calibration.by_loss.gates import Alternative, gate_slopes
 from acutance.calibration.fit.windows import AnyBatches, evaluating
 from acutance.calibration.loss_table import (
     Advance,
@@ -35,12 +33,13 @@ from acutance.calibration.loss_table import (
     read_windows,
 )
 from acutance.calibration.losses import AnyLoss
+from acutance.capture.attention_call import AttentionCall
 from acutance.files import finite
 from acutance.probing.causes import is_untrained
 from acutance.scaling import Window
 from acutance.shapes import check_number
 
-__all__ = ["PLANS", "budget"]
+__all__ = ["budget"]
 
 #: What key heads may keep instead of everything, unless the caller says otherwise.
 PLANS = (
@@ -168,10 +167,13 @@ def budget(
     }
     options = options_of(whole.shapes, plans, by_head, n)
     targets = [int(share * whole.full_bytes(n)) for share in shares]
-    proposals = [
-        (rule, replace(whole, layers=_by_layer(heads)))
-        for rule, heads in propose(options, reach, targets)
-    ]
+    proposals = []
+    for rule, heads in propose(options, reach, targets):
+        layers = {
+            name: tuple(heads[name, head] for head in range(shape.heads))
+            for name, shape in whole.shapes.items()
+        }
+        proposals.append((rule, replace(whole, layers=layers)))
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
     points, before = _measure(
         read, deciding, proposals, asked, saving, lambda tokens: told(tokens, 3)
@@ -215,14 +217,6 @@ def _recall(
         kept["4 bits"] = CachePlan.of(model, HeadPlan(key_bits=4, value_bits=4))
     found = {name: recall(model, windows, one) for name, one in kept.items()}
     return {name: (one.mean, one.error) for name, one in found.items()}
-
-
-def _by_layer(heads: Mapping[Place, HeadPlan]) -> dict[str, tuple[HeadPlan, ...]]:
-    """What key heads keep, by module name; heads of a layer are in their order."""
-    names = dict.fromkeys(name for name, _ in heads)
-    return {
-        name: tuple(one for (layer, _), one in heads.items() if layer == name) for name in names
-    }
 
 
 def _check(
@@ -335,3 +329,79 @@ def _choose(
         return min(fitting, key=lambda one: one.delta).plan
     within = [one for one in points if one.delta + margin(one.error, windows) <= max_loss]
     return min(within, key=lambda one: one.bytes).plan if within else whole
+
+
+def rounded(x: Tensor, bits: int, *, along: str, group: int = 32) -> Tensor:
+    r"""Round keys or values to :math:`2^b` levels between the least and the largest of each group.
+
+    Args:
+        x: (..., S, D).
+        bits: b; 16 changes nothing.
+        along: ``"tokens"``, where ``group`` tokens share a scale for each channel, or
+            ``"channels"``, where ``group`` channels of a token do. A last group may be smaller.
+        group: numbers that share a scale.
+
+    Returns:
+        The rounded numbers, shaped as ``x``; an error is at most half a step.
+
+    Example:
+        >>> rounded(torch.tensor([[0.0, 1.0, 2.4, 3.0]]), 2, along="channels")
+        tensor([[0., 1., 2., 3.]])
+    """
+    if bits == 16:
+        return x
+    dim = -2 if along == "tokens" else -1
+    parts = [_levels(part, 2**bits - 1, dim) for part in x.split(group, dim)]
+    return torch.cat(parts, dim)
+
+
+def _levels(x: Tensor, steps: int, dim: int) -> Tensor:
+    """The nearest of steps + 1 evenly spaced levels between the extremes along a dimension."""
+    least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    step = (most - least) / steps
+    safe = torch.where(step > 0, step, 1.0)
+    return least + ((x - least) / safe).round() * step
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """All keys and values rounded, keys by channel and values by token.
+
+    The newest tokens are rounded too, which a cache leaves as they are, so the cost is a little
+    too high.
+
+    Attributes:
+        key_bits: of keys.
+        value_bits: of values.
+        group: tokens that share the scale of a key channel, channels that share that of a value; if
+            it does not divide the width of values, all of them do.
+    """
+
+    key_bits: int = 16
+    value_bits: int = 16
+    group: int = 32
+
+    @property
+    def words(self) -> str:
+        """The precisions and the group."""
+        return f"keys in {self.key_bits} bits, values in {self.value_bits}, groups of {self.group}"
+
+    def output(self, call: AttentionCall) -> Tensor:
+        """The output of a call with rounded keys and values, (B, Hq, L, Ev)."""
+        key = rounded(call.key, self.key_bits, along="tokens", group=self.group)
+        width = call.value.shape[3]
+        channels = width // value_groups(width, self.group)
+        value = rounded(call.value, self.value_bits, along="channels", group=channels)
+        output: Tensor = replace(call, key=key, value=value).rebuild(False)[0]
+        return output
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """No keys and values: the output is zero."""
+
+    words = "dropped"
+
+    def output(self, call: AttentionCall) -> Tensor:
+        """Zeros, (B, Hq, L, Ev)."""
+        return call.query.new_zeros(*call.query.shape[:3], call.value.shape[3])

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from acutance.caching.plan import CachePlan, HeadPlan
+from acutance.caching.head_plan import HeadPlan
+from acutance.caching.plan import CachePlan
 from acutance.calibration.by_loss.result import GateSlope
 from acutance.files import as_json, finite, write_text
 from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED
 
-__all__ = ["Budget", "Point", "sentences"]
+__all__ = ["Budget", "Point"]
 
 
 @dataclass(frozen=True)

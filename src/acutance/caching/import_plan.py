@@ -26,7 +26,7 @@ from acutance.shapes import check_count
 if TYPE_CHECKING:
     from acutance.caching.run_plan import AppliedPlan
 
-__all__ = ["IMPORTS", "ForeignPlan", "import_plan", "read_foreign"]
+__all__ = ["import_plan"]
 
 #: Bytes of a table.
 _LARGEST = 16 << 20

@@ -16,7 +16,7 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.shapes import check_count
 
-__all__ = ["LayerShape", "PlanError", "cache_shapes", "check_model"]
+__all__ = ["LayerShape", "PlanError", "cache_shapes"]
 
 
 class PlanError(ValueError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from acutance.caching.head_plan import Bits, HeadPlan, Kind
+from acutance.caching.head_plan import HeadPlan, Kind
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes, check_model
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import names_in
@@ -26,7 +26,7 @@ from acutance.shapes import check_count
 if TYPE_CHECKING:
     from acutance.caching.run_plan import AppliedPlan
 
-__all__ = ["SCHEMA", "Bits", "CachePlan", "HeadPlan", "Kind", "holds_plan"]
+__all__ = ["CachePlan"]
 
 SCHEMA = "acutance.cache_plan/1"
 

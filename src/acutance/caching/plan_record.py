@@ -14,8 +14,6 @@ from acutance.caching.plan import CachePlan
 from acutance.from_json import checked, read_json
 from acutance.report.table import Column, Table
 
-__all__ = ["Cost", "Costs", "plan_record", "plan_table", "read_costs"]
-
 
 @dataclass(frozen=True)
 class Cost:

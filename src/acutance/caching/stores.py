@@ -20,8 +20,6 @@ from acutance.caching.growing import Channel, Growing, Read, restore
 from acutance.caching.head_plan import HeadPlan, quantised_groups
 from acutance.kernels.ragged import Stored
 
-__all__ = ["Attend", "Store", "is_range", "some", "store_for"]
-
 #: Rows whose masks are formed at a time.
 _BLOCK = 512
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from acutance.scaling import AnyScaling, NoScaling, Scaling, Window, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 
-__all__ = ["HeadLaws", "LawPart", "LawRecord", "read_part", "scaling_and_window"]
+__all__ = ["HeadLaws"]
 
 #: What a law has for one head, one layer or all: a scaling or its name, a window, or both.
 LawPart: TypeAlias = "str | AnyScaling | Window | tuple[str | AnyScaling, Window]"

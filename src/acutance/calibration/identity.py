@@ -12,7 +12,7 @@ import torch
 from acutance.capture.find_layers import attention_layers
 from acutance.capture.module_names import class_name, module_name, unwrap
 
-__all__ = ["Identity", "longest", "positions_are_learned"]
+__all__ = ["Identity"]
 
 #: Entries of a configuration that change without the model becoming another one.
 _VOLATILE = {

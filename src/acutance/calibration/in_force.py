@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ApplyError", "CountedChange", "InForce"]
+__all__ = ["ApplyError"]
 
 
 class ApplyError(RuntimeError):

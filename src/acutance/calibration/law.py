@@ -23,17 +23,7 @@ from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = [
-    "SCHEMA",
-    "AnyLaw",
-    "Change",
-    "HeadLaws",
-    "Law",
-    "LawError",
-    "by_layer",
-    "check_head",
-    "names_in",
-]
+__all__ = ["Law", "LawError"]
 
 SCHEMA = "acutance.law/1"
 _JUDGED = "judged"

@@ -14,15 +14,6 @@ from torch import Tensor
 
 from acutance.capture.module_names import class_name
 
-__all__ = [
-    "LossError",
-    "call_model",
-    "cross_entropy",
-    "has_separate_head",
-    "logits_of",
-    "losses_in_pieces",
-]
-
 
 class LossError(ValueError):
     """A loss that this model does not have, or that is not a number."""

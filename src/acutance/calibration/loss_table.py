@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,24 +31,6 @@ from acutance.files import refuse_replacing, tidy, write_bytes
 from acutance.shapes import check_count
 from acutance.summary.files import parse, read, sealed
 from acutance.summary.settings import check_settings
-
-__all__ = [
-    "Advance",
-    "LossTable",
-    "Reading",
-    "Saving",
-    "Unit",
-    "Windows",
-    "by_range",
-    "difference",
-    "margin",
-    "mean_gradient",
-    "mean_loss",
-    "ratio",
-    "read_units",
-    "read_windows",
-    "split_units",
-]
 
 SCHEMA = "acutance.losses/1"
 #: States of earlier versions: of a fit or a search for a plan, of ``extend``, and of ``judge``.
@@ -90,8 +74,8 @@ class Reading:
     def of(cls, scored: Scored, gradient: Tensor | None = None) -> Reading:
         """The reading of a batch from the loss of its predictions."""
         known = ~scored.loss.isnan()
-        found = cls(scored.loss[known].sum(), known.sum())
-        return found if gradient is None else replace(found, gradient=gradient)
+        none = _NONE if gradient is None else gradient
+        return cls(scored.loss[known].sum(), known.sum(), none)
 
     @classmethod
     def total(cls, readings: Sequence[Reading]) -> Reading:
@@ -120,32 +104,32 @@ class Saving:
     @classmethod
     def to(
         cls,
-        path: str | os.PathLike[str] | None,
+        save: str | os.PathLike[str] | None = None,
         *,
-        resume: bool,
-        overwrite: bool,
-        every: int = 1,
+        resume: bool = False,
+        overwrite: bool = False,
+        save_every: int = 1,
         endings: Iterable[str] = ("",),
     ) -> Saving:
         """Check the arguments of a function that saves.
 
         Args:
-            path: file, or None.
+            save: file, or None.
             resume: continue from what it holds.
             overwrite: replace it.
-            every: windows between two writes, at least.
+            save_every: windows between two writes, at least.
             endings: of the names of all files that the run writes.
 
         Raises:
             FileExistsError: if a file is there, and is neither resumed nor overwritten.
-            ValueError: if there is no file to resume, or ``every`` is below 1.
+            ValueError: if there is no file to resume, or ``save_every`` is below 1.
         """
-        name = None if path is None else os.fspath(path)
+        name = None if save is None else os.fspath(save)
         for ending in endings:
             refuse_replacing(
                 None if name is None else name + ending, resume=resume, overwrite=overwrite
             )
-        return cls(name, resume, check_count("save_every", every, 1))
+        return cls(name, resume, check_count("save_every", save_every, 1))
 
     def beside(self, ending: str) -> Saving:
         """The same for a file whose name ends so."""
@@ -182,7 +166,7 @@ class LossTable:
         rows: Sequence[int] = (),
     ) -> None:
         self._settings, self._saving = dict(settings), saving
-        self._unsaved = 0
+        self._unsaved, self._made = 0, False
         #: readings by change and window
         self.readings: dict[tuple[str, int], Reading] = {}
         self._unnamed: list[Reading] = []  # of an earlier version, in the order of their making
@@ -216,41 +200,45 @@ class LossTable:
         if key not in self.readings:
             started = time.monotonic()
             self.readings[key] = replace(make(), seconds=time.monotonic() - started)
+            self._made = True
             self._unsaved += windows
             if self._unsaved >= self._saving.every:
                 self.write()
         return self.readings[key]
 
     def write(self) -> None:
-        """Write everything as one safetensors file, whole or not at all."""
+        """Write what was made as one safetensors file, whole or not at all."""
         from safetensors.torch import save
 
-        if self._saving.path is None or not self.readings or self._unnamed:
-            return  # where readings of an earlier version are left, none was made
-        readings = self.readings.values()
-        tensors = {
-            name: torch.cat([getattr(one, name).flatten().double().cpu() for one in readings])
-            for name in ("loss", "count", "gradient")
-        }
-        rows = [
-            [*key, one.seconds, list(one.loss.shape), list(one.gradient.shape)]
-            for key, one in self.readings.items()
-        ]
+        if self._saving.path is None or not self._made:
+            return
+        numbers: dict[str, list[Tensor]] = {"loss": [], "count": [], "gradient": []}
+        rows = []
+        for key, reading in self.readings.items():
+            for name, parts in numbers.items():
+                parts.append(getattr(reading, name).flatten().double().cpu())
+            shapes = list(reading.loss.shape), list(reading.gradient.shape)
+            rows.append([*key, reading.seconds, *shapes])
+        tensors = {name: torch.cat(parts) for name, parts in numbers.items()}
         header = {
             "schema": SCHEMA,
             "settings": json.dumps(self._settings),
             "rows": json.dumps(rows),
         }
         write_bytes(self._saving.path, save(tensors, metadata=sealed(header, tensors)))
-        self._unsaved = 0
+        self._unsaved, self._made = 0, False
 
     def _resume(self, path: str, what: str, rows: Sequence[int]) -> None:
         """Take the readings of a file."""
-        try:
+        with _refusing(path, what):
             header, tensors = read(path, (SCHEMA, *_EARLIER), "table of losses")
             before = parse(header, "settings")
-            if not all(bool(one.isfinite().all()) for one in tensors.values()):
+        check_settings(path, before, self._settings)
+        with _refusing(path, what):
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
                 raise ValueError("a reading is not a number")
+            if bool((tensors["count"] < 0).any()):
+                raise ValueError("a number of predictions is negative")
             if header["schema"] == _FIT:
                 parts = (tensors[name] for name in ("loss", "count", "gradient"))
                 self._unnamed = [Reading(*one) for one in zip(*parts, strict=True)]
@@ -260,40 +248,43 @@ class LossTable:
                 self.readings = _of_comparison(before["laws"], tensors, rows)
             else:
                 self.readings = _of_table(parse(header, "rows", list), tensors)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} contains no {what}: {reason}") from error
-        check_settings(path, before, self._settings)
         tidy(path)
+
+
+@contextmanager
+def _refusing(path: str, what: str) -> Iterator[None]:
+    """Context in which an error says that a file contains no such thing."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} contains no {what}: {reason}") from error
 
 
 def _of_table(rows: list[Any], tensors: Mapping[str, Tensor]) -> dict[tuple[str, int], Reading]:
     """The readings of a file of this version."""
-    shapes = [torch.Size(one[3]) for one in rows]
-    sizes = [one.numel() for one in shapes]
-    gradients = [torch.Size(one[4]) for one in rows]
-    parts = zip(
-        rows,
-        shapes,
-        gradients,
-        tensors["loss"].split(sizes),
-        tensors["count"].split(sizes),
-        tensors["gradient"].split([one.numel() for one in gradients]),
-        strict=True,
-    )
-    return {
-        (row[0], row[1]): Reading(
-            loss.view(shape), count.view(shape), gradient.view(size), float(row[2])
-        )
-        for row, shape, size, loss, count, gradient in parts
-    }
+    numbers = [tensors[name] for name in ("loss", "count", "gradient")]
+    starts = [0, 0, 0]
+    readings = {}
+    for change, window, seconds, shape, gradient_shape in rows:
+        if type(change) is not str or type(window) is not int:
+            raise ValueError("a row has no change and window")
+        parts = []
+        for index, size in enumerate((shape, shape, gradient_shape)):
+            stop = starts[index] + math.prod(size)
+            parts.append(numbers[index][starts[index] : stop].view(size))
+            starts[index] = stop
+        readings[change, window] = Reading(parts[0], parts[1], parts[2], float(seconds))
+    if starts != [tensor.numel() for tensor in numbers]:
+        raise ValueError("its rows do not have all of its numbers")
+    return readings
 
 
 def _of_search(
     header: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> dict[tuple[str, int], Reading]:
     """The readings of a state of ``extend`` of an earlier version."""
-    found = {
+    readings = {
         (change, window): Reading(loss[None], count[None], seconds=float(seconds))
         for (change, window, seconds), loss, count in zip(
             parse(header, "runs", list), tensors["loss"], tensors["count"], strict=True
@@ -304,8 +295,9 @@ def _of_search(
     for at, (key, _) in enumerate(names):
         layers[key] += 1
         slopes = tensors[f"slopes.{at}"]
-        found[key, -layers[key]] = Reading(_NONE, _NONE, slopes, float(seconds) if at == 0 else 0.0)
-    return found
+        took = float(seconds) if at == 0 else 0.0  # it is that of all layers
+        readings[key, -layers[key]] = Reading(_NONE, _NONE, slopes, took)
+    return readings
 
 
 def _of_comparison(

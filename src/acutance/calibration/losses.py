@@ -24,7 +24,7 @@ from acutance.calibration.logits import (
 from acutance.capture.module_names import class_name
 from acutance.shapes import check_count
 
-__all__ = ["AnyLoss", "Loss", "LossError", "MaskedTokens", "NextToken", "Scored", "choose_loss"]
+__all__ = ["Loss", "LossError", "MaskedTokens", "NextToken", "Scored"]
 
 #: Numbers in the logits that are held at once: 32 MB of float32.
 _LOGITS = 1 << 23
@@ -68,13 +68,19 @@ class Loss(ABC):
             LossError: if it does not.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Run the model on one batch and return the loss of every prediction."""
+        return self._run(model, batch, backward=False)
 
-    @abstractmethod
+    @torch.enable_grad()
     def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Like :meth:`score`, and backpropagate the sum of the losses."""
+        return self._run(model, batch, backward=True)
+
+    @abstractmethod
+    def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
+        """Run the model, with or without a backward pass."""
 
 
 class _Logits(Loss):
@@ -111,16 +117,6 @@ class _Logits(Loss):
             except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
                 equal = False  # a head that reads more of the model than its hidden states
             self._whole[model] = not equal
-
-    @torch.no_grad()
-    def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """Run the model on one batch and return the loss of every prediction."""
-        return self._run(model, batch, backward=False)
-
-    @torch.enable_grad()
-    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """Like :meth:`score`, and backpropagate the sum of the losses."""
-        return self._run(model, batch, backward=True)
 
     def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
         if model not in self._whole:
@@ -248,15 +244,6 @@ class _Given(Loss):
 
     def check(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> None:
         """Nothing can be known before the first call."""
-
-    def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """Call the function."""
-        return self._run(model, batch, backward=False)
-
-    @torch.enable_grad()
-    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """Call the function, and add the gradient of the sum of what it returns."""
-        return self._run(model, batch, backward=True)
 
     def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
         loss: object = self.function(model, batch)

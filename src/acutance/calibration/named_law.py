@@ -12,8 +12,6 @@ from acutance.calibration.law import AnyLaw, Law
 from acutance.scaling import SCALINGS, Scaling, Window, from_dict, get
 from acutance.shapes import did_you_mean
 
-__all__ = ["joined_parts", "named_law", "read_parameters", "unknown_law"]
-
 #: Parameters of a window that are words.
 _WORDS = ("sink_positions", "far")
 #: Scalings that need parameters, with some as an example.

@@ -22,8 +22,6 @@ from acutance.capture.rotary import Rotary
 from acutance.rowstats import RowState, RowStatistics, merge
 from acutance.scaling import Window
 
-__all__ = ["read_through", "statistics_through"]
-
 
 def read_through(
     call: AttentionCall,

@@ -12,8 +12,6 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hides
 from acutance.scaling import Window
 
-__all__ = ["VisibleKeys", "adds_nothing", "seen_through"]
-
 
 @dataclass(frozen=True)
 class VisibleKeys:

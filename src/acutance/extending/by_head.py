@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from acutance.calibration.by_loss.gradients import prepared
-from acutance.calibration.by_loss.output_gradients import OutputGradients
+from acutance.calibration.by_loss.gradients import OutputGradients, prepared
 from acutance.calibration.factors import query_factor
 from acutance.calibration.head_laws import HeadLaws, LawPart, scaling_and_window
 from acutance.calibration.law import Law
@@ -25,8 +24,6 @@ from acutance.capture.readers import huggingface
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.judging.remedies import LawRemedy, Remedy
 from acutance.scaling import HeadTable, Window
-
-__all__ = ["head_slopes", "law_part", "mixed", "with_temperature"]
 
 #: Temperatures that are tried: 1 ± this times ln(n / T), as YaRN's 1 + 0.1 ln factor.
 _TEMPERATURE = 0.1

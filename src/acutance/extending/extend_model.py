@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from acutance.calibration.loss_table import LossTable, Saving
 from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.corpus.texts import model_digest, text_digest
 from acutance.extending.candidates import proposals
-from acutance.extending.entropy import entropy_by_n
 from acutance.extending.record import Extension
 from acutance.extending.search import Advance, Search
-from acutance.judging.remedies import PlanRemedy, as_remedies, check_fit, for_train_length
+from acutance.judging.remedies import PlanRemedy, Remedy, as_remedies, check_fit, for_train_length
+from acutance.probing.open_probe import probe
 from acutance.shapes import check_count, check_number
 
-__all__ = ["MAX_COST", "extend", "trained_length"]
+__all__ = ["extend"]
 
 #: Rise of the loss up to the trained length that is allowed, nats a token.
 MAX_COST = 0.005
@@ -219,3 +220,46 @@ def _ranges(train_length: int, to: int) -> list[tuple[int, int]]:
     edges = [0, *range(train_length, 0, -size)[::-1], *range(train_length + size, to, size), to]
     edges = sorted(set(edges))
     return [(first + 1, last) for first, last in itertools.pairwise(edges)]
+
+
+def entropy_by_n(
+    model: torch.nn.Module, remedy: Remedy | None, ids: Tensor
+) -> tuple[tuple[float, float, float], ...]:
+    """Mean entropy of all heads by octave of n, while a model reads a window.
+
+    Args:
+        model: the model.
+        remedy: the change that it is read under.
+        ids: tokens, (1, L).
+
+    Returns:
+        For each octave: the typical n of its rows, the mean over heads in nats, and the standard
+        deviation from head to head.
+
+    Raises:
+        ProbeError: if the model has no attention that a probe can read.
+
+    Example:
+        >>> from acutance.reproduce import decoder
+        >>> found = entropy_by_n(decoder(), None, torch.arange(64)[None])
+        >>> len(found), found[0]
+        (6, (1.0, 0.0, 0.0))
+    """
+    base = getattr(model, "base_model", model)
+    tokens = ids.to(next(model.parameters()).device)
+    with (
+        nullcontext() if remedy is None else remedy.applied(model),
+        probe(model, metrics=["entropy"], verify=False) as measured,
+    ):
+        (base if isinstance(base, torch.nn.Module) else model)(tokens, use_cache=False)
+    profile = measured.summary().profile
+    if profile is None:
+        return ()
+    found = []
+    for octave in range(profile.mean.shape[2]):
+        known = profile.count[:, 0, octave] >= (1 << octave) / 8  # a few rows are no octave
+        if bool(known.any()):
+            mean = profile.mean[known, 0, octave]
+            n = float(profile.log_n[known, octave].mean().exp())
+            found.append((n, float(mean.mean()), float(mean.std(correction=0))))
+    return tuple(found)

@@ -12,8 +12,6 @@ from acutance.extending.record import Extension, sentences, tried_table
 from acutance.files import write_text
 from acutance.report.plot_style import DARK, LIGHT, Theme, curves
 
-__all__ = ["page", "write_page"]
-
 _WIDTH, _HEIGHT = 860, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 44
 _DASHES = ("none", "7 3", "2 2", "8 3 2 3")

@@ -6,31 +6,22 @@ attention look better and the loss worse is no remedy.
 
 from __future__ import annotations
 
-from acutance.calibration.losses import Loss, LossError, MaskedTokens, NextToken, Scored
-from acutance.judging.apply_change import AppliedChange, apply
-from acutance.judging.judge_model import judge
-from acutance.judging.paired import LawComparison, LossComparison, Part
-from acutance.judging.proposed import Proposals, proposed_remedies
-from acutance.judging.remedies import HeadsOff, LawRemedy, PlanRemedy, Remedy
-from acutance.judging.rope import RopeRemedy
+from acutance.calibration import losses
+from acutance.calibration.losses import *
+from acutance.judging import apply_change, judge_model, paired, proposed, remedies, rope
+from acutance.judging.apply_change import *
+from acutance.judging.judge_model import *
+from acutance.judging.paired import *
+from acutance.judging.proposed import *
+from acutance.judging.remedies import *
+from acutance.judging.rope import *
 
 __all__ = [
-    "AppliedChange",
-    "HeadsOff",
-    "LawComparison",
-    "LawRemedy",
-    "PlanRemedy",
-    "Loss",
-    "LossComparison",
-    "LossError",
-    "MaskedTokens",
-    "NextToken",
-    "Part",
-    "Proposals",
-    "Remedy",
-    "RopeRemedy",
-    "Scored",
-    "apply",
-    "judge",
-    "proposed_remedies",
+    *apply_change.__all__,
+    *judge_model.__all__,
+    *losses.__all__,
+    *paired.__all__,
+    *proposed.__all__,
+    *remedies.__all__,
+    *rope.__all__,
 ]

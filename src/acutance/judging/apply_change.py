@@ -20,7 +20,7 @@ from acutance.calibration.named_law import named_law
 from acutance.judging.remedies import HeadsOff, LawRemedy, PlanRemedy, named_remedy
 from acutance.judging.rope import RopeRemedy
 
-__all__ = ["AppliedChange", "apply", "applying"]
+__all__ = ["AppliedChange", "apply"]
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from acutance.corpus.texts import model_digest
 from acutance.judging.paired import LossComparison, compare_losses, octaves
 from acutance.judging.remedies import Remedy, as_remedies, check_fit, for_train_length
 
-__all__ = ["Advance", "Windows", "judge", "judge_windows", "measure_batch"]
+__all__ = ["judge"]
 
 #: Called after each run of the model: tokens, windows that are now done, and whether they ran now
 #: rather than in the run that is resumed.
@@ -173,8 +173,8 @@ def judge(
         found = found.by_text(texts)
     remedies = for_train_length(model, as_remedies(laws), train_length)
     return judge_windows(
-        model, found, remedies, choose_loss(model, loss), save=save,
-        save_every=save_every, resume=resume, overwrite=overwrite, advance=advance,
+        model, found, remedies, choose_loss(model, loss), advance=advance,
+        save=save, save_every=save_every, resume=resume, overwrite=overwrite,
     )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def judge_windows(
     Returns:
         The comparison, as :func:`judge`.
     """
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, every=save_every)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, save_every=save_every)
     groups, lengths = windows.groups, windows.lengths
     if len(groups.unique()) < 2:
         raise ValueError(

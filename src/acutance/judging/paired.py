@@ -17,22 +17,7 @@ from acutance.files import as_json, finite, write_text
 from acutance.report.screen import Wrapped
 from acutance.report.table import Cell, Column, Table
 
-__all__ = [
-    "CONFIDENCE",
-    "HELPS",
-    "HURTS",
-    "METHOD",
-    "MIXED",
-    "NONE",
-    "LawComparison",
-    "LossComparison",
-    "Part",
-    "compare_losses",
-    "conclusion",
-    "octaves",
-    "sentences",
-    "verdict_sentence",
-]
+__all__ = ["LawComparison", "LossComparison", "Part"]
 
 HELPS, HURTS, NONE = "helps", "hurts", "no difference found"
 #: Where there is no difference in all, and a gain at some positions against a loss at others.

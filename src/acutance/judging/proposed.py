@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from acutance.calibration.identity import longest
+from acutance.calibration.law import names_in
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
-from acutance.capture.module_names import unwrap
 from acutance.diagnose.rules import Judged, Kind
 from acutance.diagnose.thresholds import HeadFacts, facts
 from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
@@ -144,12 +144,11 @@ def _layers(model: torch.nn.Module, summary: Judged) -> dict[int, int | str]:
     are left out.
     """
     known = attention_layers(model)
-    prefix = f"{getattr(unwrap(model), 'base_model_prefix', '')}."
+    names = names_in(model, [layer.module for layer in summary.layers])
     found: dict[int, int | str] = {}
     for index, layer in enumerate(summary.layers):
-        names = (layer.module, prefix + layer.module, layer.module.removeprefix(prefix))
-        name = next((one for one in names if one in known), None)
-        if name is not None and uses_interface(known[name]):
+        name = names[layer.module]
+        if name in known and uses_interface(known[name]):
             numbers = map(int, re.findall(r"(?<=\.)\d+(?=\.)", f".{name}."))
             found[index] = next((one for one in numbers if _is_block(model, one, name)), name)
     return found

@@ -30,16 +30,7 @@ from acutance.shapes import check_count
 if TYPE_CHECKING:
     from acutance.caching.run_plan import AppliedPlan
 
-__all__ = [
-    "HeadsOff",
-    "LawRemedy",
-    "PlanRemedy",
-    "Remedy",
-    "as_remedies",
-    "check_fit",
-    "for_train_length",
-    "named_remedy",
-]
+__all__ = ["HeadsOff", "LawRemedy", "PlanRemedy", "Remedy"]
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from acutance.calibration.named_law import read_parameters
 from acutance.capture.module_names import class_name, unwrap
 from acutance.shapes import check_number, did_you_mean
 
-__all__ = ["RopeRemedy", "named_rope", "rope_modules", "with_train_length"]
+__all__ = ["RopeRemedy"]
 
 #: Types that other parameters than the base are needed for, and what Llama 3.1 has.
 _DEFAULTS: dict[str, dict[str, float]] = {

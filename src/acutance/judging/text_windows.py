@@ -13,8 +13,6 @@ from acutance.corpus.load_model import TextModel
 from acutance.corpus.texts import Text, special_tokens
 from acutance.judging.judge_model import Windows
 
-__all__ = ["HeldOut", "hold_out", "loss_of", "text_windows"]
-
 #: Windows that are held out: a quarter of the text, within these limits.
 _LEAST, _MOST = 2, 16
 

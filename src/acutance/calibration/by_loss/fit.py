@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.by_loss.choose_windows import choose_windows
+from acutance.calibration.by_loss.gates import choose_windows
 from acutance.calibration.by_loss.gradients import LossGradients, joined
 from acutance.calibration.by_loss.result import (
     HeadSlope,
@@ -38,7 +38,7 @@ from acutance.calibration.losses import AnyLoss
 from acutance.scaling import Window
 from acutance.shapes import check_count, check_flag, check_number
 
-__all__ = ["FAMILIES", "calibrate_by_loss", "loss_slopes"]
+__all__ = ["loss_slopes"]
 
 #: What ``law`` may be: factors at every length, one for all lengths, or windows alone.
 FAMILIES = ("table", "constant", "none")
@@ -57,13 +57,10 @@ def calibrate_by_loss(
     passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,
-    save: str | os.PathLike[str] | None = None,
-    save_every: int = 1,
-    resume: bool = False,
-    overwrite: bool = False,
     advance: Advance | None = None,
+    **saving: Any,
 ) -> LossCalibration:
-    """:func:`acutance.calibrate` with ``target="loss"``.
+    """:func:`acutance.calibrate` with ``target="loss"``; ``saving`` are its options of saving.
 
     Raises:
         LossError: if the model has no such loss, or it is not a number.
@@ -82,12 +79,12 @@ def calibrate_by_loss(
     if window is not None and not (choices and all(isinstance(one, Window) for one in choices)):
         raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
     endings = ("",) if window is None else ("", ".windows")
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, every=save_every, endings=endings)
+    kept = Saving.to(**saving, endings=endings)
     windows = read_windows(model, batches, lengths, loss)
     fitting, stopping = split_units(windows)
     choice, settings = None, {}
     if choices:
-        beside = saving.beside(".windows")
+        beside = kept.beside(".windows")
         choice = choose_windows(windows, fitting, stopping, choices, passes, beside, advance)
         settings = {"chosen": choice.words}
     reads = {} if choice is None else choice.law
@@ -98,7 +95,7 @@ def calibrate_by_loss(
     done = 1 if choice is None else choice.passes
     if law != "none":
         with LossGradients(
-            windows, saving, advance, passes, law=law, windowed=windowed, fixed=reads, limit=limit,
+            windows, kept, advance, passes, law=law, windowed=windowed, fixed=reads, limit=limit,
             **settings,
         ) as gradients:  # fmt: skip
             fitted = _fit(gradients, fitting, stopping, passes, limit)

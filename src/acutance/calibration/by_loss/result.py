@@ -23,14 +23,7 @@ from acutance.files import finite
 from acutance.report.table import Cell, Column, Table
 from acutance.scaling import Window
 
-__all__ = [
-    "GateSlope",
-    "HeadSlope",
-    "LossCalibration",
-    "beyond_noise",
-    "head_records",
-    "significant",
-]
+__all__ = ["GateSlope", "HeadSlope", "LossCalibration"]
 
 #: Heads that the table lists: those with the largest change to first order.
 MOST = 20

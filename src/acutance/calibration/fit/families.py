@@ -13,8 +13,6 @@ from torch import Tensor
 
 from acutance.scaling import ClipLogN, HeadTable, LogN, Scaling, SqrtLogN, SSMax
 
-__all__ = ["FITTED", "FamilyFit", "Growth", "extended_table", "family_scaling", "growth_of"]
-
 #: What ``law=`` may be.
 FITTED = ("table", "constant", "ssmax", "log_n", "sqrt_log_n", "clip_log_n")
 #: A family this much worse in χ² + 2 (parameters) than the best is distinguished from it.

@@ -30,20 +30,7 @@ from acutance.capture.listener import Listener, ProbeError
 from acutance.rowstats import RowStatistics
 from acutance.shapes import check_count, did_you_mean
 
-__all__ = [
-    "TARGETS",
-    "Collector",
-    "LayerValues",
-    "Measured",
-    "Target",
-    "check_reference",
-    "check_target",
-    "knots_of",
-    "measure",
-    "no_layer",
-    "read_layers",
-    "student_t_quantile",
-]
+__all__ = ["Measured", "measure"]
 
 #: Sums kept of each row: one, x = log n, x², the value y, x·y, and dy/dlog λ.
 _SUMS = 6

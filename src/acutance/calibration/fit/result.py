@@ -15,7 +15,7 @@ from acutance.files import as_json, finite, write_text
 from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
-__all__ = ["HELD", "STATUSES", "Calibration", "HeadCalibration"]
+__all__ = ["Calibration", "HeadCalibration"]
 
 #: Heads that a table lists one by one; more are summed up by layer.
 MOST_HEADS = 64

@@ -20,27 +20,6 @@ from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.shapes import check_count
 
-__all__ = [
-    "AnyBatch",
-    "AnyBatches",
-    "Sample",
-    "Turn",
-    "batches",
-    "batches_by_length",
-    "check_lengths",
-    "check_positions",
-    "check_windows",
-    "cut",
-    "default_lengths",
-    "digest",
-    "draw",
-    "describe_samples",
-    "evaluating",
-    "first_tokens",
-    "spread",
-    "whole_turns",
-]
-
 #: What a model is called with: one tensor, or keywords. Windows first, tokens second.
 AnyBatch: TypeAlias = "Tensor | Mapping[str, Any]"
 #: Batches to cut into windows, or windows of each length.
