@@ -1,6 +1,6 @@
 """``acutance predict``: every metric of an attention row from theory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,7 +13,6 @@ from acutance.cli.options import (
     Plot,
     Role,
     command,
-    keywords,
     read_numbers,
 )
 from acutance.cli.outputs import write_and_show
@@ -94,11 +93,10 @@ def predict(options: PredictOptions) -> None:
     from acutance.report.prediction_table import prediction_record, prediction_table
 
     with misuse():
-        given = {
-            name: value
-            for name, value in keywords(theory.predict, options).items()
-            if value is not None
-        }
+        others = {"sample", "figure", *(option.name for option in fields(OutputOptions))}
+        names = (option.name for option in fields(options) if option.name not in others)
+        given = {name: getattr(options, name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
         if options.mechanism == "linear" and not {"q", "mu", "sigma"} <= given.keys():
             raise ValueError("q, mu, sigma: the mechanism linear needs all three")
         prediction = theory.predict(**given)
