@@ -29,16 +29,6 @@ try:
 except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
     _KNOWN = False
 
-__all__ = [
-    "by_operations",
-    "constant",
-    "ordinary",
-    "traceable_property",
-    "transformed",
-    "undispatched",
-    "unobserved",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 

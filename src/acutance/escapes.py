@@ -9,16 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = [
-    "check_name",
-    "did_you_mean",
-    "in_spreadsheet",
-    "printable",
-    "ranges",
-    "visible",
-    "visible_lines",
-]
-
 #: Control characters, marks that change a line's direction, line and paragraph separators,
 #: zero-width characters, tags and lone surrogates.
 _HIDDEN = re.compile(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from importlib.metadata import requires
 
-__all__ = ["install"]
-
 
 def install(extra: str) -> str:
     """The command that installs the packages of an extra, as the installed metadata names them.

@@ -12,23 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "as_json",
-    "check_regular",
-    "finite",
-    "holds_state",
-    "may_write",
-    "put_json",
-    "put_text",
-    "refuse_replacing",
-    "tidy",
-    "write_bytes",
-    "write_each",
-    "write_text",
-    "write_whole",
-]
-
-
 #: Files whose parts this process has tidied away already.
 _TIDIED: set[Path] = set()
 

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 from acutance.files import check_regular
 
-__all__ = ["SEAL", "checked", "parse_json", "read_json", "sealed_json", "whole_number"]
-
 #: Field of a record that holds the digest of all others.
 SEAL = "sha256"
 #: Whole numbers stay exact in float64.

@@ -18,21 +18,6 @@ from torch import Tensor
 from acutance.compiling import traceable_property
 from acutance.shapes import FLOATS, MOST, check_count, check_tensor, describe
 
-__all__ = [
-    "ADDITIVE_MASK_LIMIT",
-    "Hidden",
-    "MaskOptions",
-    "Masking",
-    "Region",
-    "Tile",
-    "check_masking",
-    "check_sinks",
-    "hidden_scores",
-    "hides",
-    "mask_limit",
-    "shallow_mask",
-]
-
 CPU = torch.device("cpu")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 #: An additive mask value at or below this hides its key (see :func:`hides`): −1e9 as the coarsest

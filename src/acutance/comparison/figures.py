@@ -23,8 +23,6 @@ from acutance.report.plot_style import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "figure"]
-
 
 def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
     """Write :func:`figure` to a .png or .svg file.

@@ -16,18 +16,6 @@ from acutance.comparison.record import COMPARED, Inputs
 from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import Decay, Gated, Linear, Recurrence, Statistics
 
-__all__ = [
-    "Rows",
-    "Seconds",
-    "cost",
-    "cpu_seconds",
-    "fixed_weights",
-    "mean_and_error",
-    "measure",
-    "timed",
-]
-
-
 _MISSING = {
     "entropy": "The weights are not a distribution.",
     "jacobian_trace": "Not defined for these weights.",

@@ -27,8 +27,6 @@ from acutance.mechanisms.entry import Call, Decay, FeatureMap, Linear, Recurrenc
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
 
-__all__ = ["Predicted", "feature_moments", "predict_rows"]
-
 Array = NDArray[np.float64]
 
 

@@ -16,19 +16,6 @@ from acutance.probing.query_key_sample import QueryKeySample
 from acutance.report.table import Cell, Column, Table, figures
 from acutance.rowstats import METRICS
 
-__all__ = [
-    "COMPARED",
-    "Comparison",
-    "Gaussian",
-    "Inputs",
-    "Quantity",
-    "Reading",
-    "Result",
-    "SCHEMA",
-    "captured",
-    "gaussian",
-]
-
 #: What each mechanism's sentence answers.
 QUESTION = "Can it concentrate on few keys as n grows?"
 #: Columns from which every quantity fits.

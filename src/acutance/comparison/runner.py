@@ -31,8 +31,6 @@ from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.shapes import check_count, check_flag, check_number
 
-__all__ = ["DEFAULT_LENGTHS", "DEFAULT_MECHANISMS", "Step", "compare", "pick"]
-
 DEFAULT_LENGTHS = (256, 1024, 4096)
 #: One of each kind: what concentrates, what cannot, and what does so by place alone.
 DEFAULT_MECHANISMS = (

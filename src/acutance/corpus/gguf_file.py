@@ -21,8 +21,6 @@ from typing import Any
 
 from acutance.extras import install
 
-__all__ = ["GgufError", "GgufFile", "is_gguf", "read_gguf", "read_once", "starts_as_gguf"]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 #: What transformers' loader imports, beside torch.

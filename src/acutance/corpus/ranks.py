@@ -21,16 +21,6 @@ from acutance.corpus.load_model import available
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import from_parts
 
-__all__ = [
-    "SingleProcess",
-    "RankError",
-    "Ranks",
-    "all_reduce_summary",
-    "packed",
-    "unpacked",
-    "world",
-]
-
 T = TypeVar("T")
 #: How long the ranks that failed wait for the first one to say why.
 _LAST_WORDS = timedelta(seconds=10)

@@ -23,19 +23,16 @@ from acutance.corpus.probe_corpus import (
     restore,
     run_batch,
     run_settings,
-    tidy,
 )
 from acutance.corpus.ranks import packed, unpacked
 from acutance.corpus.texts import model_digest
 from acutance.extras import install
-from acutance.files import refuse_replacing
+from acutance.files import refuse_replacing, tidy
 from acutance.probing.settings import ProbeSettings
 from acutance.summary.state import Run, State
 
 if TYPE_CHECKING:
     import ray.data
-
-__all__ = ["probe_dataset"]
 
 
 def probe_dataset(

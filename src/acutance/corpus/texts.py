@@ -22,20 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from acutance.capture.module_names import module_name, unwrap
 from acutance.files import check_regular
 
-__all__ = [
-    "CorpusError",
-    "Text",
-    "Tokens",
-    "bundled",
-    "each_window",
-    "model_digest",
-    "padded",
-    "read",
-    "special_tokens",
-    "text_digest",
-    "windows",
-]
-
 #: Token ids in four bytes each; a list of them takes about 36.
 Tokens = array  # of type code "i"
 #: Characters that are tokenised at once, and those next to a cut that must not change its tokens.

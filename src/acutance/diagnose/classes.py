@@ -10,8 +10,6 @@ from typing import Any
 from acutance.diagnose.rules import Judged, Judgement, Kind
 from acutance.diagnose.thresholds import NEAR, THRESHOLDS, limit
 
-__all__ = ["CLASSES", "Class", "HeadClass", "classify"]
-
 
 @dataclass(frozen=True)
 class HeadClass:

@@ -22,8 +22,6 @@ from acutance.diagnose.recommendations import (
 from acutance.diagnose.rules import Judged
 from acutance.diagnose.thresholds import HeadFacts, facts
 
-__all__ = ["MOST_ADVICE", "MOST_FINDINGS", "advice_in_brief", "overview"]
-
 MOST_FINDINGS, MOST_ADVICE = 10, 5
 #: Heads or layers that a line names one by one.
 _NAMED = 4

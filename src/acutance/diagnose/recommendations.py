@@ -19,8 +19,6 @@ from acutance.diagnose.sentences import SENTENCES, Certainty, crossing
 from acutance.diagnose.thresholds import HeadFacts, facts
 from acutance.escapes import ranges
 
-__all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "no_recommendation", "recommendations"]
-
 Kind = Literal[
     "mismatch",
     "not_finite",

@@ -13,8 +13,6 @@ from typing import Literal, Protocol
 
 from acutance.diagnose.thresholds import HeadFacts, Summary, facts, limit
 
-__all__ = ["RULES", "Judged", "Judgement", "Kind", "judge", "judge_heads"]
-
 Kind = Literal[
     "sink",
     "special_sink",

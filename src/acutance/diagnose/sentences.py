@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 from acutance.diagnose.rules import LARGE_LOGIT, Judgement
 from acutance.diagnose.thresholds import HeadFacts
 
-__all__ = ["Certainty", "SENTENCES", "Sentence"]
-
 Certainty = Literal["measured", "fitted", "suspected"]
 
 

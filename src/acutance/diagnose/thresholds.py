@@ -9,9 +9,6 @@ from typing import Any, Literal, Protocol
 
 from acutance.structure.blocks import PEAKS
 
-__all__ = ["HeadFacts", "NEAR", "Summary", "THRESHOLDS", "Threshold", "facts", "limit"]
-
-
 _ACUTANCE = "acutance's own threshold"
 
 

@@ -42,8 +42,6 @@ from acutance.kernels.tiles import (
 )
 from acutance.masks import Masking, Tile
 
-__all__ = ["Coefficients", "backward", "row_coefficients"]
-
 
 def backward(
     grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL

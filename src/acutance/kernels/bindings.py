@@ -15,11 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_BITS", "PLACES", "RAGGED", "SUMS"),
-    *("Layout", "Library"),
-]
-
 #: Version of the structures below; a library of another one is refused.
 ABI = 6
 #: Environment variable that names the instruction set to use.

@@ -42,9 +42,6 @@ from acutance.kernels.tiles import (
 from acutance.masks import Masking
 from acutance.rowstats.gaps import BINS
 
-__all__ = ["forward"]
-
-
 #: Sums that need no more than to be written down.
 _UNCHANGED = ("out", "first_index", "O", "R1", "R2", "gaps")
 #: Keys up to which float32 counts exactly.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from acutance.masks import Masking
 
-__all__ = ["ALL", "Gradients", "KernelCall", "Rule", "SumGradients", "Sums", "accumulate_dtype"]
-
 
 @dataclass(frozen=True)
 class Rule:

@@ -19,8 +19,6 @@ from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
 
-__all__ = ["BACKENDS", "BACKEND_VARIABLE", "backward", "check_backend", "choose", "forward", "ran"]
-
 #: Names of the backends.
 BACKENDS = ("native", "blocked", "triton")
 #: Environment variable that names the backend of calls that leave the choice open.

@@ -33,8 +33,6 @@ from acutance.rowstats.gaps import absent
 from acutance.rowstats.gaussian import spline_table
 from acutance.shapes import MOST
 
-__all__ = ["PackedStatistics", "attend"]
-
 CPU = torch.device("cpu")
 
 

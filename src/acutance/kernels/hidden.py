@@ -16,15 +16,6 @@ from acutance.compiling import transformed
 from acutance.kernels.call import KernelCall, Sums, accumulate_dtype
 from acutance.masks import Masking
 
-__all__ = [
-    "all_finite",
-    "constant_where_not_finite",
-    "hides_keys",
-    "only_visible_values",
-    "value_gradient",
-    "zeroed",
-]
-
 
 def hides_keys(masking: Masking) -> bool:
     """Whether any mask may hide a key from a row."""

@@ -13,8 +13,6 @@ from acutance.kernels.call import KernelCall, Rule
 from acutance.kernels.native import DTYPES
 from acutance.masks import Masking
 
-__all__ = ["KernelInfo", "info"]
-
 
 @dataclass(frozen=True)
 class KernelInfo:

@@ -16,8 +16,6 @@ from acutance.kernels import dispatch
 from acutance.kernels.call import KernelCall, SumGradients, accumulate_dtype
 from acutance.kernels.ops import attend_rows, value_gradients
 
-__all__ = ["from_output", "key_mass"]
-
 
 def key_mass(call: KernelCall, backend: str) -> Tensor:
     """Sums of softmax weights over rows, (B, Hq, S), in the dtype of the row sums.

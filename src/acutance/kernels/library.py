@@ -9,8 +9,6 @@ from pathlib import Path
 
 from acutance.kernels.bindings import CPU_VARIABLE, Library
 
-__all__ = ["FOLDER_VARIABLE", "load"]
-
 #: Environment variable: the folder in which the library is, if not this one.
 FOLDER_VARIABLE = "ACUTANCE_LIBRARY"
 _NAMES = ("libacutance.so", "libacutance.dll")

@@ -21,19 +21,6 @@ from acutance.kernels.hidden import only_visible_values
 from acutance.masks import Masking, mask_limit
 from acutance.rowstats.gaps import BINS
 
-__all__ = [
-    "DTYPES",
-    "MOST_WIDTH",
-    "UNFINISHED",
-    "backward",
-    "check",
-    "forward",
-    "is_loaded",
-    "structure",
-    "why_no_gradient",
-    "why_not",
-]
-
 #: Numbers of the dtypes in the C interface.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 #: Members of a structure, in order.

@@ -23,8 +23,6 @@ from acutance.masks import Masking
 from acutance.rowstats.gaps import BINS
 from acutance.weights import Sink, Softmax
 
-__all__ = ["attend_rows", "row_sums", "row_sums_backward", "value_gradients"]
-
 #: Results that carry a gradient, as positions in :class:`~acutance.kernels.call.Sums`.
 _DIFFERENTIABLE = tuple(Sums._fields.index(name) for name in SumGradients._fields)
 

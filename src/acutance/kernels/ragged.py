@@ -21,8 +21,6 @@ from acutance.kernels import dispatch, library
 from acutance.kernels.bindings import ABI, RAGGED, Library
 from acutance.kernels.native import DTYPES, MOST_WIDTH, check
 
-__all__ = ["HeldHeads", "Stored", "attend", "supports"]
-
 #: The largest packed group of tokens: one has to fit a tile of keys.
 _MOST_TOKENS = 256
 #: Channels of a packed value that share a scale are a multiple of this, or all: a vector has one.

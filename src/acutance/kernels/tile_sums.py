@@ -16,19 +16,6 @@ from acutance.kernels.tiles import Buffers, Work, as_mask_shape, columns, expand
 from acutance.masks import Hidden, Tile
 from acutance.rowstats import gaps as histogram
 
-__all__ = [
-    "FLOOR",
-    "LOG2E",
-    "MODERATE",
-    "NO_KEY",
-    "Part",
-    "Running",
-    "finite",
-    "inverse_normaliser",
-    "ratio",
-    "row_fields",
-]
-
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 #: Hidden scores are clamped here, so that weight × score is 0 and never 0 · −inf. Visible ones in

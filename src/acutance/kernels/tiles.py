@@ -18,25 +18,6 @@ from torch import Tensor
 from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
 from acutance.masks import Masking, Region, Tile
 
-__all__ = [
-    "LEVEL_ROWS",
-    "TILE_ELEMENTS",
-    "TILE_ROWS",
-    "Buffers",
-    "Work",
-    "columns",
-    "draw_kept",
-    "dropout_generator",
-    "fold_rows",
-    "expand_rows",
-    "lent_buffers",
-    "sink_rows",
-    "tile_rows",
-    "tile_scores",
-    "tile_shape",
-    "as_mask_shape",
-]
-
 #: Elements of one tile: a buffer of 2 MiB in float32, which stays in a shared cache.
 TILE_ELEMENTS = 1 << 19
 #: Query rows of a tile: at least, where position hides keys, and at most.

@@ -25,8 +25,6 @@ from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 from acutance.weights.weightings import Jacobian
 
-__all__ = ["ScoreTile", "WeighedRows", "weigh_rows", "weighted_values", "whole_weights"]
-
 #: Scores of one block: 4 MiB in float32, a cache's share.
 BLOCK_ELEMENTS = 1 << 20
 

@@ -12,8 +12,6 @@ from acutance.rowstats.state import NO_KEY
 from acutance.rowstats.weighted import WeightStatistics, WeightSums
 from acutance.shapes import FLOATS, check_count
 
-__all__ = ["alibi_decays", "decay_statistics", "retnet_decays"]
-
 
 def retnet_decays(
     heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None

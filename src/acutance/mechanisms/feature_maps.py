@@ -9,8 +9,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["FEATURE_MAPS", "cosformer"]
-
 
 def identity(x: Tensor) -> Tensor:
     """The vectors themselves; weights have both signs and are not normalised."""

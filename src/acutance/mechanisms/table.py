@@ -33,8 +33,6 @@ from acutance.mechanisms.entry import (
 from acutance.mechanisms.feature_maps import FEATURE_MAPS
 from acutance.theory import tau_for_information
 
-__all__ = ["MECHANISMS", "mechanism"]
-
 #: The fields of :class:`Theory`.
 _Known: TypeAlias = tuple[tuple[str, ...], Law | None, str]
 

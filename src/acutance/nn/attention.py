@@ -22,8 +22,6 @@ from acutance.scores import QKNorm
 from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
 from acutance.weights import Weighting
 
-__all__ = ["MultiheadAttention"]
-
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 

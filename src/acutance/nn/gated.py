@@ -15,8 +15,6 @@ from acutance.scaling import AnyScaling
 from acutance.shapes import check_count, check_flag, check_number, check_tensor
 from acutance.weights import Weighting
 
-__all__ = ["GatedAttentionUnit"]
-
 
 class GatedAttentionUnit(Recorded):
     r"""A gated attention unit (GAU): attention and gated linear unit in one.

@@ -30,9 +30,6 @@ from acutance.scores import (
 from acutance.shapes import FLOATS, check_tensor
 from acutance.weights import Sink, Weighting
 
-__all__ = ["HeldWeights", "Masks", "Score", "hold_score", "key_mask", "translate"]
-
-
 _RECORDS = (General, Additive, Location)
 
 Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]

@@ -12,8 +12,6 @@ from torch import Tensor
 from acutance.mechanisms import alibi_decays
 from acutance.shapes import check_number, check_tensor
 
-__all__ = ["Alibi", "Positions", "Rotary", "find_positions", "rotate"]
-
 
 def rotate(x: Tensor, offset: int = 0, *, base: float = 10_000.0) -> Tensor:
     r"""Rotary position embedding: rotate pairs of components by angles proportional to position.

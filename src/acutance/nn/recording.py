@@ -11,8 +11,6 @@ from torch import nn
 
 from acutance.rowstats import RowStatistics, WeightStatistics
 
-__all__ = ["Recorded", "Recording", "listen"]
-
 #: Keep statistics without their graph, with it, or not at all.
 Recording = Literal["detached", "graph", "off"]
 

@@ -15,8 +15,6 @@ from acutance.structure import describe
 from acutance.summary.diff.records import CONFIDENCE, VERDICTS, Diff
 from acutance.summary.layer import notices
 
-__all__ = ["diff_view"]
-
 _WIDE = 100  # columns from which on intervals and modules have room
 _LONG = 120
 _BAR = 8  # cells of a bar to either side

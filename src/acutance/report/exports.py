@@ -22,8 +22,6 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import judged_sentences, what_was_read
 from acutance.summary.spans import ALL_ROWS, OTHER, Spans
 
-__all__ = ["csv_bytes", "put_csv", "summary_record", "summary_view"]
-
 
 def summary_record(
     summary: HeadSummary,

@@ -13,15 +13,6 @@ from rich.text import Text
 
 from acutance.escapes import printable, visible, visible_lines
 
-__all__ = [
-    "Screen",
-    "Wrapped",
-    "bulleted",
-    "least_width",
-    "note",
-    "wrap",
-]
-
 
 class Screen(Console):
     r"""A rich console without markup that shows control characters as escapes.

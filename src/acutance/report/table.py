@@ -16,8 +16,6 @@ from rich.text import Text
 from acutance.escapes import printable
 from acutance.report.screen import Wrapped, bulleted, least_width, wrap
 
-__all__ = ["Cell", "Column", "Table", "figures", "styled"]
-
 #: Below and from this size on, numbers have an exponent.
 _SMALL, _LARGE = 1e-3, 1e7
 #: Characters to which a column of words may be narrowed.

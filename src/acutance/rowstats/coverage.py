@@ -16,9 +16,6 @@ from torch import Tensor
 from acutance.rowstats.gaps import BINS, WIDTH, edge
 from acutance.rowstats.state import RowState, has_gaps
 
-__all__ = ["MassBounds", "critical_ratio", "keys_holding", "mass_below", "mass_bounds"]
-__all__ += ["mass_of_largest"]
-
 #: Part of a key by which a number of keys may be above a whole number without being the next one.
 _ROUNDING = 1e-3
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DESCRIPTIONS", "Description"]
-
 MILAKOV = "Milakov & Gimelshein (2018), arXiv:1805.02867"
 SU_ROBUST = "Su Jianlin, kexue.fm article 9593"
 SU_INVARIANCE = "Su Jianlin, kexue.fm articles 8823 and 9034"

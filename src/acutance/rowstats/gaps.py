@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BINS", "WIDTH", "absent", "aligned", "count", "edge", "fold"]
-
 #: Bins of a row.
 BINS = 64
 #: Width of a bin in nats, a power of two: dividing by it rounds nothing.

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from acutance.compiling import constant
 
-__all__ = ["expected_entropy", "spline_table"]
-
 #: Where the table ends, and its intervals along x (keys) and along 1 - w (logit spread).
 LOG_N_MAX = math.log(1e12)
 KEY_INTERVALS = 48

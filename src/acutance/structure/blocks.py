@@ -18,19 +18,6 @@ from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.masks import Masking, Region, Tile
 from acutance.shapes import cast_inputs
 
-__all__ = [
-    "Block",
-    "NO_PEAK",
-    "PEAKS",
-    "Part",
-    "Places",
-    "blocks",
-    "critical_ratio",
-    "exact",
-    "last_visible",
-]
-
-
 #: Scores of a block: 2 MiB in float32, which stays in a shared cache.
 BLOCK_ELEMENTS = 1 << 19
 _FEW_ROWS = 64  # rows of a block below which fewer heads are taken at once

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from acutance.rowstats import METRICS, Metric
 from acutance.shapes import did_you_mean
 
-__all__ = ["STRUCTURE", "StructureMetric", "describe", "structure_metric"]
-
 
 @dataclass(frozen=True)
 class StructureMetric:

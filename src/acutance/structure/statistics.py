@@ -26,8 +26,6 @@ from acutance.structure.metrics import STRUCTURE, structure_metric
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["StructureStatistics", "observe_structure", "octaves_of", "statistics"]
-
 #: Scores that are held, at most, to be sorted for ``critical_ratio``: 16 MiB in float32.
 _MOST_SORTED = 1 << 22
 _MOST_OCTAVES, _MOST_TOKEN = 64, 2**31

@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CommandResult", "run"]
-
 
 @dataclass(frozen=True)
 class CommandResult:

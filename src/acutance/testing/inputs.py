@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MASKS", "AttentionCase", "attention_case", "exact_scores"]
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

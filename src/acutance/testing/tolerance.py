@@ -24,8 +24,6 @@ from torch import Tensor
 
 from acutance.rowstats import RowStatistics
 
-__all__ = ["Comparison", "assert_close_to_oracle", "compare", "score_error"]
-
 
 @dataclass(frozen=True)
 class Comparison:

@@ -15,15 +15,6 @@ from acutance.masks import hides
 from acutance.probing.faults import visible_keys
 from acutance.verification.expectation import Expectation
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "Pass",
-    "argument_differences",
-    "counted_rows",
-    "expected_call",
-]
-
 _SCALE_TOLERANCE = 1e-5
 
 

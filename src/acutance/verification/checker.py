@@ -31,8 +31,6 @@ from acutance.verification.positions import (
     unrotated_heads,
 )
 
-__all__ = ["Checker", "Measured"]
-
 #: Largest weight of padding keys: a mask of −10,000 leaves less.
 _PADDING = 1e-6
 _UNKNOWN_DOCUMENTS = (

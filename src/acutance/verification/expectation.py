@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Expectation", "Rope", "expectation_of", "rotated", "windows_of"]
-
 _FULL = ("full_attention", "attention", "global_attention")
 _SLIDING = ("sliding_attention", "local_attention", "sliding_window_attention")
 _CHUNKED = ("chunked_attention",)

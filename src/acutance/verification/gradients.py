@@ -15,8 +15,6 @@ from acutance.probing.changed_arguments import changes_of
 from acutance.probing.faults import dense_scores, visible_keys
 from acutance.verification.arguments import Comparison, Difference
 
-__all__ = ["check_gradients"]
-
 #: Rounding of scores above which a softmax says nothing about gradients.
 _LARGEST_ROUNDING = 100.0
 #: Relative error of a gradient that rounding explains.

@@ -19,8 +19,6 @@ from acutance.corpus.texts import Text, special_tokens
 from acutance.verification.arguments import Pass
 from acutance.verification.expectation import windows_of
 
-__all__ = ["KINDS", "Kind", "Reader", "as_inputs", "kinds_for", "token_ids"]
-
 #: Names of the kinds of input, and what each is.
 KINDS: dict[str, str] = {
     "plain": "the tokens as they are",

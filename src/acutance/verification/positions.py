@@ -11,8 +11,6 @@ from torch import Tensor
 from acutance.verification.arguments import Comparison, Difference, Pass
 from acutance.verification.expectation import Expectation, Rope, rotated
 
-__all__ = ["check_rotation", "unrotated_heads"]
-
 _NORMS = ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
 _QUERY, _KEY = ("q", "query"), ("k", "key")
 _MAKERS = {

@@ -11,8 +11,6 @@ from acutance.escapes import ranges
 from acutance.report.screen import Wrapped
 from acutance.report.table import Cell, Column, Table
 
-__all__ = ["Check", "Finding", "Verification"]
-
 _COLUMNS = ("arguments", "output", "positions", "cache", "gradients")
 
 

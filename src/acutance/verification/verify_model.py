@@ -25,8 +25,6 @@ from acutance.verification.record import (
     named_layers,
 )
 
-__all__ = ["implementation_name", "verify"]
-
 #: The cause where a model counts positions by itself.
 _IGNORED = "position_ids ignored"
 #: Short names of transformers' attention implementations.

@@ -14,20 +14,6 @@ from acutance.kernels.gpu.language import Kernel, interpreted, triton, why_unava
 from acutance.kernels.gpu.scores import Flags
 from acutance.masks import mask_limit
 
-__all__ = [
-    "Launcher",
-    "WIDEST",
-    "dense_rows",
-    "flags",
-    "mask_arguments",
-    "padded",
-    "strides",
-    "supported",
-    "tile_sizes",
-    "why_not",
-]
-
-
 #: Widest head, of queries or of values.
 WIDEST = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -26,8 +26,6 @@ from acutance.kernels.gpu.language import interpreted
 from acutance.kernels.gpu.passes import backward, forward
 from acutance.masks import Masking
 
-__all__ = ["forget", "refusal_reason", "gradient_refusal_reason"]
-
 #: Rows, keys and window of the small call: for tiles of 128 × 128 two blocks of rows, and whole
 #: tiles between two edges; and for the interpreter's tiles of 16 × 32. So few keys are not summed.
 SIZES, SMALL_SIZES = (150, 511, 400), (20, 135, 88)

@@ -35,9 +35,6 @@ from acutance.kernels.gpu.scores import (
     visible_range,
 )
 
-__all__ = ["forward_kernel", "multiply_add", "tile"]
-
-
 #: A maximum that rises by more than this, in log 2, leaves nothing of what was summed before.
 DEEPEST = constant(-16384.0)
 

@@ -32,18 +32,6 @@ from acutance.kernels.gpu.scores import (
     visible,
 )
 
-__all__ = [
-    "COEFFICIENTS",
-    "Terms",
-    "coefficients",
-    "finite",
-    "keys_kernel",
-    "load",
-    "queries_kernel",
-    "score_gradients",
-]
-
-
 #: Rows of the table of coefficients, in order.
 COEFFICIENTS = (
     *("shift", "constant", "linear", "square", "weight", "inverse", "plain", "slope"),

@@ -21,8 +21,6 @@ from acutance.kernels.call import KernelCall
 from acutance.kernels.gpu.arguments import Launcher, flags, padded, strides
 from acutance.kernels.gpu.language import constant, jit, tl
 
-__all__ = ["chunk_size", "has_moments", "last_chunk", "row_moments"]
-
 #: Keys summed at a time within a chunk.
 STEP = constant(32)
 #: Largest ratio of the products' size to the sum of squares that they make, at which they count.

@@ -32,9 +32,6 @@ from acutance.kernels.tile_sums import NO_KEY, finite
 from acutance.masks import Masking
 from acutance.rowstats.gaps import BINS
 
-__all__ = ["backward", "forward", "unsupported_gradient"]
-
-
 _launch = Launcher(forward_kernel, FORWARD)
 _count = Launcher(gaps_kernel, GAPS, fixed=True)
 

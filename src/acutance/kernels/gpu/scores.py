@@ -14,24 +14,6 @@ from typing import NamedTuple
 
 from acutance.kernels.gpu.language import constant, jit, tl
 
-__all__ = [
-    "LOG2E",
-    "NONE",
-    "Flags",
-    "at_head",
-    "band",
-    "block_of_rows",
-    "edge_tile",
-    "edge_tiles",
-    "in_place",
-    "natural",
-    "visible_range",
-    "rows_band",
-    "same_documents",
-    "tanh",
-    "visible",
-]
-
 LOG2E = constant(1.4426950408889634)
 NEAR = constant(0.625)
 # tanh y = y + y³ P(y²) where |y| < 0.625: coefficients of least relative error, 4.4e-9

@@ -20,9 +20,6 @@ from acutance.kernels.gpu.scores import (
     visible,
 )
 
-__all__ = ["gaps_kernel", "largest_kernel"]
-
-
 BINS = constant(64)
 STEPS = constant(4.0)  # bins of a unit of logit
 WORDS = constant(16)

@@ -21,27 +21,6 @@ from torch import Tensor
 
 from acutance.summary.head_summary import HeadSummary
 
-__all__ = [
-    "Array",
-    "BUDGET",
-    "Codes",
-    "FEW_HEADS",
-    "LEVELS",
-    "Level",
-    "Packer",
-    "SMALL_BUDGET",
-    "SOFT",
-    "bars",
-    "budget",
-    "decode",
-    "encode",
-    "layer_means",
-    "pack_metric",
-    "rounded",
-    "unpack",
-]
-
-
 #: Characters the packed data may take: with library, script and style the page is below 1.5 MB.
 BUDGET = 1_120_000
 #: The same for a model of few heads, whose page is below 1.2 MB.
