@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from acutance.probing import HeadSummary, Layer, Moments
-from acutance.summary.by_octave import Profile
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.cells import Parts
+from acutance.summary.readouts.by_octave import Profile
 
 
 def rows_of(
@@ -39,8 +39,8 @@ def summary_of(
     names = tuple(metrics)[:count]
     held = layers or [Layer("attn", heads, calls=1, rows=sequences * rows)]
     beside = (
-        OptionalParts(Profile.of(values.transpose(1, 2), size[:, None], kept))
+        Parts(profile=Profile.of(values.transpose(1, 2), size[:, None], kept))
         if profile
-        else OptionalParts()
+        else Parts()
     )
     return HeadSummary(tuple(held), names, Moments.of(flat, names), about or {}, (), beside)

@@ -12,9 +12,9 @@ import acutance
 from acutance.probing import CLASSES, HeadSummary, Moments
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
-from acutance.summary.distances import Distances
+from acutance.summary.cells import Parts
 from acutance.summary.head_summary import Layer
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.readouts.distances import Distances
 
 
 def summary_of(
@@ -31,7 +31,7 @@ def summary_of(
     alike[0, 0, 3], alike[0, 0, 7] = even, 1 - even
     peaks = torch.zeros(1, 17, dtype=torch.int64)
     peaks[0, 4] = peak
-    beside = OptionalParts(distances=Distances(torch.tensor([10]), mass, alike, peaks))
+    beside = Parts(distances=Distances(torch.tensor([10]), mass, alike, peaks))
     layer = Layer("a", 1, status, calls=1, rows=10)  # type: ignore[arg-type]
     return HeadSummary((layer,), metrics, moments, optional_parts=beside)
 
@@ -89,7 +89,7 @@ def test_heads_of_no_class() -> None:
     assert names(summary_of(**sharp)) == ["sharp"]
     assert names(summary_of(**sharp, n_keys=7.9)) == []
     assert names(summary_of(**sharp, status="mismatch")) == []
-    bare = replace(summary_of(near=0.9, peak=10), optional_parts=OptionalParts())
+    bare = replace(summary_of(near=0.9, peak=10), optional_parts=Parts())
     assert names(bare) == []
 
 

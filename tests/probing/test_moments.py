@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.probing import Moments, edges
 from acutance.rowstats import METRICS
-from acutance.summary.moments import BINS, SCALES, summarise
+from acutance.summary.readouts.moments import BINS, SCALES, summarise
 from tests.contract.probing.test_moments import ONE_OF_EACH_SCALE, random_values
 
 

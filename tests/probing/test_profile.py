@@ -13,7 +13,7 @@ import acutance
 from acutance.probing import Profile
 from acutance.report import html
 from acutance.report.html_page.packing import unpack
-from acutance.summary.by_octave import MOST_OCTAVES
+from acutance.summary.readouts.by_octave import MOST_OCTAVES
 from tests.contract.probing.test_profile import Fixed
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import acutance
 from acutance.probing.spans import Span
-from acutance.summary.spans import Spans
+from acutance.summary.readouts.spans import Spans
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,6 +12,7 @@ import acutance
 from acutance.kernels.fast_path import PackedStatistics, joined, packed_alike
 from acutance.probing import accumulate
 from acutance.summary.layer import Layer
+from acutance.summary.readouts.call_rows import join_rows
 
 
 def packed(seed: int, keys: int) -> PackedStatistics:
@@ -54,12 +55,13 @@ def test_layers_summarised_together_are_those_summarised_apart(
     inputs = [torch.randn(5, 2, layer.embed_dim) for layer in layers]
     found, sides = [], []
 
-    def counted(parts: Any, dim: int = 0) -> Any:
-        sides.append((len(parts), dim))
-        return joined(parts, dim)
+    def counted(calls: Any, dim: int) -> Any:
+        if len(calls) > 1:
+            sides.append((len(calls), dim))
+        return join_rows(calls, dim)
 
     for most, together_now in ((accumulate.MAX_TOGETHER, [(2, 1)]), (0, [])):
-        limits(accumulate, MAX_TOGETHER=most, joined=counted)
+        limits(accumulate, MAX_TOGETHER=most, join_rows=counted)
         sides.clear()
         with acutance.probe(torch.nn.ModuleList(layers)) as probe:
             for layer, x in zip(layers, inputs, strict=True):

@@ -15,7 +15,7 @@ from acutance import probe
 from acutance.probing import HeadSummary
 from acutance.report.charts import CHARTS, draw
 from acutance.report.plot_style import DARK
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.cells import Parts
 
 Make = Callable[..., HeadSummary]
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_drawn_is_said(
     with pytest.raises(ValueError, match="'theory' shows entropy only and accepts no other metric"):
         draw(probed, target, chart="theory", metric="lse")
     with pytest.raises(ValueError, match="does not record how metrics depend on n"):
-        draw(replace(probed, optional_parts=OptionalParts()), target, chart="lengths")
+        draw(replace(probed, optional_parts=Parts()), target, chart="lengths")
     with pytest.raises(ValueError, match="did you mean 'entropy'"):
         draw(probed, target, chart="layers", metric="entropie")
     with pytest.raises(ValueError, match="'gaussian_entropy' was not recorded"):

@@ -21,10 +21,10 @@ from acutance.report.html_page.packing import BUDGET, LEVELS, SOFT, Codes, decod
 from acutance.report.html_page.write import SCRIPTS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
-from acutance.summary.by_octave import Profile
-from acutance.summary.distances import Distances
-from acutance.summary.moments import SCALES
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.cells import Parts
+from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.distances import Distances
+from acutance.summary.readouts.moments import SCALES
 from tests.contract.report.test_page import HOSTILE, Make, Page
 
 
@@ -277,7 +277,7 @@ def large(layers: int, heads: int) -> HeadSummary:
         tuple(Layer(f"model.layers.{i}.self_attn", heads, rows=60) for i in range(layers)),
         names,
         Moments.of(values, names),
-        optional_parts=OptionalParts(profile=profile, distances=distances),
+        optional_parts=Parts(profile=profile, distances=distances),
     )
 
 

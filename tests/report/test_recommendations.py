@@ -19,7 +19,7 @@ from acutance.files import put_json
 from acutance.probing import HeadSummary, Moments, Profile
 from acutance.report import recommendations
 from acutance.report.exports import summary_record
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.cells import Parts
 from tests.contract.report.test_recommendations import Make, kinds, only
 
 
@@ -88,7 +88,7 @@ def growing(
         (layer,),
         metrics,
         Moments.of(rows.flatten(2), metrics),
-        optional_parts=OptionalParts(profile),
+        optional_parts=Parts(profile=profile),
     )
 
 
@@ -143,7 +143,7 @@ def test_growth_that_is_not_told(options: dict[str, float]) -> None:
 
 
 def test_growth_needs_a_profile() -> None:
-    assert kinds(replace(growing(0.7), optional_parts=OptionalParts())) == []
+    assert kinds(replace(growing(0.7), optional_parts=Parts())) == []
 
 
 def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
@@ -160,7 +160,7 @@ def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
         layer = acutance.probing.Layer("m", 1, calls=1, rows=512)
         moments = Moments.of(rows.flatten(1)[:, None], metrics)
         named += bool(
-            kinds(HeadSummary((layer,), metrics, moments, optional_parts=OptionalParts(profile)))
+            kinds(HeadSummary((layer,), metrics, moments, optional_parts=Parts(profile=profile)))
         )
     assert named <= 4
 

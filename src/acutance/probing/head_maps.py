@@ -15,9 +15,17 @@ from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
 from acutance.capture.module_names import class_name
 from acutance.probing.structure import kernel_call, token_text
-from acutance.probing.tokens import InputPlaces, Sample, Tokens, take_heads, take_rows
+from acutance.probing.tokens import (
+    InputPlaces,
+    Sample,
+    SelectedCall,
+    Tokens,
+    take_heads,
+    take_rows,
+)
 from acutance.structure.blocks import blocks, exact
-from acutance.summary.head_maps import MOST_SEQUENCES, HeadMap
+from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.head_maps import MOST_SEQUENCES, HeadMap
 
 __all__ = ["MOST_MAP_ROWS", "MapReader", "MapRows", "RecordedMaps", "check_maps"]
 
@@ -107,14 +115,13 @@ class MapReader:
         self._sequences: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
-    def read(self, whole: AttentionCall, places: InputPlaces, real: Tensor | None) -> None:
-        """Record the requested rows that a call contains.
+    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+        """Record the requested rows that a call contains, of all its heads and rows."""
+        self._record(selected.whole, places, selected.rows.counted)
+        return rows
 
-        Args:
-            whole: the call with all its heads and rows.
-            places: positions of all its queries and keys.
-            real: boolean (B, L), False on padding; None if there is no padding.
-        """
+    def _record(self, whole: AttentionCall, places: InputPlaces, real: Tensor | None) -> None:
+        """Record the requested rows; ``real`` (B, L) is False on padding, or None for none."""
         name = whole.module.partition("#")[0]
         requests = [(request, heads) for request, layers, heads in self._requests if name in layers]
         if not requests:

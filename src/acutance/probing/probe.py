@@ -17,18 +17,22 @@ from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
-from acutance.probing.accumulate import CallRows, LayerRecords, join_calls
+from acutance.probing.accumulate import LayerRecords, join_calls
 from acutance.probing.causes import is_untrained
 from acutance.probing.head_maps import MapReader, RecordedMaps
-from acutance.probing.query_key_sample import QueryKeySample
-from acutance.probing.read_call import CallRead, CallReader
+from acutance.probing.query_key_sample import QueryKeyRecorder, QueryKeySample
+from acutance.probing.read_call import CallReader
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
 from acutance.probing.tokens import Tokens
+from acutance.summary.cells import Cells
 from acutance.summary.head_summary import HeadSummary
-from acutance.summary.moments import Moments
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.distances import Distances
+from acutance.summary.readouts.examples import Examples
+from acutance.summary.readouts.spans import Spans
 
 __all__ = ["Probe", "ProbeError"]
 
@@ -77,12 +81,11 @@ class _Recorder:
 
         return provided.output, record
 
-    def _record(self, read: CallRead, name: str) -> None:
+    def _record(self, rows: CallRows, name: str) -> None:
         """Add what was read of a call to the records, and list it if it is doubtful."""
-        rows = CallRows(read.stats, read.counted, read.sample, read.structure, read.span_weights)
-        self.records.add(read.layer, rows)
-        if read.doubt is not None:
-            self.listener.unreadable(name, read.doubt)
+        self.records.add(rows)
+        if rows.doubt is not None:
+            self.listener.unreadable(name, rows.doubt)
 
 
 class Probe:
@@ -100,19 +103,31 @@ class Probe:
         settings.check_heads(model)
         self.metrics = settings.recorded
         self._model = model
+        n_metrics, examples = len(self.metrics), settings.examples
+        self._spans = None if settings.spans is None else SpanReader(model, settings.spans)
+        empty: dict[str, Callable[[int], Cells]] = {}
+        if settings.profile:
+            empty["profile"] = lambda heads: Profile.none(heads, n_metrics)
+        if settings.structure:
+            empty["positions"] = lambda heads: Profile.none(heads, n_metrics)
+            empty["distances"] = Distances.none
+        if examples:
+            empty["examples"] = lambda heads: Examples.none(heads, examples)
+        if (spans := self._spans) is not None:
+            empty["spans"] = lambda heads: Spans.empty(heads, spans.names)
+        self._records = LayerRecords(self.metrics, empty)
         self._structure: StructureReader | None = None
         if settings.structure:
             self._structure = StructureReader(
-                model, settings.tokenizer, settings.special, settings.examples
+                model, settings.tokenizer, settings.special, examples, self._records.so_far
             )
-        self._spans = None if settings.spans is None else SpanReader(model, settings.spans)
         self._tokens = None if self._structure is None else self._structure.tokens
         self._maps: MapReader | None = None
         if settings.maps is not None:
             self._tokens = self._tokens or Tokens()
             self._maps = MapReader(model, settings.maps, settings.tokenizer, self._tokens)
-        names = None if self._spans is None else self._spans.names
-        self._records = LayerRecords(self.metrics, settings.profile, names)
+        self._queries_keys = QueryKeyRecorder() if settings.keep else None
+        readers = (self._structure, self._maps, self._spans, self._queries_keys)
         recorder = _Recorder(self._records)
         self._listener = recorder.listener = Listener(
             model,
@@ -124,11 +139,10 @@ class Probe:
             provides=settings.provide,
             context=self._follow_tokens,
         )
-        self._reader = recorder.reader = CallReader(
+        recorder.reader = CallReader(
             settings,
-            structure=self._structure,
+            readers=[reader for reader in readers if reader is not None],
             spans=self._spans,
-            maps=self._maps,
             thread=self._listener.modules.thread,
             rows=self._listener.rows,
         )
@@ -258,17 +272,14 @@ class Probe:
         """
         records, modules = self._records.finished(), self._listener.modules
         if self._structure is not None:
-            for name, (layer, moments, optional_parts) in records.items():
-                records[name] = layer, moments, self._structure.add_examples(optional_parts, layer)
+            for record in records.values():
+                self._structure.name_tokens(record.parts)
         records = join_calls(records, lambda name: heads_of(modules.module_of(name)))
         if not records:
             raise ProbeError(self._listener.nothing_captured())
-        ordered = [records[name] for name in sorted(records, key=modules.order)]
-        parts = [optional_parts for _, _, optional_parts in ordered]
-        return HeadSummary(
-            layers=tuple(layer for layer, _, _ in ordered),
-            metrics=self.metrics,
-            moments=Moments.join([moments for _, moments, _ in ordered]),
+        return HeadSummary.of_layers(
+            [records[name] for name in sorted(records, key=modules.order)],
+            self.metrics,
             about={
                 "model": class_name(self._model),
                 "torch": torch.__version__,
@@ -280,7 +291,6 @@ class Probe:
                 *self._not_read(records),
                 *(() if self._maps is None else self._maps.unrecorded()),
             ),
-            optional_parts=OptionalParts.join(parts),
             not_provided=tuple(self.not_provided),
             maps=tuple(head_map for maps in self.maps.values() for head_map in maps),
         )
@@ -310,11 +320,11 @@ class Probe:
         Raises:
             ProbeError: if the probe was not opened with ``keep=True``, or recorded none.
         """
-        if self._reader.recorder is None:
+        if self._queries_keys is None:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
         order = sorted(self._records.names(), key=self._listener.modules.order)
         try:
-            return self._reader.recorder.sample(order)
+            return self._queries_keys.sample(order)
         except ValueError as error:
             raise ProbeError(str(error)) from error
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.files import write_bytes
 from acutance.masks import hides
+from acutance.probing.tokens import InputPlaces, SelectedCall
 from acutance.summary.files import parse, read, sealed
+from acutance.summary.readouts.call_rows import CallRows
 
 __all__ = ["SCHEMA", "QueryKeyRecorder", "QueryKeySample", "load_queries_keys"]
 
@@ -202,13 +204,13 @@ class QueryKeyRecorder:
     def __init__(self) -> None:
         self._layers: dict[str, _Layer] = {}
 
-    def record(self, call: AttentionCall, real: Tensor | None) -> None:
-        """Record the longest sequence of a call, if it is the module's first self-attention call.
+    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+        """Record the longest sequence of the first self-attention call of each module."""
+        self._record(selected.whole, selected.rows.counted)
+        return rows
 
-        Args:
-            call: the captured call.
-            real: boolean (B, L), False on padding; None if there is no padding.
-        """
+    def _record(self, call: AttentionCall, real: Tensor | None) -> None:
+        """Record a call; ``real`` (B, L) is False on padding, or None if there is no padding."""
         query, key, value = call.query, call.key, call.value
         is_self_attention = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
         if call.module in self._layers or call.cross or not is_self_attention:

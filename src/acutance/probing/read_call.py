@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, observe_scores
-from acutance.capture.counted_rows import CountedRows, RowReader
+from acutance.capture.counted_rows import RowReader
 from acutance.capture.head_axis import first_head
 from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.module_stack import Running
-from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.causes import differences, likely_cause
-from acutance.probing.head_maps import MapReader
-from acutance.probing.query_key_sample import QueryKeyRecorder
 from acutance.probing.replace_attention import Provided, Provider
 from acutance.probing.settings import ProbeSettings
-from acutance.probing.spans import SpanReader, SpanWeights
-from acutance.probing.structure import CallStructure, StructureReader
-from acutance.probing.tokens import PlaceReader, Sample, draw, take_heads, take_rows
+from acutance.probing.spans import SpanReader
+from acutance.probing.tokens import InputPlaces, PlaceReader, SelectedCall, draw, take_heads
 from acutance.rowstats import RowState, RowStatistics
-from acutance.summary.head_summary import Layer, Status
+from acutance.summary.layer import Status
+from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["MOVED", "REBUILT_DIFFERS", "CallRead", "CallReader"]
+__all__ = ["MOVED", "REBUILT_DIFFERS", "CallReader", "Reader"]
 
 #: Begins the doubt about a call of which something was missed.
 REBUILT_DIFFERS = "do not trust its rows: the output recomputed from the captured arguments differs"
@@ -46,110 +43,11 @@ MOVED = (
 _ORDINARY = 1e3  # no score beyond it is beside a mask of −1e4
 
 
-class CallRead(NamedTuple):
-    """What a probe read of one call.
+class Reader(Protocol):
+    """What is read of a call beside the statistics of its rows."""
 
-    Attributes:
-        stats: row statistics, fields of shape (B, H, L).
-        layer: counts of rows, the status and the source of the call.
-        counted: boolean (B, H, L), True on the rows that enter the summary.
-        sample: how the rows were sampled; None if every row was read.
-        structure: where the rows' weight lies among the keys; None if not requested.
-        span_weights: the rows' weight on named spans of the input; None if not requested.
-        doubt: why the rows are not reliable; None if there is no reason.
-    """
-
-    stats: RowStatistics
-    layer: Layer
-    counted: Tensor
-    sample: Sample | None
-    structure: CallStructure | None = None
-    span_weights: SpanWeights | None = None
-    doubt: str | None = None
-
-
-@dataclass(frozen=True)
-class _SelectedPart:
-    """The heads and rows of a call that a probe reads.
-
-    Attributes:
-        call: the call restricted to these heads and rows.
-        rows: which rows of the whole call count.
-        shape: numbers of heads and rows of the whole call.
-        heads: indices of the selected heads; None for all.
-        chosen: their numbers in the layer; empty if they are 0, 1, 2, ….
-        sample: how the rows were sampled; None if every row is read.
-    """
-
-    call: AttentionCall
-    rows: CountedRows
-    shape: tuple[int, int]
-    heads: list[int] | None
-    chosen: tuple[int, ...]
-    sample: Sample | None
-
-    def select(self, rows: Tensor) -> Tensor:
-        """Restrict a tensor (B, H, L, ...) of the whole call to the selected heads and rows."""
-        if self.heads is not None and rows.shape[1] == self.shape[0]:
-            rows = rows[:, self.heads]
-        if self.sample is not None and rows.shape[2] == self.shape[1]:
-            rows = self.sample.select(rows)
-        return rows
-
-    def counted_rows(self, stats: RowStatistics) -> Tensor:
-        """Rows that enter the summary, boolean (B, H, L): real tokens that see a key."""
-        real = self.rows.counted if self.sample is None else self.sample.real
-        n = stats.n if isinstance(stats, PackedStatistics) else stats.state.n
-        counted = n > 0
-        return counted if real is None else counted & real[:, None, :]
-
-    def result(
-        self,
-        stats: RowStatistics,
-        status: Status,
-        error: float | None = None,
-        *,
-        provided: bool = False,
-    ) -> CallRead:
-        """Combine statistics with the layer's record: counts of rows, status, error of the output.
-
-        Args:
-            stats: statistics of the selected rows.
-            status: how far the capture was verified.
-            error: largest relative error of the rebuilt output; None if not compared.
-            provided: whether acutance's kernel computed the call in place of the model.
-        """
-        counted, sample, counting = self.counted_rows(stats), self.sample, self.rows
-        batch, heads, queries = counted.shape
-        padded, padded_by = counting.padded, counting.source
-        rows = int(counted.sum((0, 2)).max()) if counted.numel() else 0
-        n_rows = (
-            batch * queries - padded - counting.excluded if sample is None else sample.n_sampled
-        )
-        unseen = 0
-        if counting.unseen is not None and sample is None:
-            unseen = int((counted.any(1) & counting.unseen).sum())
-            n_blank = int((torch.logical_not((stats.state.n > 0).any(1)) & counting.unseen).sum())
-            if n_blank:
-                padded, n_rows, padded_by = padded + n_blank, n_rows - n_blank, "masks"
-        layer = Layer(
-            module=self.call.module,
-            heads=heads,
-            status=status,
-            calls=1,
-            rows=rows,
-            padded=padded,
-            padded_by=padded_by if padded else "",
-            empty=n_rows - rows,
-            excluded=counting.excluded,
-            unseen=unseen,
-            error=error,
-            source=self.call.source,
-            chosen=self.chosen,
-            skipped=0 if sample is None else sample.total - sample.n_sampled,
-            provided=int(provided),
-        )
-        return CallRead(stats, layer, counted, sample)
+    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+        """Read a call, and return its rows with what they now also hold."""
 
 
 class CallReader:
@@ -158,16 +56,14 @@ class CallReader:
     Attributes:
         rows: decides which rows count.
         provider: computes calls in place of the model; None if not requested.
-        recorder: records a sample of queries and keys; None if not requested.
     """
 
     def __init__(
         self,
         settings: ProbeSettings,
         *,
-        structure: StructureReader | None,
+        readers: Sequence[Reader],
         spans: SpanReader | None,
-        maps: MapReader | None,
         thread: Running,
         rows: RowReader,
     ) -> None:
@@ -175,21 +71,19 @@ class CallReader:
 
         Args:
             settings: the probe's options.
-            structure: measures where rows' weight lies; None if not requested.
+            readers: what else is read of each call, such as its structure; ``spans`` among them.
             spans: measures rows' weight on spans of the input; None if not requested.
-            maps: records rows of named heads; None if not requested.
             thread: the modules that are running.
             rows: decides which rows are padding.
         """
         self._settings = settings
-        self.structure, self.spans, self.maps = structure, spans, maps
+        self._readers, self._spans = readers, spans
         self._places = PlaceReader()
         self._verify = settings.verify
         self._moments_wanted = settings.noise, settings.gaps
         self._agreed_kinds: set[tuple[object, ...]] = set()
         self._verified_modules: set[str] = set()
         self._heads = None if settings.heads is None else HeadChoice(settings.heads)
-        self.recorder = QueryKeyRecorder() if settings.keep else None
         self.provider = Provider(settings.verify is True) if settings.provide else None
         self._doubted_modules: set[str] = set()
         self._warned: set[bool] = set()
@@ -209,23 +103,23 @@ class CallReader:
 
     def provided(
         self, call: AttentionCall, provided: Provided, module: torch.nn.Module | None
-    ) -> CallRead:
+    ) -> CallRows:
         """Read a call that :meth:`provide` computed."""
-        part = self._part(call, module, gather=False)
+        selected = self._select(call, module)
         stats = provided.stats
-        if part.heads is not None or part.sample is not None:
-            state = RowState(*(part.select(field) for field in stats.state))
+        if selected.heads is not None or selected.sample is not None:
+            state = RowState(*(selected.select(field) for field in stats.state))
             stats = RowStatistics(state, stats.backend)
         status: Status = "checked" if provided.error is None else "verified"
-        read = part.result(stats, status, provided.error, provided=True)
-        return self._with_places(part, call, read, module)
+        rows = selected.result(stats, status, provided.error, provided=True)
+        return self._read_more(selected, rows, module)
 
     def call(
         self,
         call: AttentionCall,
         output: Callable[[], Tensor] | None,
         module: torch.nn.Module | None,
-    ) -> CallRead:
+    ) -> CallRows:
         """Read a call that the model computes.
 
         Args:
@@ -235,40 +129,41 @@ class CallReader:
         """
         _check_not_batched(call.query, call.key, call.value)
         call = self._with_deep_masks(call)
-        part = self._part(call, module)
+        selected = self._select(call, module).restricted()
         doubted = self.provider is not None and call.module in self.provider.suspects
         comparable = output is not None and call.dropout_p == 0.0
         kind = call.kind() if comparable and self._verify == "first" else None
         already_agreed = not doubted and kind in self._agreed_kinds
         if output is None or not comparable or not (self._verify or doubted) or already_agreed:
             status: Status = "checked" if already_agreed else "captured"
-            read = part.result(part.call.statistics(*self._moments_wanted), status)
-            return self._with_places(part, call, read, module)
-        rebuilt, stats = part.call.rebuild(*self._moments_wanted)
-        model_output = part.select(output())
+            rows = selected.result(selected.call.statistics(*self._moments_wanted), status)
+            return self._read_more(selected, rows, module)
+        rebuilt, stats = selected.call.rebuild(*self._moments_wanted)
+        model_output = selected.select(output())
         if model_output.shape != rebuilt.shape:
             raise ValueError(
                 f"its output has shape {tuple(model_output.shape)}, but the output recomputed from "
                 f"its queries, keys and values has {tuple(rebuilt.shape)}"
             )
-        counted = part.counted_rows(stats)
-        errors, tolerance = differences(part.call, rebuilt, stats.state.m, model_output, counted)
+        counted = selected.counted_rows(stats)
+        errors, tolerance = differences(
+            selected.call, rebuilt, stats.state.m, model_output, counted
+        )
         agrees = bool((errors <= tolerance).all())
         error = float(errors.max()) if errors.numel() else 0.0
-        read = part.result(stats, "verified" if agrees else "mismatch", error)
+        rows = selected.result(stats, "verified" if agrees else "mismatch", error)
         if agrees and kind is not None:
             self._agreed_kinds.add(kind)
         if not agrees and call.module not in self._doubted_modules:  # a module's first says it all
             self._doubted_modules.add(call.module)
-            cause = self._cause(part, call, output(), counted, module)
+            cause = self._cause(selected, output(), counted, module)
             reason = f"; {cause}" if cause else call.unknown_keywords()
-            read = read._replace(doubt=f"{REBUILT_DIFFERS} by {error:.2g} of its size{reason}")
-        return self._with_places(part, call, read, module)
+            rows = rows._replace(doubt=f"{REBUILT_DIFFERS} by {error:.2g} of its size{reason}")
+        return self._read_more(selected, rows, module)
 
     def _cause(
         self,
-        part: _SelectedPart,
-        whole: AttentionCall,
+        selected: SelectedCall,
         output: Tensor,
         counted: Tensor,
         module: torch.nn.Module | None,
@@ -277,57 +172,35 @@ class CallReader:
 
         Sampled rows would not do: their causality, window and documents have become one mask.
         """
-        call = whole if part.heads is None else take_heads(whole, part.heads)
-        if part.heads is not None and output.shape[1] == part.shape[0]:
-            output = output[:, part.heads]
-        if part.sample is not None:
+        call, heads = selected.whole, selected.heads
+        if heads is not None:
+            if output.shape[1] == call.query.shape[1]:
+                output = output[:, heads]
+            call = take_heads(call, heads)
+        if selected.sample is not None:
             counted = call.statistics(False).state.n > 0
-            if part.rows.counted is not None:
-                counted = counted & part.rows.counted[:, None, :]
+            if selected.rows.counted is not None:
+                counted = counted & selected.rows.counted[:, None, :]
         return likely_cause(call, output, counted, module)
 
-    def _with_places(
-        self,
-        part: _SelectedPart,
-        whole: AttentionCall,
-        read: CallRead,
-        module: torch.nn.Module | None,
-    ) -> CallRead:
-        """Add structure, rows of maps and span weights, where they are requested."""
-        if self.structure is None and self.spans is None and self.maps is None:
-            return read
-        if whole.moved and (self.structure is not None or self.maps is not None):
+    def _read_more(
+        self, selected: SelectedCall, rows: CallRows, module: torch.nn.Module | None
+    ) -> CallRows:
+        """Add what needs the call's queries and keys: structure, maps, spans, a sample of them."""
+        if not self._readers:
+            return rows
+        if selected.whole.moved and any(reader is not self._spans for reader in self._readers):
             raise ValueError(MOVED)
-        call = part.call
-        if read.layer.provided:  # computed whole: cut only now
-            call = call if part.heads is None else take_heads(call, part.heads)
-            call = call if part.sample is None else take_rows(call, part.sample)
-        of_whole = self._places.of(whole, module)
-        places = of_whole.of(part.sample)
-        if self.structure is not None:
-            structure, rows, tokens = self.structure.read(call, whole, read.stats, places)
-            name = read.layer.module
-            self.structure.keep(name, rows, read.stats, read.counted, structure.positions, tokens)
-            read = read._replace(structure=structure)
-        if self.maps is not None:
-            self.maps.read(whole, of_whole, part.rows.counted)
-        return self._with_spans(read, lambda spans: spans.read(call, whole, places))
-
-    def _with_spans(
-        self, read: CallRead, weigh: Callable[[SpanReader], SpanWeights | None]
-    ) -> CallRead:
-        """Add the rows' weight on spans, or the reason why it is not known."""
-        if self.spans is None:
-            return read
-        try:
-            return read._replace(span_weights=weigh(self.spans))
-        except ValueError as error:
-            reason = f"its weight on the spans is not known: {error}"
-            return read._replace(doubt=reason if read.doubt is None else f"{read.doubt}; {reason}")
+        if rows.layer.provided:  # computed whole: cut only now
+            selected = selected.restricted()
+        places = self._places.of(selected.whole, module)
+        for reader in self._readers:
+            rows = reader.read(selected, places, rows)
+        return rows
 
     def scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
-    ) -> CallRead:
+    ) -> CallRows:
         """Read rows whose scores are known, but not their queries and keys.
 
         Args:
@@ -337,7 +210,7 @@ class CallReader:
         """
         _check_not_batched(scores)
         scores = self._with_deep_mask(scores.detach(), module, products=True)
-        total, queries = scores.shape[1:3]
+        total = scores.shape[1]
         heads = self._chosen(total)
         chosen = scores if heads is None else scores[:, heads]
         stats, visible = observe_scores(chosen, self._settings.gaps)
@@ -345,7 +218,7 @@ class CallReader:
         empty = scores[..., :0]
         call = AttentionCall(module, "softmax", empty, empty, empty)
         numbers = _head_numbers(0, range(total) if heads is None else heads)
-        part = _SelectedPart(call, counting, (total, queries), heads, numbers, None)
+        selected = SelectedCall(call, call, counting, heads, numbers, None)
         should_verify = self._verify and not (
             self._verify == "first" and module in self._verified_modules
         )
@@ -355,9 +228,8 @@ class CallReader:
         if _in_order_of_size(chosen):
             stats.state.first.fill_(torch.nan)
             doubt_text = doubt_text or SORTED
-        read = part.result(stats, status)
-        read = read._replace(doubt=doubt_text)
-        return self._with_spans(read, lambda spans: spans.read_scores(chosen))
+        rows = selected.result(stats, status)._replace(doubt=doubt_text)
+        return rows if self._spans is None else self._spans.read_scores(chosen, rows)
 
     def _with_deep_masks(self, call: AttentionCall) -> AttentionCall:
         """The call with its additive masks as :meth:`_with_deep_mask` reads them."""
@@ -412,17 +284,10 @@ class CallReader:
             raise ValueError(f"heads: none of the requested heads exists, the layer has {total}")
         return heads
 
-    def _part(
-        self, call: AttentionCall, module: torch.nn.Module | None, *, gather: bool = True
-    ) -> _SelectedPart:
-        """Select the heads and rows to read; with ``gather``, restrict the call to them."""
+    def _select(self, call: AttentionCall, module: torch.nn.Module | None) -> SelectedCall:
+        """Choose the heads and rows of a call to read; the call itself is not yet restricted."""
         batch, total, queries, _ = call.query.shape
         counting = self.rows.rows_of_call(call)
-        real = counting.counted
-        if self.recorder is not None:
-            if call.moved:
-                raise ValueError(MOVED)
-            self.recorder.record(call, real)
         split = dist.is_available() and dist.is_initialized()
         first = first_head(module, call.query) if split else 0
         sample = None
@@ -434,14 +299,11 @@ class CallReader:
                 thread.pass_number,
                 thread.call_number(call.module),
             )
-            sample = draw(batch, queries, real, max_rows, seed, call.query.device)
+            device = call.query.device
+            sample = draw(batch, queries, counting.counted, max_rows, seed, device)
         heads = self._chosen(total)
-        if heads is not None and gather:
-            call = take_heads(call, heads)
-        if sample is not None and gather:
-            call = take_rows(call, sample)
         numbers = _head_numbers(first, range(total) if heads is None else heads)
-        return _SelectedPart(call, counting, (total, queries), heads, numbers, sample)
+        return SelectedCall(call, call, counting, heads, numbers, sample)
 
 
 def _in_order_of_size(scores: Tensor) -> bool:

@@ -18,7 +18,7 @@ from acutance.rowstats import METRICS, metric
 from acutance.rowstats.metrics import metric_names
 from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
-from acutance.summary.examples import MOST_ROWS
+from acutance.summary.readouts.examples import MOST_ROWS
 
 __all__ = ["ProbeSettings"]
 

@@ -6,37 +6,26 @@ span. One more pass of the kernel gives it for all rows in O(n) memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall, weights_on
+from acutance.capture.attention_call import weights_on
 from acutance.capture.module_names import module_name, unwrap
-from acutance.probing.tokens import InputPlaces
-from acutance.summary.spans import ALL_ROWS, MOST_SPANS, OTHER
+from acutance.probing.tokens import InputPlaces, SelectedCall
+from acutance.summary.cells import Parts
+from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.spans import ALL_ROWS, MOST_SPANS, OTHER, Spans
 
-__all__ = ["Span", "SpanReader", "SpanWeights", "check_spans"]
+__all__ = ["Span", "SpanReader", "check_spans"]
 
 #: First token and one past the last; None is the end of the sequence.
 _Range: TypeAlias = tuple[int, "int | None"]
 #: One range for all sequences, one for each, or a boolean (B, S).
 Span: TypeAlias = "_Range | Sequence[_Range] | Tensor"
-
-
-class SpanWeights(NamedTuple):
-    """Weights of one call's rows on K spans and on all other keys.
-
-    Attributes:
-        mass: (B, H, L, K + 1), weight on each span; the last entry is for keys outside all spans.
-        even: (B, H or 1, L, K + 1), the same if every visible key had equal weight.
-        labels: (B or 1, L), index of each query's span, K outside all; None in cross-attention.
-    """
-
-    mass: Tensor
-    even: Tensor
-    labels: Tensor | None
 
 
 class _CheckedSpans:
@@ -201,26 +190,42 @@ class SpanReader:
                 f"{self._longest} tokens"
             )
 
-    def read(
-        self, call: AttentionCall, whole: AttentionCall, places: InputPlaces
-    ) -> SpanWeights | None:
-        """Weights of a call's rows on the spans; None if its keys are not part of the input.
+    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+        """Add the weights of a call's rows on the spans, if its keys are part of the input.
 
-        Args:
-            call: the call restricted to the heads and rows that are read.
-            whole: the call with all its rows.
-            places: positions of the queries and keys.
+        The rows are doubtful if the spans are for another batch size or length than the call's.
+        """
+        name = f"{selected.whole.module.partition('#')[0]}."
+        prefix = self._decoder_prefix
+        if prefix is not None and not selected.whole.cross and name.startswith(prefix):
+            return rows
+        return self._add(rows, partial(self._weigh, selected, places.of(selected.sample)))
+
+    def read_scores(self, scores: Tensor, rows: CallRows) -> CallRows:
+        """Add the weights on the spans of self-attention with known scores (B, H, L, S)."""
+        return self._add(rows, partial(self._weigh_scores, scores))
+
+    def _add(
+        self, rows: CallRows, weigh: Callable[[], tuple[Tensor, Tensor, Tensor | None]]
+    ) -> CallRows:
+        """Add the weights that ``weigh`` returns, or the reason why they are not known."""
+        try:
+            spans = Spans.of(*weigh(), rows.counted, self.names)
+        except ValueError as error:
+            reason = f"its weight on the spans is not known: {error}"
+            doubt = reason if rows.doubt is None else f"{rows.doubt}; {reason}"
+            return rows._replace(doubt=doubt)
+        return rows._replace(parts=Parts(rows.parts, spans=spans))
+
+    def _weigh(
+        self, selected: SelectedCall, places: InputPlaces
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weights on the spans, those of even weights, and the queries' spans; see :class:`Spans`.
 
         Raises:
             ValueError: if the spans are for another batch size or length than the call's.
         """
-        name = whole.module.partition("#")[0]
-        if (
-            self._decoder_prefix is not None
-            and not whole.cross
-            and f"{name}.".startswith(self._decoder_prefix)
-        ):
-            return None
+        call, whole = selected.call, selected.whole
         batch, keys = whole.query.shape[0], whole.key.shape[2]
         tokens = keys if places.queries is None else places.last + 1
         sizes = {keys, tokens} if places.begins else None
@@ -232,20 +237,15 @@ class SpanReader:
             positions = places.queries.clamp(min=0)
             size = torch.broadcast_shapes(positions.shape[:1], labels.shape[:1])[0]
             query_labels = labels.expand(size, -1).gather(1, positions.expand(size, -1))
-        return SpanWeights(call.weight_on(one_hot), call.uniform_weight_on(one_hot), query_labels)
+        return call.weight_on(one_hot), call.uniform_weight_on(one_hot), query_labels
 
-    def read_scores(self, scores: Tensor) -> SpanWeights:
-        """Weights on the spans of self-attention with known scores (B, H, L, S).
-
-        Raises:
-            ValueError: as :meth:`read`.
-        """
+    def _weigh_scores(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As :meth:`_weigh`, from scores."""
         batch, _, queries, keys = scores.shape
         self._check_call(batch, keys, {keys})
         labels = self._spans.labels(0, keys, scores.device)
         one_hot = torch.nn.functional.one_hot(labels, len(self.names) + 1)
-        mass, even = weights_on(scores, one_hot)
-        return SpanWeights(mass, even, labels if queries == keys else None)
+        return *weights_on(scores, one_hot), labels if queries == keys else None
 
     def _check_call(self, batch: int, tokens: int, sizes: set[int] | None) -> None:
         """Raise ValueError if a call does not fit the spans.

@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
-import threading
+import math
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Region
-from acutance.probing.tokens import InputPlaces, Tokens, special_ids
-from acutance.rowstats import RowStatistics
+from acutance.probing.tokens import InputPlaces, SelectedCall, Tokens, special_ids
 from acutance.rowstats.state import has_gaps
-from acutance.structure import StructureStatistics
 from acutance.structure.blocks import Places, blocks, exact
 from acutance.structure.statistics import observe_structure, tokens_at
-from acutance.summary.examples import Examples, Row
-from acutance.summary.head_summary import Layer
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.cells import Cells, Parts
+from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.examples import Examples
 
-__all__ = ["CRITICAL_ROWS", "CallStructure", "StructureReader", "kernel_call", "token_text"]
+__all__ = ["CRITICAL_ROWS", "StructureReader", "kernel_call", "token_text"]
 
 #: Rows of each sequence whose scores are sorted for ``critical_ratio`` if no gap histogram was
 #: recorded; the histogram gives it for every row.
 CRITICAL_ROWS = 16
 _BLANK = "\u2581"  # SentencePiece's sign for a blank
-
-
-class CallStructure(NamedTuple):
-    """Structure statistics of the rows of one call.
-
-    Attributes:
-        statistics: fields of shape (B, H, L).
-        positions: (1 or B, L), index of the key at each query's position; None in cross-attention.
-    """
-
-    statistics: StructureStatistics
-    positions: Tensor | None
-
-
-def concatenate(parts: list[CallStructure]) -> CallStructure:
-    """Concatenate the structure of several calls of one layer along the batch.
-
-    Args:
-        parts: with the same heads and number of rows; all or none have positions.
-    """
-    each = [part.statistics for part in parts]
-    octaves = max(one.octaves.shape[-1] for one in each)
-    heads = max(one.even.shape[1] for one in each)
-
-    def column(name: str) -> Tensor:
-        columns = [getattr(one, name) for one in each]
-        if name in ("octaves", "even"):
-            columns = [pad(one, (0, octaves - one.shape[-1])) for one in columns]
-        if name == "even":
-            columns = [one.expand(-1, heads, -1, -1, -1) for one in columns]
-        return torch.cat(columns)
-
-    known = [
-        part.positions.expand(len(part.statistics.peak), -1)
-        for part in parts
-        if part.positions is not None
-    ]
-    statistics = StructureStatistics(**{one.name: column(one.name) for one in fields(each[0])})
-    return CallStructure(statistics, torch.cat(known) if known else None)
 
 
 class StructureReader:
@@ -80,13 +39,19 @@ class StructureReader:
         tokenizer: any object with ``all_special_ids`` and ``decode``, or None.
         special: ids of special tokens; None for the tokenizer's.
         examples: number of sharpest rows to keep of each head.
+        so_far: returns a layer's readout of the rows summarised so far, by their names.
 
     Raises:
         TypeError: if ``special`` contains anything but integers.
     """
 
     def __init__(
-        self, model: torch.nn.Module, tokenizer: Any, special: Iterable[int] | None, examples: int
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        special: Iterable[int] | None,
+        examples: int,
+        so_far: Callable[[str, str], Cells | None],
     ) -> None:
         if special is None:
             tokenizer_ids = getattr(tokenizer, "all_special_ids", None)
@@ -97,121 +62,84 @@ class StructureReader:
         self._word: Callable[[int], str] | None = None
         if tokenizer is not None:
             self._word = lambda token: token_text(tokenizer, token)
-        self._n_examples = examples
-        self._examples: dict[str, Examples] = {}
-        self._lock = threading.Lock()
+        self._n_examples, self._so_far = examples, so_far
         self.tokens = Tokens()
 
-    def read(
-        self,
-        call: AttentionCall,
-        whole: AttentionCall,
-        stats: RowStatistics,
-        places: InputPlaces,
-    ) -> tuple[CallStructure, KernelCall, Tensor | None]:
-        """Measure the structure of a call's rows.
+    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+        """Measure the structure of a call's rows, and keep those among the sharpest so far.
 
-        Args:
-            call: the call restricted to the heads and rows that are read.
-            whole: the call with all its rows.
-            stats: statistics of the rows; with a gap histogram they give ``critical_ratio``.
-            places: positions of the queries and keys.
-
-        Returns:
-            The structure, the kernel call of the rows, and the token ids (B, S) of the keys (None
-            if unknown); :meth:`keep` takes the last two.
+        With a gap histogram the rows' statistics give ``critical_ratio``.
         """
-        rows = kernel_call(call)
-        positions = places.queries
+        call, whole = selected.call, selected.whole
+        kernel = kernel_call(call)
+        positions = places.of(selected.sample).queries
         tokens = query_tokens = special = None
         batch, _, queries, _ = whole.query.shape
         if positions is not None and positions.numel():
-            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], places.last)
+            last = places.of(selected.sample).last
+            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], last)
         if tokens is not None and positions is not None:
             tokens = tokens.to(call.query.device)
             query_tokens = tokens_at(tokens, positions)
             if self._special:
                 special = torch.isin(tokens, torch.tensor(self._special, device=tokens.device))
-        has_histogram = has_gaps(stats.state)
+        has_histogram = has_gaps(rows.stats.state)
         row_step = 0 if has_histogram else max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
-        statistics = observe_structure(
-            rows, Places(positions, tokens, query_tokens, special, row_step)
+        structure = observe_structure(
+            kernel, Places(positions, tokens, query_tokens, special, row_step)
         )
         if has_histogram:
-            statistics = replace(statistics, critical_ratio=stats.critical_ratio())
-        return CallStructure(statistics, positions), rows, tokens
+            structure = replace(structure, critical_ratio=rows.stats.critical_ratio())
+        rows = rows._replace(structure=structure, positions=positions)
+        if self._n_examples and (examples := self._sharpest(kernel, rows, tokens)) is not None:
+            rows = rows._replace(parts=Parts(rows.parts, examples=examples))
+        return rows
 
-    def keep(
-        self,
-        module: str,
-        rows: KernelCall,
-        stats: RowStatistics,
-        counted: Tensor,
-        positions: Tensor | None,
-        tokens: Tensor | None,
-    ) -> None:
-        """Keep the rows of a call that are among the sharpest of their heads so far.
+    def _sharpest(
+        self, kernel: KernelCall, rows: CallRows, tokens: Tensor | None
+    ) -> Examples | None:
+        """The rows of a call that are among the sharpest of their heads so far; None for none.
 
         Args:
-            module: name of the layer.
-            rows: the kernel call of the rows.
-            stats: their statistics.
-            counted: boolean (B, H, L), True on the rows that enter the summary.
-            positions: (1 or B, L), index of the key at each query's position; None if unknown.
+            kernel: the kernel call of the rows.
+            rows: their statistics.
             tokens: token ids of the keys, (B, S); None if unknown.
         """
-        if not self._n_examples:
-            return
-        heads, queries = counted.shape[1:]
-        with self._lock:
-            earlier = self._examples.setdefault(module, Examples.none(heads, self._n_examples))
-        threshold = earlier.threshold.tolist()
-        information, entropy = stats.information, stats.entropy
-        sharpness = torch.where(counted & (stats.state.n > 1), information, -torch.inf)
+        stats, positions = rows.stats, rows.positions
+        heads, queries = rows.counted.shape[1:]
+        earlier = self._so_far(rows.layer.module, "examples")
+        threshold = [-math.inf] * heads
+        if isinstance(earlier, Examples):
+            threshold = earlier.threshold.tolist()
+        entropy, n = stats.entropy, stats.state.n
+        sharpness = torch.where(rows.counted & (n > 1), stats.information, -torch.inf)
         flat = sharpness.transpose(0, 1).flatten(1)
         best = flat.topk(min(self._n_examples, flat.shape[1]), dim=1)
-        new_rows = []
-        for head in range(heads):
-            for value, flat_index in zip(
-                best.values[head].tolist(), best.indices[head].tolist(), strict=True
-            ):
-                if value == -torch.inf or not value > threshold[head]:
+        examples = Examples.none(heads, self._n_examples)
+        for head, (values, indices) in enumerate(
+            zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ):
+            for index, (value, flat_index) in enumerate(zip(values, indices, strict=True)):
+                if not value > max(threshold[head], -sys.float_info.max):
                     continue
                 b, i = divmod(flat_index, queries)
-                weights, last = _weights(rows, b, head, i)
-                position = (
-                    -1 if positions is None else int(positions[min(b, len(positions) - 1), i])
+                weights, last = _weights(kernel, b, head, i)
+                examples.put(
+                    (head, index),
+                    information=value,
+                    entropy=float(entropy[b, head, i]),
+                    position=-1 if positions is None else int(positions[b % len(positions), i]),
+                    n_keys=int(n[b, head, i]),
+                    weights=weights,
+                    tokens=torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu(),
+                    last=last,
                 )
-                ids = torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu()
-                new_rows.append(
-                    Row(
-                        head=head,
-                        information=value,
-                        entropy=float(entropy[b, head, i]),
-                        position=position,
-                        n_keys=int(stats.state.n[b, head, i]),
-                        query=int(ids[position]) if 0 <= position < len(ids) else -1,
-                        weights=weights,
-                        tokens=ids,
-                        last=last,
-                    )
-                )
-        if new_rows:
-            new_examples = Examples.from_rows(new_rows, heads, self._n_examples)
-            with self._lock:
-                self._examples[module] = self._examples[module].merge(new_examples)
+        return examples if bool((examples.n_keys > 0).any()) else None
 
-    def add_examples(self, optional_parts: OptionalParts, layer: Layer) -> OptionalParts:
-        """Add a layer's sharpest rows to its optional parts, if examples were requested."""
-        if not self._n_examples:
-            return optional_parts
-        with self._lock:
-            examples = self._examples.get(
-                layer.module, Examples.none(layer.heads, self._n_examples)
-            )
-        return replace(
-            optional_parts, examples=examples if self._word is None else examples.named(self._word)
-        )
+    def name_tokens(self, parts: Parts) -> None:
+        """Give a layer's sharpest rows the texts of their tokens, if a tokenizer is known."""
+        if self._word is not None and isinstance(examples := parts.get("examples"), Examples):
+            parts["examples"] = examples.named(self._word)
 
 
 def token_text(tokenizer: Any, token: int) -> str:

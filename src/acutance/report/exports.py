@@ -20,7 +20,7 @@ from acutance.report.table import Column, Table
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import judged_sentences, what_was_read
-from acutance.summary.spans import ALL_ROWS, OTHER, Spans
+from acutance.summary.readouts.spans import ALL_ROWS, OTHER, Spans
 
 
 def summary_record(

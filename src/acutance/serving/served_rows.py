@@ -23,7 +23,7 @@ from acutance.serving.prometheus import SERVED_METRICS, prometheus_text
 from acutance.shapes import check_count
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import Layer, Status
-from acutance.summary.moments import Moments, summarise
+from acutance.summary.readouts.moments import Moments, summarise
 
 __all__ = ["SERVED", "ServedRows"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields
@@ -21,12 +20,14 @@ from torch import Tensor
 from acutance.files import check_regular
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
+from acutance.summary.cells import MOST, Parts
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer
-from acutance.summary.moments import BINS
+from acutance.summary.readouts import READOUTS
+from acutance.summary.readouts.moments import Moments
 
 __all__ = [
+    "checked_cells",
     "checked_record",
-    "checked_tensors",
     "compact",
     "expand",
     "optional",
@@ -36,24 +37,10 @@ __all__ = [
 ]
 
 
-#: Counts stay exact in float64, and sums of two cannot overflow.
-MOST = 1 << 53
 #: Heads of all layers and bytes of a file, many times those of any model: files may be sparse.
 MOST_HEADS, MOST_BYTES = 1 << 17, 1 << 34
 #: Field of the header that tells a damaged file.
 SEAL = "sha256"
-_ARRAYS = {
-    "count": torch.int64,
-    "mean": torch.float64,
-    "M2": torch.float64,
-    "low": torch.float64,
-    "high": torch.float64,
-    "histogram": torch.int64,
-}
-#: Arrays that states of the first schema lack: there every row that counts stands for itself.
-_ADDED = {"weight": torch.float64, "sampling": torch.float64}
-#: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
-_ROUNDING = 1e-9
 _COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
@@ -221,55 +208,42 @@ def _check_layer(place: str, layer: Any) -> None:
         raise ValueError(f"'error' of {place} must be a number, 0 or more, got {_short(error)}")
 
 
-def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
-    """Check shapes, dtypes and ranges of the arrays of :class:`~acutance.probing.Moments`.
+def checked_cells(
+    header: Mapping[str, str], tensors: Mapping[str, Tensor], heads: int, metrics: int
+) -> tuple[Moments, Parts]:
+    """The moments and readouts of a file, after checking their arrays and texts.
 
     Args:
-        tensors: arrays by name.
+        header: the file's header.
+        tensors: arrays by name: those of the moments, and ``<readout>.<array>``.
         heads: heads of all layers.
         metrics: number of metrics.
 
     Raises:
         ValueError: naming the first array that does not fit.
     """
-    arrays = _ARRAYS | {name: kind for name, kind in _ADDED.items() if set(tensors) & set(_ADDED)}
-    if missing := [name for name in arrays if name not in tensors]:
-        raise ValueError(f"the array {missing[0]!r} is missing")
-    if unknown := sorted(set(tensors) - set(arrays)):
-        raise ValueError(f"the array {_short(unknown[0])} does not belong to a summary")
-    for name, dtype in arrays.items():
-        shape = (heads, metrics, BINS) if name == "histogram" else (heads, metrics)
-        if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
-            raise ValueError(
-                f"the array {name!r} must have shape {shape} and dtype {dtype}, got "
-                f"{tuple(tensors[name].shape)} and {tensors[name].dtype}"
-            )
-    count, histogram = tensors["count"], tensors["histogram"]
-    defaults = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
-    tensors = defaults | dict(tensors)
-    none = count == 0
-    low, high, mean, squares = (tensors[name] for name in ("low", "high", "mean", "M2"))
-    slack = _ROUNDING * torch.maximum(low.abs(), high.abs())
-    # values between two bounds vary by half their distance at most
-    most = tensors["weight"] * ((high - low) / 2 + slack).square()
-    fits = {
-        "count": (count >= 0) & (count <= MOST),
-        "histogram": ((histogram >= 0) & (histogram <= MOST)).all(-1)
-        & (histogram.sum(-1) == count),
-        "low": torch.where(none, low == math.inf, low.isfinite()),
-        "high": torch.where(none, high == -math.inf, high.isfinite()) & (none | (low <= high)),
-        "mean": none | ((mean >= low - slack) & (mean <= high + slack)),
-        "M2": torch.where(none, squares == 0, (squares >= 0) & (squares <= most)),
-        "weight": (tensors["weight"] >= count) & (tensors["weight"] <= MOST),
-        "sampling": ~(tensors["sampling"] < 0) & (tensors["sampling"] != math.inf),
-    }
-    for name, good in fits.items():
-        if not bool(good.all()):
-            head, metric = (~good).nonzero()[0].tolist()
-            raise ValueError(
-                f"the array {name!r} has an invalid value at head {head}, metric {metric}"
-            )
-    return {name: tensors[name] for name in (*_ARRAYS, *_ADDED)}
+    tensors = dict(tensors)
+    if not {"weight", "sampling"} & set(tensors) and {"count", "mean"} <= set(tensors):
+        # states of the first schema: there every row that counts stands for itself
+        tensors["weight"] = tensors["count"].to(torch.float64)
+        tensors["sampling"] = torch.zeros_like(tensors["mean"])
+    kinds = {"": Moments} | {name: readout.cells for name, readout in READOUTS.items()}
+    records = {}
+    for record, kind in kinds.items():
+        prefix = f"{record}." if record else ""
+        names = {f"{prefix}{name}": name for name in kind.none().tensors()}
+        if record and not any(name.startswith(prefix) for name in tensors):
+            continue
+        if missing := [name for name in names if name not in tensors]:
+            raise ValueError(f"the array {missing[0]!r} is missing")
+        arrays = {name: tensors.pop(stored) for stored, name in names.items()}
+        text = optional(header, *kind.text_field) if kind.text_field[0] else None
+        records[record] = kind.checked(arrays, heads, metrics, text)
+    if tensors:
+        raise ValueError(f"the array {_short(min(tensors))} does not belong to a summary")
+    moments = records.pop("")
+    assert isinstance(moments, Moments)
+    return moments, Parts(records)
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,18 @@ from acutance.diagnose.classes import classify
 from acutance.diagnose.rules import Judgement, Kind, judge_heads
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
-from acutance.summary.by_octave import Profile
-from acutance.summary.distances import Distances
-from acutance.summary.examples import Examples
+from acutance.summary.cells import Parts
 from acutance.summary.files import compact, sealed
-from acutance.summary.head_maps import HeadMap, few_enough, maps_to_dict, merged_maps
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
-from acutance.summary.moments import Moments, edges
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.layer_summary import LayerSummary, merged_layers
 from acutance.summary.predicted import PREDICTED_FROM, PredictedHeads, predict_heads
-from acutance.summary.spans import Spans
+from acutance.summary.readouts import READOUTS
+from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.distances import Distances
+from acutance.summary.readouts.examples import Examples
+from acutance.summary.readouts.head_maps import HeadMap, few_enough, maps_to_dict, merged_maps
+from acutance.summary.readouts.moments import Moments, edges
+from acutance.summary.readouts.spans import Spans
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,7 +71,7 @@ class HeadSummary:
     moments: Moments
     about: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
-    optional_parts: OptionalParts = field(default_factory=OptionalParts)
+    optional_parts: Parts = field(default_factory=Parts)
     not_provided: tuple[str, ...] = ()
     maps: tuple[HeadMap, ...] = ()
 
@@ -94,27 +96,27 @@ class HeadSummary:
     @property
     def profile(self) -> Profile | None:
         """Each metric by octave of n; None in files of earlier versions."""
-        return self.optional_parts.profile
+        return self.optional_parts.get("profile")  # type: ignore[return-value]
 
     @property
     def positions(self) -> Profile | None:
         """Each metric by octave of the query's position; None without structure."""
-        return self.optional_parts.positions
+        return self.optional_parts.get("positions")  # type: ignore[return-value]
 
     @property
     def distances(self) -> Distances | None:
         """Mean weight by octave of distance; None without structure."""
-        return self.optional_parts.distances
+        return self.optional_parts.get("distances")  # type: ignore[return-value]
 
     @property
     def examples(self) -> Examples | None:
         """The sharpest rows of each head; None if not requested."""
-        return self.optional_parts.examples
+        return self.optional_parts.get("examples")  # type: ignore[return-value]
 
     @property
     def spans(self) -> Spans | None:
         """Mean weight on named parts of the input; None if not requested."""
-        return self.optional_parts.spans
+        return self.optional_parts.get("spans")  # type: ignore[return-value]
 
     def __post_init__(self) -> None:
         expected = (sum(layer.heads for layer in self.layers), len(self.metrics))
@@ -234,48 +236,37 @@ class HeadSummary:
                 "summaries can be merged only if they recorded the same metrics, got "
                 f"{recorded} in one and {others} in the other"
             )
-        mine, theirs = self._by_module(), other._by_module()
-        names = list(mine) + [name for name in theirs if name not in mine]
-        layers, parts, optional = [], [], []
-        for name in names:
-            pair = [side[name] for side in (mine, theirs) if name in side]
-            layer, moments, part = pair[0]
-            if len(pair) == 2 and set(layer.numbers).isdisjoint(pair[1][0].numbers):
-                order = layer.numbers + pair[1][0].numbers
-                ascending = sorted(range(len(order)), key=order.__getitem__)
-                moments = Moments.join([moments, pair[1][1]]).select(ascending)
-                part = OptionalParts.join([part, pair[1][2]]).select(ascending)
-                layer = layer.join_heads(pair[1][0])
-            elif len(pair) == 2:
-                layer, moments = layer.merge(pair[1][0]), moments.merge(pair[1][1])
-                part = part.merge(pair[1][2])
-            layers.append(layer)
-            parts.append(moments)
-            optional.append(part)
-        joined = Moments.join(parts) if parts else self.moments
-        return HeadSummary(
-            tuple(layers),
+        layers = merged_layers([*self.by_layer(), *other.by_layer()])
+        return HeadSummary.of_layers(
+            layers,
             self.metrics,
-            joined,
-            {**other.about, **self.about},
-            tuple(dict.fromkeys(self.unread + other.unread)),
-            OptionalParts.join(optional),
-            tuple(dict.fromkeys(self.not_provided + other.not_provided)),
-            merged_maps(self.maps, other.maps),
+            about={**other.about, **self.about},
+            unread=tuple(dict.fromkeys(self.unread + other.unread)),
+            not_provided=tuple(dict.fromkeys(self.not_provided + other.not_provided)),
+            maps=merged_maps(self.maps, other.maps),
         )
 
-    def _by_module(self) -> dict[str, tuple[Layer, Moments, OptionalParts]]:
-        """Layer, moments and optional parts by module name."""
-        by_module, start = {}, 0
+    def by_layer(self) -> list[LayerSummary]:
+        """The statistics of each layer."""
+        layers, start = [], 0
         for layer in self.layers:
             stop = start + layer.heads
-            by_module[layer.module] = (
-                layer,
-                self.moments.heads(start, stop),
-                self.optional_parts.heads(start, stop),
-            )
+            parts = Parts(moments=self.moments, **self.optional_parts)
+            layers.append(LayerSummary(layer, parts.heads(start, stop)))
             start = stop
-        return by_module
+        return layers
+
+    @staticmethod
+    def of_layers(
+        layers: Sequence[LayerSummary], metrics: tuple[str, ...], **others: Any
+    ) -> HeadSummary:
+        """A summary of layers; ``others`` are its further fields."""
+        none = Parts(moments=Moments.none(0, len(metrics)))
+        parts = Parts.join([layer.parts for layer in layers] or [none])
+        moments = parts.pop("moments")
+        assert isinstance(moments, Moments)
+        names = tuple(layer.layer for layer in layers)
+        return HeadSummary(names, metrics, moments, optional_parts=parts, **others)
 
     def columns(self) -> dict[str, list[Any]]:
         """A table with one row for each layer and head, as columns.
@@ -301,13 +292,12 @@ class HeadSummary:
         table |= self.moments.columns(self.metrics, sampled=self.sampled)
         if self.predicted_entropy is not None:
             table["predicted_entropy"] = self.predicted_entropy
-        if self.distances is not None:
-            table |= self.distances.columns()
-            table["classes"] = [
-                " ".join(head_class.name for head_class in each) for each in classify(self)
-            ]
-        if self.spans is not None:
-            table |= self.spans.columns()
+        for name, cells in self.optional_parts.items():
+            table |= cells.columns(self.metrics)
+            if name == "distances":
+                table["classes"] = [
+                    " ".join(head_class.name for head_class in each) for each in classify(self)
+                ]
         return table
 
     def to_arrow(self) -> pyarrow.Table:
@@ -343,8 +333,9 @@ class HeadSummary:
             entry["predicted_entropy"] = finite(predicted)
         for entry, classes in zip(heads, classify(self), strict=True):
             entry["classes"] = [finite(each.to_dict()) for each in classes]
-        more = self.optional_parts.to_dicts(self.metrics, len(heads))
-        heads = [entry | parts for entry, parts in zip(heads, more, strict=True)]
+        for name, cells in self.optional_parts.items():
+            for entry, numbers in zip(heads, cells.to_dicts(self.metrics), strict=True):
+                entry[READOUTS[name].title] = finite(numbers)
         return {
             "schema": SCHEMA,
             "about": finite(dict(self.about)),
@@ -377,10 +368,9 @@ class HeadSummary:
         arrays = self.moments.tensors() | self.optional_parts.tensors()
         tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
         header = {"schema": SCHEMA, "summary": json.dumps(record)}
-        if self.examples is not None and self.examples.words:
-            header["words"] = self.examples.header()
-        if self.spans is not None:
-            header["spans"] = self.spans.header()
+        for cells in self.optional_parts.values():
+            if (texts := cells.texts()) is not None:
+                header[cells.text_field[0]] = json.dumps(texts)
         if self.maps:
             header["maps"] = json.dumps([head_map.record() for head_map in self.maps])
             tensors |= {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.summary.by_octave import Profile
+from acutance.summary.readouts.by_octave import Profile
 from acutance.theory.trained_heads import expected_head_metrics
 
 __all__ = ["PREDICTED", "PREDICTED_FROM", "PredictedHeads", "predict_heads"]

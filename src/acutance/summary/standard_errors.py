@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from acutance.summary.by_octave import Profile, Slope
 from acutance.summary.head_summary import HeadSummary
+from acutance.summary.readouts.by_octave import Profile, Slope
 from acutance.summary.state import Run
 
 __all__ = ["HOW", "How", "Slope", "Uncertainty", "between", "slope", "uncertainty", "worst"]

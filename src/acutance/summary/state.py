@@ -10,20 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from acutance.summary.files import (
-    MOST,
-    checked_record,
-    checked_tensors,
-    expand,
-    optional,
-    parse,
-    read,
-)
-from acutance.summary.head_maps import checked_maps
+from acutance.summary.cells import MOST
+from acutance.summary.files import checked_cells, checked_record, expand, optional, parse, read
 from acutance.summary.head_summary import SCHEMA, HeadSummary
 from acutance.summary.layer import Layer
-from acutance.summary.moments import Moments
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.readouts.head_maps import checked_maps
 
 __all__ = ["WHOLE", "Run", "Shard", "State", "load_state", "merge_states", "ranges"]
 
@@ -322,13 +313,9 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
     )
     metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
     heads = sum(layer.heads for layer in layers)
-    arrays = {name: tensor for name, tensor in tensors.items() if "." not in name}
-    moments = Moments(**checked_tensors(arrays, heads, len(metrics)))
-    more = {name: tensor for name, tensor in tensors.items() if "." in name}
-    rows = {name[5:]: more.pop(name) for name in list(more) if name.startswith("maps.")}
+    rows = {name[5:]: tensors.pop(name) for name in list(tensors) if name.startswith("maps.")}
     maps = checked_maps(optional(header, "maps", list), rows)
-    words, spans = optional(header, "words"), optional(header, "spans", list)
-    parts = OptionalParts.checked(more, heads, len(metrics), words, spans)
+    moments, parts = checked_cells(header, tensors, heads, len(metrics))
     left = tuple(record.get("not_provided", ()))
     return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left, maps)
 

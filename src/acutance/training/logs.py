@@ -13,7 +13,7 @@ import torch
 
 from acutance.files import as_json
 from acutance.summary.head_summary import HeadSummary
-from acutance.summary.moments import Moments, edges
+from acutance.summary.readouts.moments import Moments, edges
 from acutance.training.alarms import KINDS, Alarm, layer_means
 
 __all__ = ["JsonLines", "Log", "MonitorRecord", "destinations", "scalars", "send", "write"]

@@ -20,10 +20,10 @@ import acutance
 from acutance.probing import HeadSummary, Moments
 from acutance.report.html_page.write import Report
 from acutance.rowstats import METRICS
-from acutance.summary.by_octave import Profile
-from acutance.summary.distances import Distances
-from acutance.summary.examples import Examples, Row
-from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.cells import Parts
+from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.distances import Distances
+from acutance.summary.readouts.examples import Examples, Row
 from tests.report.test_page import large
 
 Make = Callable[..., HeadSummary]
@@ -56,7 +56,7 @@ def with_structure(summary: HeadSummary, words: list[str]) -> HeadSummary:
     examples = dataclasses.replace(examples, words=dict(enumerate(words)))
     even = Distances.none(heads, 4)
     distances = dataclasses.replace(even, rows=even.rows + 40, mass=mass, even=mass.clone())
-    beside = OptionalParts(profile=profile, distances=distances, examples=examples)
+    beside = Parts(profile=profile, distances=distances, examples=examples)
     return dataclasses.replace(summary, optional_parts=beside)
 
 

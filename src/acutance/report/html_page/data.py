@@ -38,14 +38,14 @@ from acutance.report.html_page.packing import (
 )
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
-from acutance.summary.by_octave import Profile
-from acutance.summary.distances import Distances
-from acutance.summary.examples import Examples
 from acutance.summary.head_summary import STATUSES, HeadSummary
 from acutance.summary.layer import judged_sentences, notices, what_was_read
-from acutance.summary.moments import BINS, SCALES, edges
 from acutance.summary.predicted import PREDICTED_FROM
-from acutance.summary.spans import ALL_ROWS, OTHER, Spans
+from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.distances import Distances
+from acutance.summary.readouts.examples import Examples
+from acutance.summary.readouts.moments import BINS, SCALES, edges
+from acutance.summary.readouts.spans import ALL_ROWS, OTHER, Spans
 
 _MOST_CURVES = 512  # heads of which every octave is predicted, at some 2 ms each
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acutance.summary.by_octave import Profile
 from acutance.summary.diff.match_heads import Side, match, warnings
 from acutance.summary.diff.records import CONFIDENCE, ORDER, Diff
 from acutance.summary.head_summary import HeadSummary
+from acutance.summary.readouts.by_octave import Profile
 from acutance.summary.standard_errors import Uncertainty, between, uncertainty, worst
 from acutance.summary.state import State
 

@@ -12,15 +12,17 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.files import finite
-from acutance.summary.head_arrays import HeadArrays
+from acutance.summary.cells import MOST, Cells, array, counts, means, squares, totals
 
 BINS = 64
+#: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
+_ROUNDING = 1e-9
 Scale = Literal["unit", "nats", "keys", "positive", "signed"]
 
 #: Scale of each metric's histogram; a metric not named here has scale "unit", 0 to 1.
@@ -141,7 +143,7 @@ def _cells(scale: Scale, device: torch.device) -> _Cells | None:
 
 
 @dataclass(frozen=True)
-class Moments(HeadArrays):
+class Moments(Cells):
     """Count, mean, spread, extremes and histogram over rows: (heads, metrics) arrays.
 
     Attributes:
@@ -157,29 +159,17 @@ class Moments(HeadArrays):
             read, NaN if a single row was sampled.
     """
 
-    count: Tensor
-    mean: Tensor
-    M2: Tensor
-    low: Tensor
-    high: Tensor
-    histogram: Tensor
-    weight: Tensor
-    sampling: Tensor
+    count: Tensor = counts("heads metrics")
+    mean: Tensor = means("heads metrics", "weight")
+    M2: Tensor = squares("heads metrics", "mean")
+    low: Tensor = array("heads metrics", rule="low", empty=math.inf)
+    high: Tensor = array("heads metrics", rule="high", empty=-math.inf)
+    histogram: Tensor = counts("heads metrics bins")
+    weight: Tensor = totals("heads metrics")
+    sampling: Tensor = totals("heads metrics")
 
-    @staticmethod
-    def none(heads: int, metrics: int) -> Moments:
-        """An empty record: the identity of :meth:`merge`."""
-        zero = torch.zeros(heads, metrics, dtype=torch.float64, device="cpu")
-        return Moments(
-            count=torch.zeros_like(zero, dtype=torch.int64),
-            mean=zero,
-            M2=zero.clone(),
-            low=torch.full_like(zero, torch.inf),
-            high=torch.full_like(zero, -torch.inf),
-            histogram=torch.zeros(heads, metrics, BINS, dtype=torch.int64, device="cpu"),
-            weight=zero.clone(),
-            sampling=zero.clone(),
-        )
+    axes = ("heads", "metrics")
+    fixed: ClassVar = {"bins": BINS}
 
     @staticmethod
     def of(values: Tensor, names: tuple[str, ...]) -> Moments:
@@ -251,23 +241,24 @@ class Moments(HeadArrays):
             **{name: part.transpose(0, 1).contiguous().cpu() for name, part in arrays.items()}
         )
 
-    def merge(self, other: Moments) -> Moments:
-        """Moments of the rows of both."""
-        count, weight = self.count + other.count, self.weight + other.weight
-        share = other.weight / torch.where(count == 0, 1.0, weight)
-        step = torch.where(other.count == 0, 0.0, other.mean - self.mean)
-        step = torch.where(self.count == 0, torch.where(other.count == 0, 0.0, other.mean), step)
-        base = torch.where(self.count == 0, 0.0, self.mean)
-        return Moments(
-            count=count,
-            mean=base + step * share,
-            M2=self.M2 + other.M2 + step.square() * self.weight * share,
-            low=torch.minimum(self.low, other.low),
-            high=torch.maximum(self.high, other.high),
-            histogram=self.histogram + other.histogram,
-            weight=weight,
-            sampling=self.sampling + other.sampling,
-        )
+    def possible(self) -> dict[str, Tensor]:
+        """For each array a boolean mask (heads, metrics) of the values that rows can give."""
+        none = self.count == 0
+        slack = _ROUNDING * torch.maximum(self.low.abs(), self.high.abs())
+        # values between two bounds vary by half their distance at most
+        most = self.weight * ((self.high - self.low) / 2 + slack).square()
+        bins = (self.histogram >= 0) & (self.histogram <= MOST)
+        return {
+            "count": (self.count >= 0) & (self.count <= MOST),
+            "histogram": bins.all(-1) & (self.histogram.sum(-1) == self.count),
+            "low": torch.where(none, self.low == math.inf, self.low.isfinite()),
+            "high": torch.where(none, self.high == -math.inf, self.high.isfinite())
+            & (none | (self.low <= self.high)),
+            "mean": none | ((self.mean >= self.low - slack) & (self.mean <= self.high + slack)),
+            "M2": torch.where(none, self.M2 == 0, (self.M2 >= 0) & (most >= self.M2)),
+            "weight": (self.weight >= self.count) & (self.weight <= MOST),
+            "sampling": ~(self.sampling < 0) & (self.sampling != math.inf),
+        }
 
     def sampled(self, total: int, drawn: int) -> Moments:
         r"""These moments, marked as ``drawn`` rows sampled without replacement from ``total``.
@@ -297,7 +288,7 @@ class Moments(HeadArrays):
             sampling=torch.where(self.count == 0, 0.0, weight.square() * per_row),
         )
 
-    def columns(self, metrics: tuple[str, ...], *, sampled: bool) -> dict[str, list[float]]:
+    def columns(self, metrics: tuple[str, ...], *, sampled: bool = False) -> dict[str, list[float]]:
         """Mean, spread and extremes of each metric, a value for each head; NaN without rows."""
         parts = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
         table = {}
@@ -309,7 +300,7 @@ class Moments(HeadArrays):
                 table[f"{name}_sampling_error"] = self.sampling_error[:, column].tolist()
         return table
 
-    def to_dicts(self, metrics: tuple[str, ...], *, sampled: bool) -> list[dict[str, Any]]:
+    def to_dicts(self, metrics: tuple[str, ...], *, sampled: bool = False) -> list[dict[str, Any]]:
         """Each head's numbers of each metric as plain JSON values; None where not finite."""
         parts = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
         count, histogram = self.count.tolist(), self.histogram.tolist()

@@ -8,17 +8,17 @@ differ. Standard errors come from the last, since the rows of one text are not i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from acutance.summary.head_arrays import HeadArrays, check_arrays
+from acutance.summary.cells import Cells, counts, means, squares
+from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["MOST_OCTAVES", "Profile", "Slope"]
+__all__ = ["MOST_OCTAVES", "Profile", "Slope", "by_keys", "by_position"]
 
 #: Octaves of a count; the last takes all that lies beyond.
 MOST_OCTAVES = 32
@@ -64,7 +64,7 @@ class Slope(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Profile(HeadArrays):
+class Profile(Cells):
     """Moments of metrics by octave of a count, for some heads: (heads, metrics, octaves) arrays.
 
     Octave k holds the rows whose count is 2^k to 2^(k+1) − 1. There are as many octaves as rows
@@ -80,23 +80,18 @@ class Profile(HeadArrays):
         between: Σ over sequences of rows times the squared deviation of the sequence's mean.
     """
 
-    rows: Tensor
-    log_n: Tensor
-    count: Tensor
-    mean: Tensor
-    M2: Tensor
-    groups: Tensor
-    between: Tensor
+    rows: Tensor = counts("heads octaves")
+    log_n: Tensor = means("heads octaves", "rows", least=0)
+    count: Tensor = counts("heads metrics octaves")
+    mean: Tensor = means("heads metrics octaves", "count")
+    M2: Tensor = squares("heads metrics octaves", "mean")
+    groups: Tensor = counts("heads metrics octaves")
+    between: Tensor = squares("heads metrics octaves", "mean")
 
-    @staticmethod
-    def none(heads: int, metrics: int, octaves: int = 0) -> Profile:
-        """An empty profile: the identity of :meth:`merge`."""
-        arrays = {}
-        for field in fields(Profile):
-            lead = (heads,) if field.name in ("rows", "log_n") else (heads, metrics)
-            dtype = torch.int64 if field.name in _INTEGERS else torch.float64
-            arrays[field.name] = torch.zeros(*lead, octaves, dtype=dtype, device="cpu")
-        return Profile(**arrays)
+    what = " of a profile"
+    axes = ("heads", "metrics", "octaves")
+    most = MOST_OCTAVES
+    room = f"0 to {MOST_OCTAVES} octaves"
 
     @staticmethod
     def of(values: Tensor, n: Tensor, mask: Tensor) -> Profile:
@@ -280,62 +275,17 @@ class Profile(HeadArrays):
             )
         return heads
 
-    def padded(self, octaves: int) -> Profile:
-        """A copy with at least ``octaves`` octaves; the added ones are empty."""
-        more = max(0, octaves - self.octaves)
-        if not more:
-            return self
-        return Profile(
-            **{
-                name: torch.nn.functional.pad(part, (0, more))
-                for name, part in self.tensors().items()
-            }
-        )
 
-    def merge(self, other: Profile) -> Profile:
-        """The profile of the rows of both."""
-        octaves = max(self.octaves, other.octaves)
-        left, right = self.padded(octaves), other.padded(octaves)
-        rows, count = left.rows + right.rows, left.count + right.count
-        share = right.count.double() / count.clamp(min=1).double()
-        step = right.mean - left.mean
-        gap = step.square() * left.count * share
-        row_share = right.rows.double() / rows.clamp(min=1).double()
-        return Profile(
-            rows=rows,
-            log_n=left.log_n + (right.log_n - left.log_n) * row_share,
-            count=count,
-            mean=left.mean + step * share,
-            M2=left.M2 + right.M2 + gap,
-            groups=left.groups + right.groups,
-            between=left.between + right.between + gap,
-        )
+def by_keys(values: Tensor, rows: CallRows) -> Profile:
+    """The profile of a call's rows by their number of visible keys."""
+    return Profile.of(values, rows.stats.state.n, rows.counted)
 
-    @classmethod
-    def join(cls, parts: list[Profile]) -> Profile:
-        """Concatenate profiles of different heads."""
-        octaves = max(part.octaves for part in parts)
-        return super().join([part.padded(octaves) for part in parts])
 
-    @staticmethod
-    def checked(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> Profile:
-        """Build a profile from the arrays of a file, after checking shapes, dtypes and ranges.
-
-        Raises:
-            ValueError: naming the first array that does not fit.
-        """
-        octaves = tensors["rows"].shape[-1] if tensors["rows"].dim() else -1
-        if not 0 <= octaves <= MOST_OCTAVES:
-            raise ValueError(f"a profile must have 0 to {MOST_OCTAVES} octaves, got {octaves}")
-
-        def possible(name: str, part: Tensor) -> Tensor:
-            if name in _INTEGERS:
-                return (part >= 0) & (part < 1 << 53)
-            positive = name in ("log_n", "M2", "between")
-            return part.isfinite() & (part >= 0) if positive else part.isfinite()
-
-        check_arrays("a profile", tensors, Profile.none(heads, metrics, octaves), possible)
-        return Profile(**dict(tensors))
+def by_position(values: Tensor, rows: CallRows) -> Profile:
+    """The profile of a call's rows by their position; empty in cross-attention."""
+    if rows.positions is None:
+        return Profile.none(rows.counted.shape[1], len(values))
+    return Profile.of(values, rows.positions.unsqueeze(1).clamp(min=0) + 1, rows.counted)
 
 
 def _sums(x: Tensor, share: Tensor, counted: Tensor, whole: bool) -> dict[str, Tensor]:

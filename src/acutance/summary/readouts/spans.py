@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from acutance.files import finite
-from acutance.summary.head_arrays import HeadArrays, check_arrays
+from acutance.summary.cells import Cells, counts, means, squares
 
 __all__ = ["ALL_ROWS", "MOST_SPANS", "OTHER", "Spans"]
 
@@ -22,7 +20,7 @@ MOST_SPANS = 32
 
 
 @dataclass(frozen=True)
-class Spans(HeadArrays):
+class Spans(Cells):
     """Mean weight of rows on named spans of the input.
 
     With K spans, the last axis has K + 1 entries: the keys of each span, in the order of ``names``,
@@ -40,29 +38,24 @@ class Spans(HeadArrays):
         names: names of the spans.
     """
 
-    rows: Tensor
-    mean: Tensor
-    even: Tensor
-    groups: Tensor
-    between: Tensor
+    rows: Tensor = counts("heads rows")
+    mean: Tensor = means("heads rows keys", "rows", least=0, most=1 + 1e-3)
+    even: Tensor = means("heads rows keys", "rows", least=0, most=1 + 1e-3)
+    groups: Tensor = counts("heads rows")
+    between: Tensor = squares("heads rows keys", "mean")
     names: tuple[str, ...] = ()
 
-    @staticmethod
-    def none(heads: int, names: Sequence[str]) -> Spans:
-        """An empty record: the identity of :meth:`merge`."""
-        size = (heads, len(names) + 2)
-        return Spans(
-            rows=torch.zeros(size, dtype=torch.int64, device="cpu"),
-            groups=torch.zeros(size, dtype=torch.int64, device="cpu"),
-            names=tuple(names),
-            **{
-                name: torch.zeros(*size, len(names) + 1, dtype=torch.float64, device="cpu")
-                for name in ("mean", "even", "between")
-            },
-        )
+    what = " of spans"
+    axes = ("heads", "rows", "keys")
+    text_field = ("spans", list)
+
+    @classmethod
+    def empty(cls, heads: int, names: Sequence[str]) -> Spans:
+        """An empty record of spans with these names."""
+        return replace(cls.none(heads, len(names) + 2, len(names) + 1), names=tuple(names))
 
     @staticmethod
-    def from_rows(
+    def of(
         mass: Tensor, even: Tensor, labels: Tensor | None, counted: Tensor, names: Sequence[str]
     ) -> Spans:
         """The record of one call's rows.
@@ -142,18 +135,7 @@ class Spans(HeadArrays):
                 "summaries can be merged only if they have the same spans, got "
                 f"{', '.join(self.names)} in one and {', '.join(other.names)} in the other"
             )
-        rows = self.rows + other.rows
-        share = (other.rows.double() / rows.clamp(min=1).double()).unsqueeze(-1)
-        step = other.mean - self.mean
-        gap = step.square() * self.rows.unsqueeze(-1) * share
-        return Spans(
-            rows=rows,
-            mean=self.mean + step * share,
-            even=self.even + (other.even - self.even) * share,
-            groups=self.groups + other.groups,
-            between=self.between + other.between + gap,
-            names=self.names,
-        )
+        return super().merge(other)
 
     @classmethod
     def join(cls, parts: list[Spans]) -> Spans:
@@ -166,11 +148,11 @@ class Spans(HeadArrays):
             parts[0].heads(0, 0).merge(part.heads(0, 0))  # says which names differ
         return super().join(parts)
 
-    def header(self) -> str:
-        """The names as JSON, for a file's header."""
-        return json.dumps(self.names)
+    def texts(self) -> list[str]:
+        """The names, for a file's header."""
+        return list(self.names)
 
-    def columns(self) -> dict[str, list[float]]:
+    def columns(self, metrics: tuple[str, ...]) -> dict[str, list[float]]:
         """Weight of all rows on each span, ``weight_on_<span>``, its error, and even weights'."""
         none = self.rows[:, -1] == 0
         parts = {"": self.mean, "_error": self.error, "_even": self.even}
@@ -180,46 +162,51 @@ class Spans(HeadArrays):
             for part, values in parts.items()
         }
 
-    def to_dict(self, head: int) -> dict[str, Any]:
-        """One head's numbers as JSON values: for each kind of rows, the weight on each span.
+    def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Each head's numbers as JSON values: for each kind of rows, the weight on each span.
 
         Kinds without rows are omitted; ``error`` is None for a single sequence.
         """
-        table = {}
-        errors = self.error
-        for row, kind in enumerate((*self.names, OTHER, ALL_ROWS)):
-            if not int(self.rows[head, row]):
-                continue
-            keys = {}
-            for column, name in enumerate((*self.names, OTHER)):
-                keys[name] = {
-                    "mean": float(self.mean[head, row, column]),
-                    "error": finite(float(errors[head, row, column])),
-                    "even": float(self.even[head, row, column]),
+        keys = (*self.names, OTHER)
+        numbers = torch.stack([self.mean, self.error, self.even], -1).tolist()
+        tables = []
+        for rows, groups, weights in zip(
+            self.rows.tolist(), self.groups.tolist(), numbers, strict=True
+        ):
+            tables.append(
+                {
+                    kind: {
+                        "rows": rows[index],
+                        "sequences": groups[index],
+                        "weight_on": {
+                            name: dict(zip(("mean", "error", "even"), values, strict=True))
+                            for name, values in zip(keys, weights[index], strict=True)
+                        },
+                    }
+                    for index, kind in enumerate((*keys, ALL_ROWS))
+                    if rows[index]
                 }
-            table[kind] = {
-                "rows": int(self.rows[head, row]),
-                "sequences": int(self.groups[head, row]),
-                "weight_on": keys,
-            }
-        return table
+            )
+        return tables
 
-    @staticmethod
-    def checked(tensors: Mapping[str, Tensor], heads: int, names: Sequence[Any]) -> Spans:
+    @classmethod
+    def checked(
+        cls,
+        tensors: Mapping[str, Tensor],
+        heads: int,
+        metrics: int,
+        text: Any = None,
+        sizes: tuple[int, ...] = (),
+    ) -> Spans:
         """Build a record from the arrays and names of a file, after checking them.
 
         Raises:
             ValueError: naming the first thing that does not fit.
         """
+        names = text or []
         if not all(isinstance(name, str) for name in names) or not 1 <= len(names) <= MOST_SPANS:
             raise ValueError(f"spans must be 1 to {MOST_SPANS} names, got {names!r:.60}")
         if len({*names, OTHER, ALL_ROWS}) != len(names) + 2:
             raise ValueError(f"spans must have different names, got {names!r:.60}")
-
-        def possible(name: str, part: Tensor) -> Tensor:
-            if name in ("mean", "even"):
-                return (part >= 0) & (part <= 1 + 1e-3)
-            return (part >= 0) & (part < 1 << 53)
-
-        check_arrays("spans", tensors, Spans.none(heads, names), possible)
-        return Spans(**dict(tensors), names=tuple(names))
+        sizes = (len(names) + 2, len(names) + 1)
+        return replace(super().checked(tensors, heads, metrics, text, sizes), names=tuple(names))
