@@ -83,8 +83,8 @@ def squares(axes: str, mean: str) -> Any:
 class Cells:
     """Base of records of statistics: arrays whose first axis is the heads.
 
-    A subclass lists its free axes in ``axes``, and the lengths of the others in ``fixed``. Its last
-    free axis may differ between records, up to ``most``: shorter ones are padded.
+    A subclass lists its free axes in ``axes``, and the lengths of the others in ``fixed``. The axis
+    ``grows`` may differ between records, up to ``most``: shorter ones are padded.
 
     Example:
         >>> @dataclass(frozen=True)
@@ -93,16 +93,18 @@ class Cells:
         ...     weight: Tensor = means("heads", "rows")
         >>> one = Weights(torch.tensor([1]), torch.tensor([0.5]))
         >>> three = Weights(torch.tensor([3]), torch.tensor([0.1]))
-        >>> one.merge(three).weight
-        tensor([0.2000])
+        >>> one.merge(three).weight.tolist()  # (1 · 0.5 + 3 · 0.1) / 4
+        [0.2]
     """
 
     what: ClassVar[str] = ""  # the record in messages, such as " of a profile"
     axes: ClassVar[tuple[str, ...]] = ("heads",)
     fixed: ClassVar[Mapping[str, int]] = {}
-    most: ClassVar[int | None] = None
+    grows: ClassVar[str] = ""  # the axis that may differ in length
+    most: ClassVar[int] = 0
     room: ClassVar[str] = ""  # what a record must have, in messages, such as "0 to 32 octaves"
-    text_field: ClassVar[tuple[str, type]] = ("", dict)  # of a file's header, for its texts
+    text_field: ClassVar[str] = ""  # of a file's header, for texts
+    text_kind: ClassVar[type] = dict
 
     @classmethod
     def declared(cls) -> dict[str, Array]:
@@ -115,20 +117,14 @@ class Cells:
         """An empty record, the identity of :meth:`merge`.
 
         Args:
-            sizes: lengths of the free axes; 0 for those that are left out.
+            sizes: lengths of the axes in ``axes``; 0 for those that are left out.
         """
         lengths = {**cls.fixed, **dict(zip(cls.axes, sizes, strict=False))}
-        return cls(
-            **{
-                name: torch.full(
-                    [lengths.get(axis, 0) for axis in array.axes],
-                    array.empty,
-                    dtype=array.dtype,
-                    device="cpu",
-                )
-                for name, array in cls.declared().items()
-            }
-        )
+        empty = {}
+        for name, array in cls.declared().items():
+            shape = [lengths.get(axis, 0) for axis in array.axes]
+            empty[name] = torch.full(shape, array.empty, dtype=array.dtype, device="cpu")
+        return cls(**empty)
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name."""
@@ -147,26 +143,30 @@ class Cells:
                     selected[name] = selected[name][:, metrics]
         return replace(self, **selected)
 
+    @classmethod
+    def _growing(cls) -> dict[str, int]:
+        """For each array whose length may differ, the index of that axis."""
+        arrays = cls.declared().items()
+        return {
+            name: array.axes.index(cls.grows) for name, array in arrays if cls.grows in array.axes
+        }
+
     @property
     def size(self) -> int:
         """Length of the axis that may differ between records."""
-        for name, array in self.declared().items():
-            if self.axes[-1] in array.axes:
-                return int(getattr(self, name).shape[array.axes.index(self.axes[-1])])
-        return 0
+        sizes = [getattr(self, name).shape[axis] for name, axis in self._growing().items()]
+        return sizes[0] if sizes else 0
 
     def padded(self, size: int) -> Self:
-        """A copy whose last free axis has at least this length; what is added is empty."""
+        """A copy whose axis that may differ has at least this length; what is added is empty."""
         more = size - self.size
-        if self.most is None or more <= 0:
+        if more <= 0:
             return self
         longer = {}
-        for name, array in self.declared().items():
-            if self.axes[-1] in array.axes:
-                after = len(array.axes) - 1 - array.axes.index(self.axes[-1])
-                pad = [0, 0] * after + [0, more]
-                values = getattr(self, name)
-                longer[name] = torch.nn.functional.pad(values, pad, value=array.empty)
+        for name, axis in self._growing().items():
+            values, empty = getattr(self, name), self.declared()[name].empty
+            pad = [0, 0] * (values.dim() - 1 - axis) + [0, more]
+            longer[name] = torch.nn.functional.pad(values, pad, value=empty)
         return replace(self, **longer)
 
     def merge(self, other: Self) -> Self:
@@ -231,13 +231,13 @@ class Cells:
         return masks
 
     @classmethod
+    def read_texts(cls, texts: Any) -> dict[str, Any]:
+        """Fields from what :meth:`texts` returned, after checking it."""
+        return {}
+
+    @classmethod
     def checked(
-        cls,
-        tensors: Mapping[str, Tensor],
-        heads: int,
-        metrics: int,
-        text: Any = None,
-        sizes: tuple[int, ...] = (),
+        cls, tensors: Mapping[str, Tensor], heads: int, metrics: int = 0, texts: Any = None
     ) -> Self:
         """Build a record from the arrays of a file, after checking shapes, dtypes and values.
 
@@ -245,16 +245,22 @@ class Cells:
             tensors: arrays by name, all that are declared.
             heads: number of heads.
             metrics: number of metrics.
-            text: the record's texts from the file's header.
-            sizes: lengths of the free axes that are neither heads nor metrics nor found here.
+            texts: the record's texts from the file's header.
 
         Raises:
             ValueError: naming the first array that does not fit.
         """
-        lengths = [heads, metrics] if "metrics" in cls.axes else [heads]
-        if cls.most is not None:
-            sizes = (cls._size_in_file(tensors),)
-        pattern = cls.none(*lengths, *sizes)
+        others = cls.read_texts(texts)
+        size = 0
+        for name, axis in cls._growing().items():
+            shape = tensors[name].shape
+            size = max(size, shape[axis]) if len(shape) == len(cls.declared()[name].axes) else -1
+            if not 0 <= size <= cls.most:
+                raise ValueError(
+                    f"{cls.what.removeprefix(' of ')} must have {cls.room}, got {size}"
+                )
+        lengths = {"heads": heads, "metrics": metrics, cls.grows: size, **cls.lengths(others)}
+        pattern = cls.none(*(lengths[axis] for axis in cls.axes))
         for name, expected in pattern.tensors().items():
             values = tensors[name]
             if values.shape != expected.shape or values.dtype != expected.dtype:
@@ -262,7 +268,7 @@ class Cells:
                     f"the array {name!r}{cls.what} must have shape {tuple(expected.shape)} and "
                     f"dtype {expected.dtype}, got {tuple(values.shape)} and {values.dtype}"
                 )
-        record = replace(pattern, **dict(tensors))
+        record = cls(**tensors, **others)
         for name, mask in record.possible().items():
             if not bool(mask.all()):
                 index = torch.logical_not(mask).nonzero()[0].tolist()
@@ -272,22 +278,9 @@ class Cells:
         return record
 
     @classmethod
-    def _size_in_file(cls, tensors: Mapping[str, Tensor]) -> int:
-        """Length of the last free axis, if the arrays that have it have as many axes as declared.
-
-        Raises:
-            ValueError: if it is not known or too large.
-        """
-        size = 0
-        for name, array in cls.declared().items():
-            if cls.axes[-1] in array.axes:
-                shape = tensors[name].shape
-                same = len(shape) == len(array.axes)
-                size = max(size, shape[array.axes.index(cls.axes[-1])]) if same else -1
-                if cls.most is not None and not 0 <= size <= cls.most:
-                    what = cls.what.removeprefix(" of ")
-                    raise ValueError(f"{what} must have {cls.room}, got {size}")
-        return size
+    def lengths(cls, others: Mapping[str, Any]) -> dict[str, int]:
+        """Lengths of axes that follow from the fields of :meth:`read_texts`."""
+        return {}
 
 
 class Parts(dict[str, Cells]):

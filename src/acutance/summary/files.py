@@ -237,8 +237,8 @@ def checked_cells(
         if missing := [name for name in names if name not in tensors]:
             raise ValueError(f"the array {missing[0]!r} is missing")
         arrays = {name: tensors.pop(stored) for stored, name in names.items()}
-        text = optional(header, *kind.text_field) if kind.text_field[0] else None
-        records[record] = kind.checked(arrays, heads, metrics, text)
+        texts = optional(header, kind.text_field, kind.text_kind)
+        records[record] = kind.checked(arrays, heads, metrics, texts)
     if tensors:
         raise ValueError(f"the array {_short(min(tensors))} does not belong to a summary")
     moments = records.pop("")

@@ -370,7 +370,7 @@ class HeadSummary:
         header = {"schema": SCHEMA, "summary": json.dumps(record)}
         for cells in self.optional_parts.values():
             if (texts := cells.texts()) is not None:
-                header[cells.text_field[0]] = json.dumps(texts)
+                header[cells.text_field] = json.dumps(texts)
         if self.maps:
             header["maps"] = json.dumps([head_map.record() for head_map in self.maps])
             tensors |= {

@@ -23,7 +23,7 @@ from acutance.rowstats import METRICS
 from acutance.summary.cells import Parts
 from acutance.summary.readouts.by_octave import Profile
 from acutance.summary.readouts.distances import Distances
-from acutance.summary.readouts.examples import Examples, Row
+from acutance.summary.readouts.examples import Examples
 from tests.report.test_page import large
 
 Make = Callable[..., HeadSummary]
@@ -48,11 +48,12 @@ def with_structure(summary: HeadSummary, words: list[str]) -> HeadSummary:
     tokens = torch.arange(len(words))
     weights = torch.full((len(words),), 0.25 / (len(words) - 1), dtype=torch.float64)
     weights[1] = 0.75
-    rows = [
-        Row(head, 1.5, 0.5, 3, len(words), 3, weights, tokens, len(words) - 1)
-        for head in range(heads)
-    ]
-    examples = Examples.from_rows(rows, heads, 1)
+    examples = Examples.none(heads, 1)
+    for head in range(heads):
+        examples.put(
+            (head, 0), information=1.5, entropy=0.5, position=3, n_keys=len(words),
+            weights=weights, tokens=tokens, last=len(words) - 1,
+        )  # fmt: skip
     examples = dataclasses.replace(examples, words=dict(enumerate(words)))
     even = Distances.none(heads, 4)
     distances = dataclasses.replace(even, rows=even.rows + 40, mass=mass, even=mass.clone())
@@ -200,9 +201,8 @@ def test_rows_of_unknown_tokens_say_what_is_known(summary_of: Make, show: Show) 
     none = {name: torch.full_like(getattr(summary.examples, name), -1) for name in (
         "position", "query", "tokens", "context",
     )}  # fmt: skip
-    beside = dataclasses.replace(
-        summary.optional_parts, examples=dataclasses.replace(summary.examples, **none)
-    )
+    examples = dataclasses.replace(summary.examples, **none)
+    beside = Parts(summary.optional_parts, examples=examples)
     page = show(dataclasses.replace(summary, optional_parts=beside), "#L0H1")
     assert page.text("#samples p") == "A query: entropy 0.50 nats over 4 tokens"
     assert page.text("#samples .attended li").replace("\n", " ") == "token 75% · position 1"

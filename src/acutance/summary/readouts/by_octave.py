@@ -90,6 +90,7 @@ class Profile(Cells):
 
     what = " of a profile"
     axes = ("heads", "metrics", "octaves")
+    grows = "octaves"
     most = MOST_OCTAVES
     room = f"0 to {MOST_OCTAVES} octaves"
 

@@ -42,6 +42,7 @@ class Distances(Cells):
     what = " of distances"
     axes = ("heads", "octaves")
     fixed: ClassVar = {"sides": 2, "offsets": 2 * PEAKS + 1}
+    grows = "octaves"
     most = MOST_DISTANCES
     room = f"0 to {MOST_DISTANCES} octaves"
 

@@ -98,9 +98,10 @@ class Examples(Cells):
     what = " of examples"
     axes = ("heads", "rows")
     fixed: ClassVar = {"keys": TOP_KEYS, "tokens": CONTEXT}
+    grows = "rows"
     most = MOST_ROWS
     room = f"between 0 and {MOST_ROWS} rows per head"
-    text_field = ("words", dict)
+    text_field = "words"
 
     def put(
         self,
@@ -235,24 +236,17 @@ class Examples(Cells):
         return replace(super().join(records), words=words)
 
     @classmethod
-    def checked(
-        cls,
-        tensors: Mapping[str, Tensor],
-        heads: int,
-        metrics: int,
-        text: Any = None,
-        sizes: tuple[int, ...] = (),
-    ) -> Examples:
-        """Build a record from the arrays of a file, after checking shapes, dtypes and ranges.
+    def read_texts(cls, texts: Any) -> dict[str, Any]:
+        """The token texts of a file's header.
 
         Raises:
-            ValueError: naming the first thing that does not fit.
+            ValueError: if they are not texts of token ids.
         """
-        known: dict[int, str] = {}
-        for token, word in (text or {}).items():
+        words: dict[int, str] = {}
+        for token, word in texts.items():
             if not (token.isascii() and token.isdigit() and len(token) < 19):
                 raise ValueError(f"the keys of 'words' must be token IDs, got {token!r:.60}")
             if not isinstance(word, str):
                 raise ValueError(f"the values of 'words' must be strings, got {word!r:.60}")
-            known[int(token)] = word
-        return replace(super().checked(tensors, heads, metrics), words=known)
+            words[int(token)] = word
+        return {"words": words}

@@ -47,7 +47,8 @@ class Spans(Cells):
 
     what = " of spans"
     axes = ("heads", "rows", "keys")
-    text_field = ("spans", list)
+    text_field = "spans"
+    text_kind = list
 
     @classmethod
     def empty(cls, heads: int, names: Sequence[str]) -> Spans:
@@ -190,23 +191,19 @@ class Spans(Cells):
         return tables
 
     @classmethod
-    def checked(
-        cls,
-        tensors: Mapping[str, Tensor],
-        heads: int,
-        metrics: int,
-        text: Any = None,
-        sizes: tuple[int, ...] = (),
-    ) -> Spans:
-        """Build a record from the arrays and names of a file, after checking them.
+    def read_texts(cls, texts: Any) -> dict[str, Any]:
+        """The names of a file's header.
 
         Raises:
-            ValueError: naming the first thing that does not fit.
+            ValueError: if they are too many, no text or not different.
         """
-        names = text or []
-        if not all(isinstance(name, str) for name in names) or not 1 <= len(names) <= MOST_SPANS:
-            raise ValueError(f"spans must be 1 to {MOST_SPANS} names, got {names!r:.60}")
-        if len({*names, OTHER, ALL_ROWS}) != len(names) + 2:
-            raise ValueError(f"spans must have different names, got {names!r:.60}")
-        sizes = (len(names) + 2, len(names) + 1)
-        return replace(super().checked(tensors, heads, metrics, text, sizes), names=tuple(names))
+        if not all(isinstance(name, str) for name in texts) or not 1 <= len(texts) <= MOST_SPANS:
+            raise ValueError(f"spans must be 1 to {MOST_SPANS} names, got {texts!r:.60}")
+        if len({*texts, OTHER, ALL_ROWS}) != len(texts) + 2:
+            raise ValueError(f"spans must have different names, got {texts!r:.60}")
+        return {"names": tuple(texts)}
+
+    @classmethod
+    def lengths(cls, others: Mapping[str, Any]) -> dict[str, int]:
+        """Numbers of kinds of rows and keys."""
+        return {"rows": len(others["names"]) + 2, "keys": len(others["names"]) + 1}
