@@ -150,46 +150,20 @@ class MapReader:
                     f"maps: {request.name!r} names a head that the layer does not have: "
                     f"it has {total} heads"
                 )
-            if bool(selected.any()):
-                weights, sample = _compute_rows(whole, heads, selected)
-                self._store(
-                    request.name,
-                    whole.module,
-                    heads,
-                    first,
-                    positions,
-                    weights,
-                    sample,
-                    places,
-                    ids,
-                )
-
-    def _store(
-        self,
-        name: str,
-        module: str,
-        heads: list[int],
-        first: int,
-        positions: Tensor,
-        weights: Tensor,
-        sample: Sample,
-        places: InputPlaces,
-        ids: Tensor | None,
-    ) -> None:
-        """Store weights (B, heads, r, S) by the request's name, layer, head and sequence."""
-        dropped_keys = torch.zeros(places.before)  # keys that a sliding cache has dropped
-        for b in range(min(len(weights), MOST_SEQUENCES - first)):
-            for h, head in enumerate(heads):
-                with self._lock:
-                    sequence_map = self._maps.setdefault(
-                        (name, module, head, first + b), _SequenceMap()
-                    )
-                for i in sample.real[b].nonzero()[:, 0].tolist():
-                    position = int(positions[b, sample.positions[b, i]])
-                    sequence_map.rows[position] = torch.cat([dropped_keys, weights[b, h, i]])
-                if ids is not None:
-                    dropped_ids = sequence_map.ids[: places.before]
-                    sequence_map.ids = torch.cat([dropped_ids, ids[b].cpu()])
+            if not bool(selected.any()):
+                continue
+            weights, rows, known = _compute_rows(whole, heads, selected)
+            dropped = torch.zeros(places.before)  # keys that a sliding cache has dropped
+            for b in range(min(batch, MOST_SEQUENCES - first)):
+                recorded = positions[b, rows[b, known[b]]].tolist()
+                for h, head in enumerate(heads):
+                    key = request.name, whole.module, head, first + b
+                    with self._lock:
+                        stored = self._maps.setdefault(key, _SequenceMap())
+                    for position, row in zip(recorded, weights[b, h, known[b]], strict=True):
+                        stored.rows[position] = torch.cat([dropped, row])
+                    if ids is not None:
+                        stored.ids = torch.cat([stored.ids[: places.before], ids[b].cpu()])
 
     def unrecorded(self) -> list[str]:
         """One sentence for each request of which no sequence had a row."""
@@ -284,21 +258,24 @@ def _parse_rows(name: str, rows: Any) -> frozenset[int]:
 
 def _compute_rows(
     whole: AttentionCall, heads: list[int], selected: Tensor
-) -> tuple[Tensor, Sample]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (B, heads, r, S) of the selected rows, float32 on the CPU, and which rows they are.
 
     Args:
         whole: the call with all its heads and rows.
         heads: numbers of the query heads.
         selected: boolean (B, L), True on the rows to compute.
+
+    Returns:
+        The weights; the indices of their rows, (B, r); and where these are rows to compute, not
+        padding, boolean (B, r).
     """
     most = int(selected.sum(1).max())
     order = selected.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
     real = selected.gather(1, order)
     sample = Sample(order.to(whole.query.device), real, int(selected.numel()), int(selected.sum()))
     rows = kernel_call(take_rows(take_heads(whole, heads), sample))
-    size = (*rows.query.shape[:3], rows.key.shape[2])
-    weights = torch.zeros(size)
+    weights = torch.zeros((*rows.query.shape[:3], rows.key.shape[2]))
     with exact(rows) as exactly:
         for block in blocks(exactly):
             region = block.region
@@ -306,4 +283,4 @@ def _compute_rows(
             weights_block = (e / torch.where(Z > 0, Z, 1.0).unsqueeze(-1)).float().cpu()
             keys = slice(block.start, block.start + weights_block.shape[-1])
             weights[region.batch, region.heads, region.rows, keys] = weights_block[:, :, 0]
-    return weights, Sample(order, real, sample.total, sample.n_sampled)
+    return weights, order, real

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,26 +183,11 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
     return QueryKeySample(query, key, value, tuple(heads), causal)
 
 
-class _Layer(NamedTuple):
-    """Queries, keys and values recorded from one layer."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    heads: list[int]
-    is_causal: bool
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all entries are finite and small enough to square in float32."""
-        return all(map(_is_finite, (self.query, self.key, self.value)))
-
-
 class QueryKeyRecorder:
     """Records queries, keys and values of each module's first self-attention call."""
 
     def __init__(self) -> None:
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, QueryKeySample] = {}
 
     def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
         """Record the longest sequence of the first self-attention call of each module."""
@@ -226,8 +211,9 @@ class QueryKeyRecorder:
         scale = 1.0 if call.scale is None else call.scale * query.shape[3] ** 0.5
         causal = call.is_causal or _looks_causal(call.attn_mask, sequence, tokens)
         parts = (query[sequence, heads] * scale, key[sequence, shared], value[sequence, shared])
-        recorded = [part[:, tokens].detach().float().cpu() for part in parts]
-        self._layers[call.module] = _Layer(recorded[0], recorded[1], recorded[2], heads, causal)
+        query, key, value = (part[:, tokens].detach().float().cpu() for part in parts)
+        names = tuple(f"{call.module}/{head}" for head in heads)
+        self._layers[call.module] = QueryKeySample(query, key, value, names, causal)
 
     def sample(self, order: list[str]) -> QueryKeySample:
         """Combine the recorded queries and keys into one sample, layers in model order.
@@ -240,27 +226,23 @@ class QueryKeyRecorder:
         Raises:
             ValueError: if nothing was recorded.
         """
-        names = [name for name in order if name in self._layers and self._layers[name].is_finite]
-        if not names:
+        layers = [self._layers[name] for name in order if name in self._layers]
+        layers = [
+            layer for layer in layers if all(map(_is_finite, (layer.query, layer.key, layer.value)))
+        ]
+        if not layers:
             raise ValueError(
                 "no queries and keys were recorded: the model must run self-attention over whole "
                 "sequences, with finite values, through a function that receives queries and keys"
             )
-        first = self._layers[names[0]]
-        compatible = {
-            name: layer
-            for name, layer in ((name, self._layers[name]) for name in names)
-            if layer.query.shape[1:] == first.query.shape[1:]
-            and layer.value.shape[2] == first.value.shape[2]
-        }
+        shapes = [(layer.query.shape[1:], layer.value.shape[2]) for layer in layers]
+        alike = [layer for layer, shape in zip(layers, shapes, strict=True) if shape == shapes[0]]
         return QueryKeySample(
-            query=torch.cat([layer.query for layer in compatible.values()]),
-            key=torch.cat([layer.key for layer in compatible.values()]),
-            value=torch.cat([layer.value for layer in compatible.values()]),
-            heads=tuple(
-                f"{name}/{head}" for name, layer in compatible.items() for head in layer.heads
-            ),
-            is_causal=all(layer.is_causal for layer in compatible.values()),
+            query=torch.cat([layer.query for layer in alike]),
+            key=torch.cat([layer.key for layer in alike]),
+            value=torch.cat([layer.value for layer in alike]),
+            heads=tuple(head for layer in alike for head in layer.heads),
+            is_causal=all(layer.is_causal for layer in alike),
         )
 
 

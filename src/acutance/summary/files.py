@@ -21,7 +21,7 @@ from acutance.files import check_regular
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
 from acutance.summary.cells import MOST, Parts
-from acutance.summary.layer import LEFT_OUT, STATUSES, Layer
+from acutance.summary.layer import COUNTS, STATUSES, Layer
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.moments import Moments
 
@@ -41,7 +41,6 @@ __all__ = [
 MOST_HEADS, MOST_BYTES = 1 << 17, 1 << 34
 #: Field of the header that tells a damaged file.
 SEAL = "sha256"
-_COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
 def read(
@@ -188,7 +187,7 @@ def _check_layer(place: str, layer: Any) -> None:
             raise ValueError(f"{name!r} of {place} must be a string, got {_short(layer[name])}")
     if layer.get("status", "captured") not in tuple(STATUSES):
         raise ValueError(f"'status' of {place} is unknown: {_short(layer['status'])}")
-    for name in ("heads", *_COUNTS):
+    for name in ("heads", *COUNTS):
         value = layer.get(name, 0)
         if type(value) is not int or not (name == "heads") <= value <= MOST:
             raise ValueError(f"{name!r} of {place} must be a whole number, got {_short(value)}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from acutance.diagnose.rules import Judgement, Kind, judge_heads
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.cells import Parts
+from acutance.summary.columns import Columns
 from acutance.summary.files import compact, sealed
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.layer_summary import LayerSummary, merged_layers
@@ -31,9 +31,6 @@ from acutance.summary.readouts.head_maps import HeadMap, few_enough, maps_to_dic
 from acutance.summary.readouts.moments import Moments, edges
 from acutance.summary.readouts.spans import Spans
 
-if TYPE_CHECKING:
-    import pyarrow
-
 __all__ = ["SCHEMA", "STATUSES", "HeadSummary", "Layer", "Status"]
 
 SCHEMA = "acutance.head_summary/1"
@@ -42,7 +39,7 @@ _FOR_FILES = frozenset({"optional_parts", "column", "grid", "judgements", "parts
 
 
 @dataclass(frozen=True)
-class HeadSummary:
+class HeadSummary(Columns):
     """Statistics over rows for every layer and head.
 
     Attributes:
@@ -299,20 +296,6 @@ class HeadSummary:
                     " ".join(head_class.name for head_class in each) for each in classify(self)
                 ]
         return table
-
-    def to_arrow(self) -> pyarrow.Table:
-        """The columns as a pyarrow table."""
-        import pyarrow
-
-        return pyarrow.table(self.columns())
-
-    def to_frame(self) -> Any:
-        """The columns as a pandas DataFrame, or as a pyarrow table without pandas."""
-        if importlib.util.find_spec("pandas") is None:
-            return self.to_arrow()
-        import pandas
-
-        return pandas.DataFrame(self.columns())
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_arrow` as a Parquet file, atomically."""

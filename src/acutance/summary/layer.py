@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 __all__ = [
+    "COUNTS",
     "LEFT_OUT",
     "Layer",
     "NOT_LOADED",
@@ -45,6 +46,8 @@ _WORST = tuple(STATUSES)
 
 #: Fields that count rows left out, each for another reason.
 LEFT_OUT = ("padded", "empty", "excluded", "skipped")
+#: Fields that are numbers of calls or rows.
+COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,7 @@ class Layer:
     def join_heads(self, other: Layer) -> Layer:
         """Combine different heads of the same calls, from ranks that share a layer."""
         numbers = tuple(sorted(self.numbers + other.numbers))
-        counts = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in COUNTS}
         joined = replace(self.merge(replace(other, heads=self.heads, chosen=self.chosen)), **most)
         whole = numbers == tuple(range(len(numbers)))
         return replace(joined, heads=len(numbers), chosen=() if whole else numbers)
@@ -113,21 +115,16 @@ class Layer:
                 f"{self.module} has {list(self.numbers)} and {list(other.numbers)}"
             )
         errors = [error for error in (self.error, other.error) if error is not None]
-        seen = [part for part in (self, other) if part.calls] or [self]
+        seen = [layer for layer in (self, other) if layer.calls] or [self]
+        masks = {*self.padded_by.split(", "), *other.padded_by.split(", ")} - {""}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         return replace(
             self,
-            status=max((part.status for part in seen), key=_WORST.index),
-            calls=self.calls + other.calls,
-            rows=self.rows + other.rows,
-            padded=self.padded + other.padded,
-            padded_by=_union_of_names(self.padded_by, other.padded_by),
-            empty=self.empty + other.empty,
-            excluded=self.excluded + other.excluded,
-            unseen=self.unseen + other.unseen,
+            status=max((layer.status for layer in seen), key=_WORST.index),
+            padded_by=", ".join(sorted(masks)),
             error=max(errors) if errors else None,
             source=self.source or other.source,
-            skipped=self.skipped + other.skipped,
-            provided=self.provided + other.provided,
+            **sums,
         )
 
     def times(self, count: int) -> Layer:
@@ -137,14 +134,7 @@ class Layer:
             >>> Layer("attn", 4, calls=1, rows=3).times(5).rows
             15
         """
-        counts = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
-        return replace(self, **{name: count * getattr(self, name) for name in counts})
-
-
-def _union_of_names(one: str, other: str) -> str:
-    """Union of two comma-separated lists of names, sorted and comma-separated."""
-    names = {*one.split(", "), *other.split(", ")} - {""}
-    return ", ".join(sorted(names))
+        return replace(self, **{name: count * getattr(self, name) for name in COUNTS})
 
 
 #: What records call the weights that did not load.

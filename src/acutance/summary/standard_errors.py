@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from acutance.summary.cells import Cells, array
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.readouts.by_octave import Profile, Slope
 from acutance.summary.state import Run
@@ -43,7 +44,7 @@ _WORST = ("sequences", "bound", "unknown")
 
 
 @dataclass(frozen=True)
-class Uncertainty:
+class Uncertainty(Cells):
     """Standard errors of the means of a summary.
 
     Attributes:
@@ -54,10 +55,10 @@ class Uncertainty:
         how: which of the two ``error`` is, see :data:`HOW`.
     """
 
-    error: Tensor
-    floor: Tensor
-    dof: Tensor
-    how: How
+    error: Tensor = array("heads metrics")
+    floor: Tensor = array("heads metrics")
+    dof: Tensor = array("heads metrics")
+    how: How = "unknown"
 
 
 def worst(*ways: How) -> How:

@@ -108,12 +108,12 @@ class Run:
             if isinstance(left, list) and isinstance(right, list) and len(left + right) < _FEW:
                 sides = (mine, left, right), (theirs, right, left)
                 more = [
-                    f"{_describe(only)} only in {where}"
+                    f"{brief(only)} only in {where}"
                     for where, here, others in sides
                     if (only := [part for part in here if part not in others])
                 ]
                 return f"{label} differ: {' and '.join(more) or 'their order'}"
-            return f"{label} is {_describe(left)} in {mine} and {_describe(right)} in {theirs}"
+            return f"{label} is {brief(left)} in {mine} and {brief(right)} in {theirs}"
         if self.total != other.total:
             return f"{mine} has {self.total} windows and {theirs} has {other.total}"
         return None
@@ -293,7 +293,7 @@ def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
     return replace(joined, run=replace(joined.run, shard=WHOLE)).updated()
 
 
-def _describe(value: Any) -> str:
+def brief(value: Any) -> str:
     """A setting as text of at most 60 characters."""
     if value is None:
         return "not set"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from acutance.summary.diff.match_heads import Side, match, warnings
 from acutance.summary.diff.records import CONFIDENCE, ORDER, Diff
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.moments import Moments
 from acutance.summary.standard_errors import Uncertainty, between, uncertainty, worst
 from acutance.summary.state import State
 
-__all__ = ["Aligned", "diff", "statistics_of_all_rows", "statistics_at_equal_n"]
+__all__ = ["diff"]
 
 #: Two float32 means that differ by less, relative to their size, are the same.
 ROUNDING = 2.0**-20
@@ -55,7 +56,7 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         >>> [(head.head, head.verdict) for head in found.moved("logit_std")]
         [(0, 'moved'), (1, 'equal')]
     """
-    left, right = Side.from_summary(before), Side.from_summary(after)
+    left, right = sides = Side.from_summary(before), Side.from_summary(after)
     matched = match(left.summary, right.summary)
     metrics = tuple(name for name in left.summary.metrics if name in right.summary.metrics)
     if not metrics:
@@ -63,20 +64,25 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
             "the two states have no metric in common: one has "
             f"{', '.join(left.summary.metrics)}, the other {', '.join(right.summary.metrics)}"
         )
+    cells = [
+        (rows, [side.summary.metrics.index(name) for name in metrics])
+        for side, rows in zip(sides, matched.rows, strict=True)
+    ]
     keys = None
     if equal_n:
-        first, second, keys = statistics_at_equal_n((left, right), matched.rows, metrics)
+        (first, errors), (second, other_errors), keys = _at_equal_n(sides, cells)
     else:
-        first, second = (
-            statistics_of_all_rows(left, matched.rows[0], metrics),
-            statistics_of_all_rows(right, matched.rows[1], metrics),
+        (first, errors), (second, other_errors) = (
+            (side.summary.moments.select(*cell), uncertainty(side.summary, side.run).select(*cell))
+            for side, cell in zip(sides, cells, strict=True)
         )
-    error = (first.errors.error.square() + second.errors.error.square()).sqrt()
-    floor = (first.errors.floor.square() + second.errors.floor.square()).sqrt()
-    how = worst(first.errors.how, second.errors.how)
-    change = second.mean - first.mean
-    reach = _quantile(_welch(first.errors, second.errors), len(matched.places)) * error
-    rounding = ROUNDING * torch.maximum(first.mean.abs(), second.mean.abs())
+    error = (errors.error.square() + other_errors.error.square()).sqrt()
+    floor = (errors.floor.square() + other_errors.floor.square()).sqrt()
+    how = worst(errors.how, other_errors.how)
+    means = [side.mean.masked_fill(side.count == 0, math.nan) for side in (first, second)]
+    change = means[1] - means[0]
+    reach = _quantile(_welch(errors, other_errors), len(matched.places)) * error
+    rounding = ROUNDING * torch.maximum(means[0].abs(), means[1].abs())
     fewest = torch.minimum(first.count, second.count).to(torch.float64) - 1
     least = _quantile(fewest, len(matched.places)) * floor
     verdicts = torch.full(change.shape, ORDER.index("within noise"), dtype=torch.int8)
@@ -86,20 +92,19 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
     verdicts[change.abs() <= rounding] = ORDER.index("equal")
     verdicts[change.isnan()] = -1
     rows = torch.stack([first.count, second.count])
-    M2 = first.M2 + second.M2
     return Diff(
         about=(left.summary.about, right.summary.about),
         matched=matched,
         metrics=metrics,
-        before=first.mean,
-        after=second.mean,
+        before=means[0],
+        after=means[1],
         error=error,
         floor=floor,
         low=change - reach,
         high=change + reach,
         verdicts=verdicts,
         rows=rows,
-        deviation=(M2 / rows.sum(0).clamp(min=1)).sqrt(),
+        deviation=((first.M2 + second.M2) / rows.sum(0).clamp(min=1)).sqrt(),
         shift=_distance(first, second),
         how=how,
         keys=keys,
@@ -122,10 +127,8 @@ def _quantile(dof: Tensor, heads: int) -> Tensor:
     return torch.from_numpy(stdtrit(dof.numpy(), 1 - tail))
 
 
-def _distance(first: Aligned, second: Aligned) -> Tensor:
+def _distance(first: Moments, second: Moments) -> Tensor:
     """Total variation distance between two histograms; NaN where one is empty or unknown."""
-    if first.histogram is None or second.histogram is None:
-        return torch.full_like(first.mean, math.nan)
     shares = []
     for part in (first.histogram, second.histogram):
         rows = part.sum(-1, keepdim=True).to(torch.float64)
@@ -137,73 +140,30 @@ def _distance(first: Aligned, second: Aligned) -> Tensor:
 ALIKE = math.log(1.1)
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """Statistics of one side for the heads and metrics that both sides have, in matching order.
-
-    Attributes:
-        mean: (heads, metrics), mean over rows; NaN without rows.
-        count: number of rows, int64.
-        M2: sum of squared deviations of rows.
-        errors: standard errors of the mean.
-        histogram: (heads, metrics, bins); None if not known for these rows.
-    """
-
-    mean: Tensor
-    count: Tensor
-    M2: Tensor
-    errors: Uncertainty
-    histogram: Tensor | None = None
-
-
-def statistics_of_all_rows(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
-    """Statistics of one side over all its rows.
-
-    Args:
-        side: the summary.
-        rows: indices of the heads.
-        metrics: names of the metrics.
-    """
-    columns = _columns(side, metrics)
-
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[rows][:, columns]
-
-    moments, errors = side.summary.moments, uncertainty(side.summary, side.run)
-    count = part(moments.count)
-    return Aligned(
-        mean=part(moments.mean).masked_fill(count == 0, math.nan),
-        count=count,
-        M2=part(moments.M2),
-        errors=Uncertainty(part(errors.error), part(errors.floor), part(errors.dof), errors.how),
-        histogram=part(moments.histogram),
-    )
-
-
-def statistics_at_equal_n(
-    sides: tuple[Side, Side], rows: tuple[Tensor, Tensor], metrics: tuple[str, ...]
-) -> tuple[Aligned, Aligned, tuple[float, float]]:
+def _at_equal_n(
+    sides: tuple[Side, Side], cells: list[tuple[Tensor, list[int]]]
+) -> tuple[tuple[Moments, Uncertainty], tuple[Moments, Uncertainty], tuple[float, float]]:
     """Statistics of both sides over their common octaves of n, each octave weighted equally.
 
     Args:
         sides: the two summaries.
-        rows: for each side, indices of the heads.
-        metrics: names of the metrics.
+        cells: for each side, indices of the heads and metrics.
 
     Returns:
-        Both sides, and the smallest and largest mean number of keys of the compared octaves.
+        The moments of both sides, without histograms, and their standard errors; the smallest and
+        largest mean number of keys of the compared octaves.
 
     Raises:
         ValueError: if a side has no profile, or they share no octave.
     """
     profiles = []
-    for which, side, chosen in zip(("first", "second"), sides, rows, strict=True):
+    for which, side, cell in zip(("first", "second"), sides, cells, strict=True):
         if side.summary.profile is None:
             raise ValueError(
                 f"the {which} state does not record how metrics depend on n, because an older "
                 "version wrote it: probe the model again"
             )
-        profiles.append(_select_profile(side.summary.profile, chosen, _columns(side, metrics)))
+        profiles.append(side.summary.profile.select(*cell))
     octaves = max(profile.octaves for profile in profiles)
     first, second = (profile.padded(octaves) for profile in profiles)
     both = (first.rows > 0) & (second.rows > 0)
@@ -228,36 +188,25 @@ def statistics_at_equal_n(
     )
 
 
-def _weighted_octaves(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
-    """Means over the octaves of n of one side, weighted so that both sides have equal n.
+def _weighted_octaves(
+    profile: Profile, share: Tensor, shared: Tensor
+) -> tuple[Moments, Uncertainty]:
+    """Moments over the octaves of n of one side, weighted so that both sides have equal n.
 
     Args:
         profile: metrics by octave.
         share: weight of each octave, summing to 1, (heads, 1 or metrics, octaves).
         shared: whether both sides have rows in the octave, same shape.
     """
-    none = ~shared.any(-1)
     rows = profile.count.double()
     each = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)
     error, dof = between(profile, share)
-    floor = (share.square() * each).sum(-1).sqrt().masked_fill(none, math.nan)
-    return Aligned(
-        mean=(share * profile.mean).sum(-1).masked_fill(none, math.nan),
+    floor = (share.square() * each).sum(-1).sqrt()
+    moments = replace(
+        Moments.none(*error.shape),
         count=torch.where(shared, profile.count, 0).sum(-1),
+        mean=(share * profile.mean).sum(-1),
         M2=torch.where(shared, profile.M2, 0.0).sum(-1),
-        errors=Uncertainty(error, floor, dof, "sequences"),
     )
-
-
-def _select_profile(profile: Profile, rows: Tensor, columns: Tensor) -> Profile:
-    """The profile restricted to some heads and metrics."""
-    parts = {}
-    for name, tensor in profile.tensors().items():
-        chosen = tensor[rows]
-        parts[name] = chosen[:, columns] if tensor.dim() == 3 else chosen
-    return Profile(**parts)
-
-
-def _columns(side: Side, metrics: tuple[str, ...]) -> Tensor:
-    """Indices of metrics in a side's arrays."""
-    return torch.tensor([side.summary.metrics.index(name) for name in metrics])
+    floor = floor.masked_fill(moments.count == 0, math.nan)
+    return moments, Uncertainty(error, floor, dof, "sequences")

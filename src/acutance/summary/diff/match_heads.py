@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from acutance.escapes import ranges
 from acutance.summary.head_summary import HeadSummary, Layer
-from acutance.summary.state import Run, State
+from acutance.summary.state import Run, State, brief
 
 __all__ = ["Matched", "Place", "Side", "match", "warnings"]
 
@@ -59,9 +60,13 @@ def match(first: HeadSummary, second: HeadSummary) -> Matched:
     names = [{layer.module: index for index, layer in enumerate(s.layers)} for s in (first, second)]
     pairs = [(index, names[1][name]) for name, index in names[0].items() if name in names[1]]
     by_order = False
-    if not pairs and _same_heads(first.layers, second.layers):
+    numbers = [[layer.numbers for layer in summary.layers] for summary in (first, second)]
+    if not pairs and numbers[0] == numbers[1]:
         pairs, by_order = [(index, index) for index in range(len(first.layers))], True
-    starts = [_first_rows(summary.layers) for summary in (first, second)]
+    starts = [
+        list(accumulate((layer.heads for layer in summary.layers), initial=0))
+        for summary in (first, second)
+    ]
     places, rows = [], ([], [])  # type: tuple[list[Place], tuple[list[int], list[int]]]
     for left, right in pairs:
         theirs = {head: row for row, head in enumerate(second.layers[right].numbers)}
@@ -84,20 +89,6 @@ def match(first: HeadSummary, second: HeadSummary) -> Matched:
         ),
         by_order,
     )
-
-
-def _first_rows(layers: tuple[Layer, ...]) -> list[int]:
-    """Index of each layer's first head in the summary's arrays."""
-    starts, row = [], 0
-    for layer in layers:
-        starts.append(row)
-        row += layer.heads
-    return starts
-
-
-def _same_heads(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> bool:
-    """Whether two models have the same head numbers in each layer."""
-    return [layer.numbers for layer in first] == [layer.numbers for layer in second]
 
 
 def _only_in_first(
@@ -173,15 +164,16 @@ def warnings(
     kinds = [side.get("architecture", side.get("model")) for side in about]
     if _differ(*kinds):
         yield (
-            f"The models are of different kinds, {_describe(kinds[0])} and "
-            f"{_describe(kinds[1])}: heads with the same number need not correspond."
+            f"The models are of different kinds, {brief(kinds[0])} and "
+            f"{brief(kinds[1])}: heads with the same number need not correspond."
         )
     if matched.by_order:
         yield (
             "No module has the same name in both, so layers are matched by order, which may "
             "be wrong."
         )
-    models, texts = _pair(first, second, "model"), _texts(first, second)
+    models = [side.fact("model", "model") for side in (first, second)]
+    texts = _texts(first, second)
     if texts is not None:
         yield texts
     lengths = (first.fact("window_length", "length"), second.fact("window_length", "length"))
@@ -208,7 +200,7 @@ def warnings(
     for name, label in _SETTINGS.items():
         pair = (first.fact(name), second.fact(name))
         if _differ(*pair):
-            yield f"The {label} differ: {_describe(pair[0])} and {_describe(pair[1])}."
+            yield f"The {label} differ: {brief(pair[0])} and {brief(pair[1])}."
     yield from _shared_windows(first, second)
     for which, side in (("first", first), ("second", second)):
         yield from _problems_of_side(which, side)
@@ -241,7 +233,7 @@ def _texts(first: Side, second: Side) -> str | None:
     digests = (settings[0].get("text"), settings[1].get("text"))
     if _differ(*names):
         return (
-            f"They read different texts, {_describe(names[0])} and {_describe(names[1])}: part "
+            f"They read different texts, {brief(names[0])} and {brief(names[1])}: part "
             "of each change may be due to the text."
         )
     if same_cut and _differ(*digests):
@@ -250,11 +242,6 @@ def _texts(first: Side, second: Side) -> str | None:
             "change may be due to that."
         )
     return None
-
-
-def _pair(first: Side, second: Side, name: str) -> tuple[Any, Any]:
-    """A fact of both sides."""
-    return first.fact(name, name), second.fact(name, name)
 
 
 def _mean_keys(
@@ -306,9 +293,3 @@ def _layers(indices: list[int]) -> str:
     """Layer indices as text, such as ``layers 0, 3``."""
     text = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
     return f"layer{'s' * (len(indices) > 1)} {text}"
-
-
-def _describe(value: Any) -> str:
-    """A value as text of at most 60 characters."""
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

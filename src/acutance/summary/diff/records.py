@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from acutance.files import finite
+from acutance.summary.columns import Columns
 from acutance.summary.diff.match_heads import Matched
 from acutance.summary.standard_errors import HOW, How
-
-if TYPE_CHECKING:
-    import pyarrow
 
 __all__ = ["CONFIDENCE", "ORDER", "VERDICTS", "Diff", "HeadChange", "LayerChange", "Verdict"]
 
@@ -103,7 +100,7 @@ class LayerChange:
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Columns):
     """The result of :func:`diff`: (heads, metrics) arrays over the shared heads, in model order.
 
     The interval of a change, ``low`` to ``high``, is t-distributed with Welch's degrees of freedom
@@ -178,32 +175,30 @@ class Diff:
             ValueError: if the two do not share the metric.
         """
         column = self._column(metric)
-        parts = (self.before, self.after, self.change, self.error, self.low, self.high)
-        numbers = torch.stack([part[:, column] for part in parts]).T.tolist()
-        size = (self.change / self.deviation.masked_fill(self.deviation == 0, math.nan))[:, column]
+        size = self.change / self.deviation.masked_fill(self.deviation == 0, math.nan)
+        numbers = {
+            "before": self.before,
+            "after": self.after,
+            "change": self.change,
+            "error": self.error,
+            "low": self.low,
+            "high": self.high,
+            "size": size,
+        }
+        values = torch.stack([part[:, column] for part in numbers.values()], 1).tolist()
         rows, verdicts = self.rows[:, :, column].T.tolist(), self.verdicts[:, column].tolist()
-        changes = []
-        for index, place in enumerate(self.matched.places):
-            before, after, change, error, low, high = numbers[index]
-            verdict = verdicts[index]
-            changes.append(
-                HeadChange(
-                    metric,
-                    place.layer,
-                    place.head,
-                    place.module,
-                    before=before,
-                    after=after,
-                    change=change,
-                    error=error,
-                    low=low,
-                    high=high,
-                    size=float(size[index]),
-                    rows=(rows[index][0], rows[index][1]),
-                    verdict=None if verdict < 0 else ORDER[verdict],
-                )
+        return [
+            HeadChange(
+                metric,
+                place.layer,
+                place.head,
+                place.module,
+                **dict(zip(numbers, values[index], strict=True)),
+                rows=(rows[index][0], rows[index][1]),
+                verdict=None if verdicts[index] < 0 else ORDER[verdicts[index]],
             )
-        return changes
+            for index, place in enumerate(self.matched.places)
+        ]
 
     def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
         """Heads whose change is significant first, then the others, each group by size of change.
@@ -248,20 +243,6 @@ class Diff:
                 for name, value in record.items():
                     table.setdefault(name, []).append(finite(value))
         return table
-
-    def to_arrow(self) -> pyarrow.Table:
-        """The columns as a pyarrow table."""
-        import pyarrow
-
-        return pyarrow.table(self.columns())
-
-    def to_frame(self) -> Any:
-        """The columns as a pandas DataFrame where pandas is installed, else a pyarrow table."""
-        if importlib.util.find_spec("pandas") is None:
-            return self.to_arrow()
-        import pandas
-
-        return pandas.DataFrame(self.columns())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; unknown values are None."""

@@ -260,6 +260,14 @@ class Moments(Cells):
             "sampling": ~(self.sampling < 0) & (self.sampling != math.inf),
         }
 
+    @classmethod
+    def checked(
+        cls, tensors: Mapping[str, Tensor], heads: int, metrics: int = 0, texts: Any = None
+    ) -> Moments:
+        """As :meth:`Cells.checked`; means without rows, which may be NaN in a file, are 0."""
+        moments = super().checked(tensors, heads, metrics)
+        return replace(moments, mean=moments.mean.masked_fill(moments.count == 0, 0.0))
+
     def sampled(self, total: int, drawn: int) -> Moments:
         r"""These moments, marked as ``drawn`` rows sampled without replacement from ``total``.
 
@@ -290,30 +298,29 @@ class Moments(Cells):
 
     def columns(self, metrics: tuple[str, ...], *, sampled: bool = False) -> dict[str, list[float]]:
         """Mean, spread and extremes of each metric, a value for each head; NaN without rows."""
-        parts = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
-        table = {}
-        for column, name in enumerate(metrics):
-            none = self.count[:, column] == 0
-            for part, values in parts.items():
-                table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
-            if sampled:
-                table[f"{name}_sampling_error"] = self.sampling_error[:, column].tolist()
-        return table
+        numbers = self._numbers() | ({"sampling_error": self.sampling_error} if sampled else {})
+        return {
+            f"{name}_{kind}": values[:, column].tolist()
+            for column, name in enumerate(metrics)
+            for kind, values in numbers.items()
+        }
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """Mean, spread and extremes, (heads, metrics); NaN without rows."""
+        none = self.count == 0
+        numbers = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
+        return {kind: values.masked_fill(none, math.nan) for kind, values in numbers.items()}
 
     def to_dicts(self, metrics: tuple[str, ...], *, sampled: bool = False) -> list[dict[str, Any]]:
         """Each head's numbers of each metric as plain JSON values; None where not finite."""
-        parts = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
-        count, histogram = self.count.tolist(), self.histogram.tolist()
-        none = self.count == 0
-        values = {part: x.masked_fill(none, math.nan).tolist() for part, x in parts.items()}
-        errors = self.sampling_error.tolist() if sampled else []
+        numbers = {kind: values.tolist() for kind, values in self._numbers().items()}
+        counts, errors = self.count.tolist(), self.sampling_error.tolist()
         heads = []
-        for head in range(len(count)):
-            entry: dict[str, Any] = {}
+        for head, bins in enumerate(self.histogram.tolist()):
+            entry = {}
             for column, name in enumerate(metrics):
-                numbers = {part: x[head][column] for part, x in values.items()}
-                bins = histogram[head][column]
-                entry[name] = {"count": count[head][column], **numbers, "histogram": bins}
+                values = {kind: table[head][column] for kind, table in numbers.items()}
+                entry[name] = {"count": counts[head][column], **values, "histogram": bins[column]}
                 if sampled:
                     entry[name]["sampling_error"] = errors[head][column]
             heads.append(finite(entry))
