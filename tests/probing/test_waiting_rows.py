@@ -12,7 +12,6 @@ import acutance
 from acutance.kernels.fast_path import PackedStatistics, joined, packed_alike
 from acutance.probing import accumulate
 from acutance.summary.layer import Layer
-from acutance.summary.readouts.call_rows import join_rows
 
 
 def packed(seed: int, keys: int) -> PackedStatistics:
@@ -53,15 +52,15 @@ def test_layers_summarised_together_are_those_summarised_apart(
     torch.manual_seed(0)
     layers = [torch.nn.MultiheadAttention(8 * heads, heads) for heads in (2, 2, 3)]
     inputs = [torch.randn(5, 2, layer.embed_dim) for layer in layers]
-    found, sides = [], []
+    found, sides, together_rows = [], [], accumulate._join_rows
 
     def counted(calls: Any, dim: int) -> Any:
         if len(calls) > 1:
             sides.append((len(calls), dim))
-        return join_rows(calls, dim)
+        return together_rows(calls, dim)
 
     for most, together_now in ((accumulate.MAX_TOGETHER, [(2, 1)]), (0, [])):
-        limits(accumulate, MAX_TOGETHER=most, join_rows=counted)
+        limits(accumulate, MAX_TOGETHER=most, _join_rows=counted)
         sides.clear()
         with acutance.probe(torch.nn.ModuleList(layers)) as probe:
             for layer, x in zip(layers, inputs, strict=True):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 
 import torch
+from torch.nn.functional import pad
 
+from acutance.kernels.fast_path import joined, packed_alike
+from acutance.structure import StructureStatistics
 from acutance.summary.cells import Cells, Parts
 from acutance.summary.layer import Layer
 from acutance.summary.layer_summary import LayerSummary
 from acutance.summary.readouts import READOUTS
-from acutance.summary.readouts.call_rows import CallRows, can_join, join_rows
+from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.moments import summarise_stacked
 
 __all__ = ["MAX_SEPARATE_CALLS", "LayerRecords", "join_calls"]
@@ -92,7 +95,7 @@ class LayerRecords:
             record.add_parts(Parts(parts, **rows.parts))
             if at_once:
                 return
-            if record.pending and not can_join(record.pending[0], rows, 0):
+            if record.pending and not _can_join(record.pending[0], rows, 0):
                 self._summarise_pending([record])
             record.pending.append(rows)
             wide = rows.structure is not None  # its octaves take as much memory as several rows
@@ -125,13 +128,13 @@ class LayerRecords:
 
     def _summarise_pending(self, records: Sequence[_LayerRecord]) -> None:
         """Summarise the pending rows of layers; those of layers that are alike together."""
-        waiting = [(record, join_rows(record.pending, 0)) for record in records if record.pending]
+        waiting = [(record, _join_rows(record.pending, 0)) for record in records if record.pending]
         while waiting:
             first = waiting[0][1]
             most = max(1, MAX_TOGETHER // max(1, first.counted.numel()))
-            alike = [pair for pair in waiting if can_join(first, pair[1], 1)][:most]
+            alike = [pair for pair in waiting if _can_join(first, pair[1], 1)][:most]
             alike = alike or waiting[:1]
-            parts = self._summarise(join_rows([rows for _, rows in alike], 1))
+            parts = self._summarise(_join_rows([rows for _, rows in alike], 1))
             heads = first.counted.shape[1]
             for number, (record, _) in enumerate(alike):
                 record.add_parts(parts.heads(number * heads, (number + 1) * heads))
@@ -149,6 +152,63 @@ class LayerRecords:
             if (measure := READOUTS[name].measure) is not None:
                 parts[name] = measure(values, rows)
         return parts
+
+
+def _can_join(left: CallRows, right: CallRows, dim: int) -> bool:
+    """Whether the rows of two calls can be joined: along the batch (0), or the heads (1)."""
+    kinds = [(rows.structure is None, rows.positions is None) for rows in (left, right)]
+    if dim == 1:
+        return kinds[0][0] and kinds[1][0] and packed_alike(left.stats, right.stats)
+    if left.counted.shape[1:] != right.counted.shape[1:] or kinds[0] != kinds[1]:
+        return False
+    if packed_alike(left.stats, right.stats):
+        return True
+    forms = [
+        [(field.shape[1:], field.dtype, field.device) for field in rows.stats.state]
+        for rows in (left, right)
+    ]
+    return forms[0] == forms[1]
+
+
+def _join_rows(calls: Sequence[CallRows], dim: int) -> CallRows:
+    """The rows of several calls as those of one: with the batches of all (0), or the heads (1)."""
+    first = calls[0]
+    if len(calls) == 1:
+        return first
+    structure = positions = None
+    if first.structure is not None:
+        structure = _join_structures(
+            [call.structure for call in calls if call.structure is not None]
+        )
+    if first.positions is not None:
+        positions = torch.cat(
+            [
+                call.positions.expand(len(call.counted), -1)
+                for call in calls
+                if call.positions is not None
+            ]
+        )
+    return first._replace(
+        stats=joined([call.stats for call in calls], dim),
+        counted=torch.cat([call.counted for call in calls], dim),
+        structure=structure,
+        positions=positions,
+    )
+
+
+def _join_structures(structures: list[StructureStatistics]) -> StructureStatistics:
+    """Concatenate the structure of several calls along the batch."""
+    octaves = max(structure.octaves.shape[-1] for structure in structures)
+    heads = max(structure.even.shape[1] for structure in structures)
+    columns = {}
+    for entry in fields(structures[0]):
+        parts = [getattr(structure, entry.name) for structure in structures]
+        if entry.name in ("octaves", "even"):
+            parts = [pad(part, (0, octaves - part.shape[-1])) for part in parts]
+        if entry.name == "even":
+            parts = [part.expand(-1, heads, -1, -1, -1) for part in parts]
+        columns[entry.name] = torch.cat(parts)
+    return StructureStatistics(**columns)
 
 
 #: Up to this many calls of one module in a forward pass are recorded separately; more are merged.

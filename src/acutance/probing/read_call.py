@@ -16,14 +16,22 @@ from acutance.capture.counted_rows import RowReader
 from acutance.capture.head_axis import first_head
 from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.module_stack import Running
+from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.causes import differences, likely_cause
 from acutance.probing.replace_attention import Provided, Provider
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import SpanReader
-from acutance.probing.tokens import InputPlaces, PlaceReader, SelectedCall, draw, take_heads
+from acutance.probing.tokens import (
+    InputPlaces,
+    PlaceReader,
+    SelectedCall,
+    draw,
+    take_heads,
+    take_rows,
+)
 from acutance.rowstats import RowState, RowStatistics
-from acutance.summary.layer import Status
+from acutance.summary.layer import Layer, Status
 from acutance.summary.readouts.call_rows import CallRows
 
 __all__ = ["MOVED", "REBUILT_DIFFERS", "CallReader", "Reader"]
@@ -111,7 +119,7 @@ class CallReader:
             state = RowState(*(selected.select(field) for field in stats.state))
             stats = RowStatistics(state, stats.backend)
         status: Status = "checked" if provided.error is None else "verified"
-        rows = selected.result(stats, status, provided.error, provided=True)
+        rows = _result(selected, stats, status, provided.error, provided=True)
         return self._read_more(selected, rows, module)
 
     def call(
@@ -129,14 +137,14 @@ class CallReader:
         """
         _check_not_batched(call.query, call.key, call.value)
         call = self._with_deep_masks(call)
-        selected = self._select(call, module).restricted()
+        selected = _restricted(self._select(call, module))
         doubted = self.provider is not None and call.module in self.provider.suspects
         comparable = output is not None and call.dropout_p == 0.0
         kind = call.kind() if comparable and self._verify == "first" else None
         already_agreed = not doubted and kind in self._agreed_kinds
         if output is None or not comparable or not (self._verify or doubted) or already_agreed:
             status: Status = "checked" if already_agreed else "captured"
-            rows = selected.result(selected.call.statistics(*self._moments_wanted), status)
+            rows = _result(selected, selected.call.statistics(*self._moments_wanted), status)
             return self._read_more(selected, rows, module)
         rebuilt, stats = selected.call.rebuild(*self._moments_wanted)
         model_output = selected.select(output())
@@ -145,13 +153,13 @@ class CallReader:
                 f"its output has shape {tuple(model_output.shape)}, but the output recomputed from "
                 f"its queries, keys and values has {tuple(rebuilt.shape)}"
             )
-        counted = selected.counted_rows(stats)
+        counted = _counted_rows(selected, stats)
         errors, tolerance = differences(
             selected.call, rebuilt, stats.state.m, model_output, counted
         )
         agrees = bool((errors <= tolerance).all())
         error = float(errors.max()) if errors.numel() else 0.0
-        rows = selected.result(stats, "verified" if agrees else "mismatch", error)
+        rows = _result(selected, stats, "verified" if agrees else "mismatch", error)
         if agrees and kind is not None:
             self._agreed_kinds.add(kind)
         if not agrees and call.module not in self._doubted_modules:  # a module's first says it all
@@ -192,7 +200,7 @@ class CallReader:
         if selected.whole.moved and any(reader is not self._spans for reader in self._readers):
             raise ValueError(MOVED)
         if rows.layer.provided:  # computed whole: cut only now
-            selected = selected.restricted()
+            selected = _restricted(selected)
         places = self._places.of(selected.whole, module)
         for reader in self._readers:
             rows = reader.read(selected, places, rows)
@@ -228,7 +236,7 @@ class CallReader:
         if _in_order_of_size(chosen):
             stats.state.first.fill_(torch.nan)
             doubt_text = doubt_text or SORTED
-        rows = selected.result(stats, status)._replace(doubt=doubt_text)
+        rows = _result(selected, stats, status)._replace(doubt=doubt_text)
         return rows if self._spans is None else self._spans.read_scores(chosen, rows)
 
     def _with_deep_masks(self, call: AttentionCall) -> AttentionCall:
@@ -304,6 +312,70 @@ class CallReader:
         heads = self._chosen(total)
         numbers = _head_numbers(first, range(total) if heads is None else heads)
         return SelectedCall(call, call, counting, heads, numbers, sample)
+
+
+def _counted_rows(selected: SelectedCall, stats: RowStatistics) -> Tensor:
+    """Rows that enter the summary, boolean (B, H, L): real tokens that see a key."""
+    real = selected.rows.counted if selected.sample is None else selected.sample.real
+    n = stats.n if isinstance(stats, PackedStatistics) else stats.state.n
+    return n > 0 if real is None else (n > 0) & real[:, None, :]
+
+
+def _restricted(selected: SelectedCall) -> SelectedCall:
+    """A copy whose call is restricted to the heads and rows, if it is the whole one."""
+    call = selected.call if selected.heads is None else take_heads(selected.call, selected.heads)
+    return replace(
+        selected, call=call if selected.sample is None else take_rows(call, selected.sample)
+    )
+
+
+def _result(
+    selected: SelectedCall,
+    stats: RowStatistics,
+    status: Status,
+    error: float | None = None,
+    *,
+    provided: bool = False,
+) -> CallRows:
+    """Combine statistics with the layer's record: counts of rows, status, error of the output.
+
+    Args:
+        selected: the heads and rows that were read.
+        stats: statistics of the selected rows.
+        status: how far the capture was verified.
+        error: largest relative error of the rebuilt output; None if not compared.
+        provided: whether acutance's kernel computed the call in place of the model.
+    """
+    counted, sample, counting = _counted_rows(selected, stats), selected.sample, selected.rows
+    batch, heads, queries = counted.shape
+    padded, padded_by = counting.padded, counting.source
+    rows = int(counted.sum((0, 2)).max()) if counted.numel() else 0
+    n_rows = batch * queries - padded - counting.excluded if sample is None else sample.n_sampled
+    unseen = 0
+    if counting.unseen is not None and sample is None:
+        unseen = int((counted.any(1) & counting.unseen).sum())
+        n_blank = int((torch.logical_not((stats.state.n > 0).any(1)) & counting.unseen).sum())
+        if n_blank:
+            padded, n_rows, padded_by = padded + n_blank, n_rows - n_blank, "masks"
+    layer = Layer(
+        module=selected.call.module,
+        heads=heads,
+        status=status,
+        calls=1,
+        rows=rows,
+        padded=padded,
+        padded_by=padded_by if padded else "",
+        empty=n_rows - rows,
+        excluded=counting.excluded,
+        unseen=unseen,
+        error=error,
+        source=selected.call.source,
+        chosen=selected.chosen,
+        skipped=0 if sample is None else sample.total - sample.n_sampled,
+        provided=int(provided),
+    )
+    drawn = None if sample is None else (sample.total, sample.n_sampled)
+    return CallRows(layer, stats, counted, drawn)
 
 
 def _in_order_of_size(scores: Tensor) -> bool:

@@ -15,11 +15,7 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import CountedRows
 from acutance.capture.module_names import unwrap
 from acutance.capture.module_stack import follow_inputs, is_rerun
-from acutance.kernels.fast_path import PackedStatistics
-from acutance.rowstats import RowStatistics
 from acutance.structure.blocks import last_visible
-from acutance.summary.layer import Layer, Status
-from acutance.summary.readouts.call_rows import CallRows
 
 __all__ = [
     "InputPlaces",
@@ -304,66 +300,6 @@ class SelectedCall:
         if self.sample is not None and rows.shape[2] == queries:
             rows = self.sample.select(rows)
         return rows
-
-    def counted_rows(self, stats: RowStatistics) -> Tensor:
-        """Rows that enter the summary, boolean (B, H, L): real tokens that see a key."""
-        real = self.rows.counted if self.sample is None else self.sample.real
-        n = stats.n if isinstance(stats, PackedStatistics) else stats.state.n
-        return n > 0 if real is None else (n > 0) & real[:, None, :]
-
-    def restricted(self) -> SelectedCall:
-        """A copy whose call is restricted to the heads and rows, if it is the whole one."""
-        call = self.call if self.heads is None else take_heads(self.call, self.heads)
-        return replace(self, call=call if self.sample is None else take_rows(call, self.sample))
-
-    def result(
-        self,
-        stats: RowStatistics,
-        status: Status,
-        error: float | None = None,
-        *,
-        provided: bool = False,
-    ) -> CallRows:
-        """Combine statistics with the layer's record: counts of rows, status, error of the output.
-
-        Args:
-            stats: statistics of the selected rows.
-            status: how far the capture was verified.
-            error: largest relative error of the rebuilt output; None if not compared.
-            provided: whether acutance's kernel computed the call in place of the model.
-        """
-        counted, sample, counting = self.counted_rows(stats), self.sample, self.rows
-        batch, heads, queries = counted.shape
-        padded, padded_by = counting.padded, counting.source
-        rows = int(counted.sum((0, 2)).max()) if counted.numel() else 0
-        n_rows = (
-            batch * queries - padded - counting.excluded if sample is None else sample.n_sampled
-        )
-        unseen = 0
-        if counting.unseen is not None and sample is None:
-            unseen = int((counted.any(1) & counting.unseen).sum())
-            n_blank = int((torch.logical_not((stats.state.n > 0).any(1)) & counting.unseen).sum())
-            if n_blank:
-                padded, n_rows, padded_by = padded + n_blank, n_rows - n_blank, "masks"
-        layer = Layer(
-            module=self.call.module,
-            heads=heads,
-            status=status,
-            calls=1,
-            rows=rows,
-            padded=padded,
-            padded_by=padded_by if padded else "",
-            empty=n_rows - rows,
-            excluded=counting.excluded,
-            unseen=unseen,
-            error=error,
-            source=self.call.source,
-            chosen=self.chosen,
-            skipped=0 if sample is None else sample.total - sample.n_sampled,
-            provided=int(provided),
-        )
-        drawn = None if sample is None else (sample.total, sample.n_sampled)
-        return CallRows(layer, stats, counted, drawn)
 
 
 def take_heads(call: AttentionCall, heads: list[int]) -> AttentionCall:
