@@ -70,7 +70,7 @@ class ColourScale:
 
 def _kind(name: str) -> str:
     """The kind of a metric's scale; figures of theory need neither it nor torch."""
-    from acutance.summary.moments import SCALES
+    from acutance.summary.readouts.moments import SCALES
 
     return SCALES.get(name, "unit")
 
