@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,13 +27,9 @@ from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
 from acutance.probing.tokens import Tokens
-from acutance.summary.cells import Cells
 from acutance.summary.head_summary import HeadSummary
-from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.call_rows import CallRows
-from acutance.summary.readouts.distances import Distances
-from acutance.summary.readouts.examples import Examples
-from acutance.summary.readouts.spans import Spans
 
 __all__ = ["Probe", "ProbeError"]
 
@@ -103,23 +100,28 @@ class Probe:
         settings.check_heads(model)
         self.metrics = settings.recorded
         self._model = model
-        n_metrics, examples = len(self.metrics), settings.examples
         self._spans = None if settings.spans is None else SpanReader(model, settings.spans)
-        empty: dict[str, Callable[[int], Cells]] = {}
-        if settings.profile:
-            empty["profile"] = lambda heads: Profile.none(heads, n_metrics)
-        if settings.structure:
-            empty["positions"] = lambda heads: Profile.none(heads, n_metrics)
-            empty["distances"] = Distances.none
-        if examples:
-            empty["examples"] = lambda heads: Examples.none(heads, examples)
-        if (spans := self._spans) is not None:
-            empty["spans"] = lambda heads: Spans.empty(heads, spans.names)
-        self._records = LayerRecords(self.metrics, empty)
+        texts: dict[str, dict[str, Any]] = {}
+        if self._spans is not None:
+            texts["spans"] = {"names": self._spans.names}
+        self._records = LayerRecords(
+            self.metrics,
+            {
+                name: partial(
+                    readout.cells.without_rows, metrics=len(self.metrics), **texts.get(name, {})
+                )
+                for name, readout in READOUTS.items()
+                if not readout.option or getattr(settings, readout.option)
+            },
+        )
         self._structure: StructureReader | None = None
         if settings.structure:
             self._structure = StructureReader(
-                model, settings.tokenizer, settings.special, examples, self._records.so_far
+                model,
+                settings.tokenizer,
+                settings.special,
+                settings.examples,
+                self._records.so_far,
             )
         self._tokens = None if self._structure is None else self._structure.tokens
         self._maps: MapReader | None = None

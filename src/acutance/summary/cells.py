@@ -7,8 +7,9 @@ check of its arrays in files.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -79,6 +80,15 @@ def squares(axes: str, mean: str) -> Any:
     return array(axes, rule="squares", of=mean)
 
 
+def _declared(kind: Any) -> dict[str, Array]:
+    """What each array of a kind of record holds, by name."""
+    arrays = {entry.name: entry.metadata.get("array") for entry in fields(kind)}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+declared: Callable[[Any], dict[str, Array]] = functools.cache(_declared)
+
+
 @dataclass(frozen=True)
 class Cells:
     """Base of records of statistics: arrays whose first axis is the heads.
@@ -107,12 +117,6 @@ class Cells:
     text_kind: ClassVar[type] = dict
 
     @classmethod
-    def declared(cls) -> dict[str, Array]:
-        """What each array holds, by name."""
-        arrays = {entry.name: entry.metadata.get("array") for entry in fields(cls)}
-        return {name: array for name, array in arrays.items() if array is not None}
-
-    @classmethod
     def none(cls, *sizes: int) -> Self:
         """An empty record, the identity of :meth:`merge`.
 
@@ -121,14 +125,20 @@ class Cells:
         """
         lengths = {**cls.fixed, **dict(zip(cls.axes, sizes, strict=False))}
         empty = {}
-        for name, array in cls.declared().items():
+        for name, array in declared(cls).items():
             shape = [lengths.get(axis, 0) for axis in array.axes]
             empty[name] = torch.full(shape, array.empty, dtype=array.dtype, device="cpu")
         return cls(**empty)
 
+    @classmethod
+    def without_rows(cls, heads: int, *, metrics: int, **others: Any) -> Self:
+        """The record of heads without rows; ``others`` are its fields that are no arrays."""
+        lengths = {"heads": heads, "metrics": metrics, **cls.lengths(others)}
+        return replace(cls.none(*(lengths.get(axis, 0) for axis in cls.axes)), **others)
+
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name."""
-        return {name: getattr(self, name) for name in self.declared()}
+        return {name: getattr(self, name) for name in declared(type(self))}
 
     def heads(self, start: int, stop: int) -> Self:
         """The record of heads ``start`` to ``stop``."""
@@ -138,7 +148,7 @@ class Cells:
         """The record of the heads, and metrics, with these indices, in this order."""
         selected = {name: values[heads] for name, values in self.tensors().items()}
         if metrics is not None:
-            for name, array in self.declared().items():
+            for name, array in declared(type(self)).items():
                 if "metrics" in array.axes:
                     selected[name] = selected[name][:, metrics]
         return replace(self, **selected)
@@ -146,7 +156,7 @@ class Cells:
     @classmethod
     def _growing(cls) -> dict[str, int]:
         """For each array whose length may differ, the index of that axis."""
-        arrays = cls.declared().items()
+        arrays = declared(cls).items()
         return {
             name: array.axes.index(cls.grows) for name, array in arrays if cls.grows in array.axes
         }
@@ -164,7 +174,7 @@ class Cells:
             return self
         longer = {}
         for name, axis in self._growing().items():
-            values, empty = getattr(self, name), self.declared()[name].empty
+            values, empty = getattr(self, name), declared(type(self))[name].empty
             pad = [0, 0] * (values.dim() - 1 - axis) + [0, more]
             longer[name] = torch.nn.functional.pad(values, pad, value=empty)
         return replace(self, **longer)
@@ -173,13 +183,13 @@ class Cells:
         """The record of the rows of both: exact, in any order, up to rounding."""
         size = max(self.size, other.size)
         left, right = self.padded(size).tensors(), other.padded(size).tensors()
-        declared, merged = self.declared(), {}
+        arrays, merged = declared(type(self)), {}
         shares: dict[str, Tensor] = {}  # of the other's rows, by the array that counts them
-        for name, array in declared.items():
+        for name, array in arrays.items():
             mine, theirs = left[name], right[name]
             if array.rule in ("mean", "squares"):
                 mean = name if array.rule == "mean" else array.of
-                weight = declared[mean].of
+                weight = arrays[mean].of
                 if weight not in shares:
                     total = (left[weight] + right[weight]).clamp(min=1)
                     shares[weight] = right[weight].double() / total.double()
@@ -223,7 +233,7 @@ class Cells:
     def possible(self) -> dict[str, Tensor]:
         """For each array a boolean mask of the values that rows can give."""
         masks = {}
-        for name, array in self.declared().items():
+        for name, array in declared(type(self)).items():
             values = getattr(self, name)
             masks[name] = (values >= array.least) & (values <= array.most)
             if math.isnan(array.empty):
@@ -254,7 +264,7 @@ class Cells:
         size = 0
         for name, axis in cls._growing().items():
             shape = tensors[name].shape
-            size = max(size, shape[axis]) if len(shape) == len(cls.declared()[name].axes) else -1
+            size = max(size, shape[axis]) if len(shape) == len(declared(cls)[name].axes) else -1
             if not 0 <= size <= cls.most:
                 raise ValueError(
                     f"{cls.what.removeprefix(' of ')} must have {cls.room}, got {size}"
@@ -272,7 +282,7 @@ class Cells:
         for name, mask in record.possible().items():
             if not bool(mask.all()):
                 index = torch.logical_not(mask).nonzero()[0].tolist()
-                names = (axis.removesuffix("s") for axis in cls.declared()[name].axes)
+                names = (axis.removesuffix("s") for axis in declared(cls)[name].axes)
                 position = ", ".join(f"{axis} {i}" for axis, i in zip(names, index, strict=False))
                 raise ValueError(f"the array {name!r}{cls.what} has an invalid value at {position}")
         return record

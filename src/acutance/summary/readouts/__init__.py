@@ -30,19 +30,21 @@ class Readout(NamedTuple):
     Attributes:
         cells: its record.
         title: what JSON files call it.
+        option: the option of a probe that asks for it; empty for one that every probe records.
         measure: measures it from the rows of one or more calls; None if that needs the queries and
             keys, so that it is measured as a call is read.
     """
 
     cells: type[Cells]
     title: str
+    option: str = ""
     measure: Measure | None = None
 
 
 READOUTS: dict[str, Readout] = {
-    "profile": Readout(Profile, "by_n", by_keys),
-    "positions": Readout(Profile, "by_position", by_position),
-    "distances": Readout(Distances, "distances", Distances.measure),
-    "examples": Readout(Examples, "examples"),
-    "spans": Readout(Spans, "spans"),
+    "profile": Readout(Profile, "by_n", "profile", by_keys),
+    "positions": Readout(Profile, "by_position", "structure", by_position),
+    "distances": Readout(Distances, "distances", "structure", Distances.measure),
+    "examples": Readout(Examples, "examples", "examples"),
+    "spans": Readout(Spans, "spans", "spans"),
 }

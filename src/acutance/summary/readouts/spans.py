@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,11 +49,6 @@ class Spans(Cells):
     axes = ("heads", "rows", "keys")
     text_field = "spans"
     text_kind = list
-
-    @classmethod
-    def empty(cls, heads: int, names: Sequence[str]) -> Spans:
-        """An empty record of spans with these names."""
-        return replace(cls.none(heads, len(names) + 2, len(names) + 1), names=tuple(names))
 
     @staticmethod
     def of(
