@@ -387,11 +387,9 @@ def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:
         ['keys_50', 'keys_90', 'keys_95', 'keys_99']
     """
     return tuple(
-        [
-            name
-            for name, entry in METRICS.items()
-            if (noise or not entry.needs_values) and (gaps or not entry.needs_gaps)
-        ]
+        name
+        for name, entry in METRICS.items()
+        if (noise or not entry.needs_values) and (gaps or not entry.needs_gaps)
     )
 
 
