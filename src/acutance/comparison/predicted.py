@@ -9,7 +9,6 @@ covariance of its key features.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -29,21 +28,12 @@ from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
 
 Array = NDArray[np.float64]
 
-
 _PREDICTED = ("entropy", "sparsity", "effective_keys", "noise_gain", "jacobian_trace")
-
-
 #: Scores that are normal, given the query, if the keys are.
 _NORMAL = (ScaledDot, Dot, GeneralScore)
-
-
 #: Points at which theory is computed: so many, and more per doubling of what varies over rows.
 _POINTS, _PER_DOUBLING, _MOST_POINTS = 4, 3, 25
-
-
 _NO_GRADIENT = "There is no theory for it."
-
-
 _ONLY_SOFTMAX = "Theory covers softmax weights only."
 
 
@@ -103,9 +93,13 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: flo
         options = form.options_for(Call(*tensors, inputs.is_causal, inputs.offset, False))
         score = get(options.get("score", "scaled_dot"))
         if isinstance(score, Cosine) and distribution.key_mean == 0:
-            tau, d = score.temperature, float(inputs.key.shape[3])
-            values, kinds, why = _row(law, n, (("d", d), ("tau", tau)), variance)
-            return _broadcast(values, kinds, why, inputs, {"tau": tau, "d": d})
+            parameters = {"tau": score.temperature, "d": float(inputs.key.shape[3])}
+            row = _predict(law, n, variance, **parameters)
+            one = torch.ones_like(inputs.query[..., 0], dtype=torch.float64).flatten(0, 1)
+            values = {name: float(row[name]) * one for name in _PREDICTED if name in row.kinds}
+            return Predicted(
+                values, {name: row.kinds[name] for name in values}, _why([row]), parameters
+            )
         if isinstance(score, _NORMAL):
             query, _, scale = score.transform(inputs.query, inputs.key)
             factor = scaling.get(options.get("scaling")).factor(torch.tensor([round(n)]))
@@ -153,24 +147,21 @@ def _normal(
         count = 1
     angles = np.pi * (np.arange(count) + 0.5) / count
     points = (low + high) / 2 - (high - low) / 2 * np.cos(angles) / np.cos(angles[0])
-    rows = []
-    for point in points:
-        arguments = (
-            (("logit_mean", round(float(point), 12)), ("logit_std", 1.0))
-            if ratio
-            else (("logit_std", round(math.exp(point), 12)),)
-        )
-        rows.append(_row(law, n, arguments, variance))
-    kinds, why = dict(rows[0][1]), {name: text for row in rows for name, text in row[2].items()}
+    if ratio:
+        at = [{"logit_mean": round(float(point), 12), "logit_std": 1.0} for point in points]
+    else:
+        at = [{"logit_std": round(math.exp(point), 12)} for point in points]
+    rows = [_predict(law, n, variance, **arguments) for arguments in at]
+    kinds, why = rows[0].kinds, _why(rows)
     values = {}
-    for name in [name for name in kinds if name not in why]:
-        heights = np.array([row[0][name] for row in rows])
-        curve = heights[0] * np.ones_like(where) if count == 1 else _curve(points, heights, where)
-        values[name] = torch.from_numpy(curve)
-    kinds = {name: kinds[name] for name in values}
-    if plug_in:
-        kinds = dict.fromkeys(kinds, "plug-in")
-    return Predicted(values, kinds, why, parameters)
+    for name in _PREDICTED:
+        if name in kinds and name not in why:
+            heights = np.array([float(row[name]) for row in rows])
+            flat = heights[0] * np.ones_like(where)
+            values[name] = torch.from_numpy(flat if count == 1 else _curve(points, heights, where))
+    return Predicted(
+        values, {name: "plug-in" if plug_in else kinds[name] for name in values}, why, parameters
+    )
 
 
 def _curve(points: Array, heights: Array, where: Array) -> Array:
@@ -181,51 +172,38 @@ def _curve(points: Array, heights: Array, where: Array) -> Array:
 
 
 @lru_cache(maxsize=4096)
-def _row(
-    law: str, n: float, arguments: tuple[tuple[str, float], ...], variance: float
-) -> tuple[Mapping[str, float], Mapping[str, str], Mapping[str, str]]:
-    """One prediction of :mod:`acutance.theory`, by name of the metric.
-
-    Returns:
-        Values; the kind of each (exact, limit, ...); and reasons for those without a value.
-    """
-    metrics = ("entropy",) if law == "decay" else _PREDICTED
-    row = theory.predict(law, n, value_variance=variance, metrics=metrics, **dict(arguments))
-    known = [name for name in _PREDICTED if name in row.kinds]
-    return (
-        {name: float(row[name]) for name in known},
-        {name: row.kinds[name] for name in known},
-        {name: row.why[name] for name in _PREDICTED if name in row.why},
-    )
+def _predict(
+    law: str,
+    n: float,
+    variance: float,
+    *,
+    metrics: tuple[str, ...] = _PREDICTED,
+    **parameters: float,
+) -> theory.Prediction:
+    """One prediction of :mod:`acutance.theory`."""
+    return theory.predict(law, n, value_variance=variance, metrics=metrics, **parameters)
 
 
-def _broadcast(
-    values: Mapping[str, float],
-    kinds: Mapping[str, str],
-    why: Mapping[str, str],
-    inputs: Inputs,
-    parameters: dict[str, float],
-) -> Predicted:
-    """Repeat one prediction for every row."""
-    shape = inputs.query.shape[0] * inputs.query.shape[1], inputs.query.shape[2]
-    rows = {name: torch.full(shape, value, dtype=torch.float64) for name, value in values.items()}
-    return Predicted(rows, dict(kinds), dict(why), parameters)
+def _why(rows: list[theory.Prediction]) -> dict[str, str]:
+    """The reason for each quantity that one of these rows does not have."""
+    return {name: row.why[name] for row in rows for name in _PREDICTED if name in row.why}
 
 
 def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
     """Predict rows of geometric decay, with one factor for each head or state."""
-    each = form.decays(inputs.value) if isinstance(form, Recurrence) else (
-        form.decays(inputs.query.shape[1]).repeat(inputs.query.shape[0])
-    )  # fmt: skip
-    lam = np.asarray(each.double().clamp(max=1.0))
+    if isinstance(form, Recurrence):
+        factors = form.decays(inputs.value)
+    else:
+        factors = form.decays(inputs.query.shape[1]).repeat(inputs.query.shape[0])
+    lam = np.asarray(factors.double().clamp(max=1.0))
     counts = np.arange(inputs.offset, inputs.n, dtype=np.float64) + 1
-    entropy = [_row("decay", n, (("lam", float(value)),), 1.0)[0]["entropy"] for value in lam]
+    rows = [_predict("decay", n, 1.0, metrics=("entropy",), lam=float(value)) for value in lam]
     arrays = {
         "sparsity": theory.sparsity_decay(lam[:, None], counts),
         "effective_keys": theory.effective_keys_decay(lam[:, None], counts),
-        "entropy": np.array(entropy)[:, None] * np.ones_like(counts),
+        "entropy": np.array([float(row.entropy) for row in rows])[:, None] * np.ones_like(counts),
     }
-    values = {name: torch.from_numpy(np.asarray(rows, np.float64)) for name, rows in arrays.items()}
+    values = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     why = dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
     return Predicted(values, dict.fromkeys(values, "fixed"), why, {"lam": float(lam.mean())})
 
@@ -242,20 +220,15 @@ def _linear(form: Linear | Rows, inputs: Inputs, n: float) -> Predicted:
             )
             sparsity[head, has_weight] = torch.from_numpy(np.asarray(exact_values, np.float64))
     values = {"sparsity": sparsity, "effective_keys": n * sparsity.square()}
-    why = dict.fromkeys(
-        ("entropy",), "Not determined by the mean and covariance of key features."
-    ) | dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
+    why = dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
+    why["entropy"] = "Not determined by the mean and covariance of key features."
     kind = "fixed" if exact else "plug-in"
     return Predicted(values, dict.fromkeys(values, kind), why)
 
 
 #: Feature maps that take each component by itself.
 _COMPONENTWISE = ("elu1", "relu", "relu2", "exp")
-
-
 _DRAWS = 1 << 15
-
-
 _GRID = 20_001
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ _FAR = 4.0  # standard errors, or per cent of a formula for many keys, that stan
 
 
 SCHEMA = "acutance.comparison/1"
+#: What is said of a mechanism, beside its theory.
+_DESCRIPTION = ("title", "formula", "source", "can_concentrate")
 
 
 class Quantity(NamedTuple):
@@ -34,24 +36,16 @@ class Quantity(NamedTuple):
     meaning: str
 
 
-def _of(name: str) -> Quantity:
-    """The description of a metric."""
-    return Quantity(METRICS[name].symbol, METRICS[name].unit, METRICS[name].meaning)
-
-
 #: What is read of every mechanism, in order.
 COMPARED: dict[str, Quantity] = {
-    "entropy": _of("entropy"),
-    "sparsity": _of("sparsity"),
-    "effective_keys": _of("effective_keys"),
-    "noise_gain": _of("noise_gain"),
-    "jacobian_trace": _of("jacobian_trace"),
-    "query_gradient": Quantity(
-        "g", "1",
-        "change of the output with the query, both relative to their size: the median over a head's"
-        " rows of ‖∂(o·u)/∂q‖ ‖q‖ / (√d ‖o‖), u normal; about 1 where the output is linear in q",
-    ),
-}  # fmt: skip
+    name: Quantity(METRICS[name].symbol, METRICS[name].unit, METRICS[name].meaning)
+    for name in ("entropy", "sparsity", "effective_keys", "noise_gain", "jacobian_trace")
+}
+COMPARED["query_gradient"] = Quantity(
+    "g", "1",
+    "change of the output with the query, both relative to their size: the median over a head's "
+    "rows of ‖∂(o·u)/∂q‖ ‖q‖ / (√d ‖o‖), u normal; about 1 where the output is linear in q",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,6 +112,14 @@ class Result:
             )
         return self.readings[name]
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values, but for NaN; with each reading's deviation."""
+        plain = asdict(self)
+        for name, reading in self.readings.items():
+            empty = {key: getattr(reading, key) or None for key in ("kind", "why")}
+            plain["readings"][name] |= {"deviation": reading.deviation, **empty}
+        return plain
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
@@ -177,23 +179,19 @@ class Comparison:
                        256     3.25     0.277       19.0    19.0   exact     0
             ...
         """
-        noise, trace, gradient = (
-            COMPARED[name].meaning for name in ("noise_gain", "jacobian_trace", "query_gradient")
-        )
+        rest = {"noise_gain": "noise", "jacobian_trace": "tr J", "query_gradient": "grad"}
+        notes = {short: f"{short}: {COMPARED[name].meaning}" for name, short in rest.items()}
+        theory = Column("theory", format=figures, from_width=WIDE)
         columns = [
-            Column("mechanism", "name"),
-            Column("n"),
-            Column("entropy", format=figures),
-            Column("theory", format=figures, from_width=WIDE),
-            Column("sparsity", format=figures),
-            Column("theory", format=figures, from_width=WIDE),
-            Column("eff. keys", format=figures),
-            Column("theory", format=figures),
+            Column("mechanism", "name"), Column("n"),
+            Column("entropy", format=figures), theory,
+            Column("sparsity", format=figures), theory,
+            Column("eff. keys", format=figures), Column("theory", format=figures),
             Column("off by"),
-            Column("noise", format=figures, from_width=WIDE, note=f"noise: {noise}"),
-            Column("tr J", format=figures, from_width=WIDE, note=f"tr J: {trace}"),
-            Column("grad", format=figures, note=f"grad: {gradient}."),
-        ]
+            Column("noise", format=figures, from_width=WIDE, note=notes["noise"]),
+            Column("tr J", format=figures, from_width=WIDE, note=notes["tr J"]),
+            Column("grad", format=figures, note=f"{notes['grad']}."),
+        ]  # fmt: skip
         costs = any(not math.isnan(result.seconds) for result in self.results)
         if costs:
             threads = self.settings["threads"]
@@ -205,26 +203,14 @@ class Comparison:
         rows = []
         last = ""
         for result in self.results:
-            entropy, sparsity = result["entropy"], result["sparsity"]
-            keys = result["effective_keys"]
-            rest = ("noise_gain", "jacobian_trace", "query_gradient")
-            row = [
-                "" if result.mechanism == last else result.mechanism,
-                result.n,
-                *(entropy.measured, entropy.predicted, sparsity.measured, sparsity.predicted),
-                *(keys.measured, keys.predicted, _distance(keys)),
-                *(result[name].measured for name in rest),
-            ]
+            row: list[Any] = ["" if result.mechanism == last else result.mechanism, result.n]
+            for name in ("entropy", "sparsity", "effective_keys"):
+                row += [result[name].measured, result[name].predicted]
+            row += [_distance(result["effective_keys"]), *(result[name].measured for name in rest)]
             rows.append(row + [result.seconds] * costs)
             last = result.mechanism
-        return Table(
-            heading(self),
-            columns,
-            rows,
-            sentences(self),
-            heading=f"What it shows: {QUESTION}",
-            keys=2,
-        )
+        question = f"What it shows: {QUESTION}"
+        return Table(heading(self), columns, rows, sentences(self), heading=question, keys=2)
 
     def to_dict(self) -> dict[str, Any]:
         """All results as JSON values; NaN becomes None."""
@@ -234,45 +220,16 @@ class Comparison:
             "settings": dict(self.settings),
             "quantities": {name: entry._asdict() for name, entry in COMPARED.items()},
             "mechanisms": {
-                name: {
-                    "title": MECHANISMS[name].title,
-                    "formula": MECHANISMS[name].formula,
-                    "source": MECHANISMS[name].source,
-                    "can_concentrate": MECHANISMS[name].can_concentrate,
-                    "theory": MECHANISMS[name].theory.how,
-                }
+                name: {key: getattr(MECHANISMS[name], key) for key in _DESCRIPTION}
+                | {"theory": MECHANISMS[name].theory.how}
                 for name in self.mechanisms
             },
-            "results": finite([_result(result) for result in self.results]),
+            "results": finite([result.to_dict() for result in self.results]),
         }
 
     def to_json(self) -> str:
         """:meth:`to_dict` as text."""
         return as_json(self.to_dict(), indent=1, ascii_only=False) + "\n"
-
-
-def _result(result: Result) -> dict[str, Any]:
-    """One mechanism at one n as a record."""
-    return {
-        "mechanism": result.mechanism,
-        "n": result.n,
-        "rows": result.rows,
-        "readings": {
-            name: {
-                "measured": reading.measured,
-                "error": reading.error,
-                "predicted": reading.predicted,
-                "kind": reading.kind or None,
-                "deviation": reading.deviation,
-                "z": reading.z,
-                "why": reading.why or None,
-            }
-            for name, reading in result.readings.items()
-        },
-        "seconds": result.seconds,
-        "cpu_seconds": result.cpu_seconds,
-        "parameters": result.parameters,
-    }
 
 
 @dataclass(frozen=True)
