@@ -7,18 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 from acutance.comparison.record import Comparison, heading
-from acutance.report.plot_style import (
-    LIGHT,
-    Theme,
-    curves,
-    draw_line_and_marks,
-    draw_marks,
-    label,
-    legend,
-    new_figure,
-    reference,
-    save,
-)
+from acutance.report import plot_style
+from acutance.report.plot_style import LIGHT, Theme
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +21,7 @@ def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme =
         ImportError: without matplotlib.
         ValueError: for another ending, or if nothing was measured.
     """
-    save(figure(comparison, theme=theme), path)
+    plot_style.save(figure(comparison, theme=theme), path)
 
 
 def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
@@ -55,13 +45,13 @@ def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
     if not names:
         raise ValueError("nothing to draw: no mechanism has effective keys")
     names.sort(key=lambda name: -comparison.of(name)[-1]["effective_keys"].measured)
-    drawing, [axes] = new_figure(
+    drawing, [axes] = plot_style.new_figure(
         "Effective number of keys per row",
         f"{heading(comparison)}. Lines: theory. Marks: measured.",
         theme=theme,
         height=max(5.2, 1.6 + 0.235 * len(names)),
     )
-    for name, curve in zip(names, curves(len(names), theme), strict=True):
+    for name, curve in zip(names, plot_style.curves(len(names), theme), strict=True):
         readings = [(result.n, result["effective_keys"]) for result in comparison.of(name)]
         readings = [each for each in readings if not math.isnan(each[1].measured)]
         at = [n for n, _ in readings]
@@ -70,9 +60,11 @@ def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
         line = [(n, r.predicted) for n, r in readings if not math.isnan(r.predicted)]
         if line:
             places, values = zip(*line, strict=True)
-            draw_line_and_marks(axes, places, values, at, marks, curve, name, error=error)
+            plot_style.draw_line_and_marks(
+                axes, places, values, at, marks, curve, name, error=error
+            )
         else:
-            draw_marks(axes, at, marks, curve, error=error, hollow=True)
+            plot_style.draw_marks(axes, at, marks, curve, error=error, hollow=True)
             axes.plot(
                 [], [], color=curve.colour, linestyle="None", marker=curve.mark, markersize=6.0,
                 markerfacecolor=theme.page, markeredgewidth=1.3, label=name,
@@ -90,9 +82,9 @@ def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
         [lengths[0] / pad, lengths[-1] * pad], [lengths[0] / pad, lengths[-1] * pad],
         color=theme.muted, linewidth=1.1, linestyle=(0, (1, 1.5)), label="all n keys", zorder=1,
     )  # fmt: skip
-    reference(axes, theme, y=1.0)
-    label(axes, x="keys n", y="effective keys (Σ|a|)² / Σa²")
-    legend(axes, theme, where="upper left")
+    plot_style.reference(axes, theme, y=1.0)
+    plot_style.label(axes, x="keys n", y="effective keys (Σ|a|)² / Σa²")
+    plot_style.legend(axes, theme, where="upper left")
     box = axes.get_legend()
     assert box is not None
     box.set_bbox_to_anchor((1.01, 1.0))
