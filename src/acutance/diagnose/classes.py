@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from acutance.diagnose.rules import Judged, Judgement, Kind
@@ -27,7 +27,7 @@ class HeadClass:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {"name": self.name, "sentence": self.sentence, "numbers": dict(self.numbers)}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ def _classes(judged: Mapping[Kind, Judgement]) -> Iterator[HeadClass]:
             yield HeadClass(name, write(judged[kind]), known)
 
 
+def _says(text: str) -> Callable[[Judgement], str]:
+    """A sentence with the number by which a head is beyond its threshold in the place of {}."""
+    return lambda judgement: text.format(judgement.size)
+
+
 def _local(judgement: Judgement) -> str:
     """Sentence for a head that attends to nearby keys."""
     near, even = judgement.numbers["near"], judgement.numbers["even"]
@@ -137,31 +142,15 @@ def _positional(judgement: Judgement) -> str:
 
 #: The class of each kind of judgement and its sentence, in the order of the table.
 _SENTENCES: dict[Kind, tuple[str, Callable[[Judgement], str]]] = {
-    "sink": (
-        "sink",
-        lambda judgement: f"puts {judgement.size:.0%} of its weight on the first visible key",
-    ),
-    "special_sink": (
-        "sink",
-        lambda judgement: f"puts {judgement.size:.0%} of its weight on special tokens",
-    ),
+    "sink": ("sink", _says("puts {:.0%} of its weight on the first visible key")),
+    "special_sink": ("sink", _says("puts {:.0%} of its weight on special tokens")),
     "local": ("local", _local),
-    "previous-token": (
-        "previous-token",
-        lambda judgement: f"puts {judgement.size:.0%} of its weight on the previous token",
-    ),
+    "previous-token": ("previous-token", _says("puts {:.0%} of its weight on the previous token")),
     "diffuse": (
         "diffuse",
-        lambda judgement: (
-            f"spreads its weight widely: its entropy is {judgement.size:.3f} of its maximum log n"
-        ),
+        _says("spreads its weight widely: its entropy is {:.3f} of its maximum log n"),
     ),
-    "sharp": (
-        "sharp",
-        lambda judgement: (
-            f"picks one key: the largest weight of a row is {judgement.size:.2f} on average"
-        ),
-    ),
+    "sharp": ("sharp", _says("picks one key: the largest weight of a row is {:.2f} on average")),
     "dead": ("dead", _dead),
     "positional": ("positional", _positional),
 }

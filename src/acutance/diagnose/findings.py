@@ -103,29 +103,14 @@ def findings(summary: Judged) -> list[Finding]:
     if summary.about.get("untrained") is True:
         return _extremes(heads)
     judged = [(head, summary.judgements[head.index]) for head in heads]
+    sinks = f"give the first visible key more than {SINK:.0%} of their weight"
+    sharp = f"have less than {COLLAPSE:g} of the maximal entropy"
+    even = f"have more than {DEAD:g} of the maximal entropy"
     return [
         *_extremes(heads),
-        *_beyond(
-            judged,
-            "first_key_sink",
-            "sink",
-            _sink,
-            f"give the first visible key more than {SINK:.0%} of their weight",
-        ),
-        *_beyond(
-            judged,
-            "collapsed",
-            "entropy_collapse",
-            _collapsed,
-            f"have less than {COLLAPSE:g} of the maximal entropy",
-        ),
-        *_beyond(
-            judged,
-            "dead",
-            "dead",
-            _dead,
-            f"have more than {DEAD:g} of the maximal entropy",
-        ),
+        *_beyond(judged, "first_key_sink", "sink", _sink, sinks),
+        *_beyond(judged, "collapsed", "entropy_collapse", _collapsed, sharp),
+        *_beyond(judged, "dead", "dead", _dead, even),
         *_largest_logit(judged),
     ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
@@ -20,15 +20,9 @@ from acutance.diagnose.thresholds import HeadFacts, facts
 from acutance.escapes import ranges
 
 Kind = Literal[
-    "mismatch",
-    "not_finite",
-    "large_logits",
-    "coarse_scores",
-    "entropy_collapse",
-    "dilution",
-    "sink",
-    "dead",
-]
+    "mismatch", "not_finite", "large_logits", "coarse_scores", "entropy_collapse", "dilution",
+    "sink", "dead",
+]  # fmt: skip
 #: Every kind, most urgent first, and what it is called.
 KINDS: dict[Kind, str] = {
     "mismatch": "Captured incorrectly",
@@ -90,17 +84,7 @@ class Recommendation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "kind": self.kind,
-            "layer": self.layer,
-            "heads": list(self.heads),
-            "module": self.module,
-            "reason": self.reason,
-            "numbers": dict(self.numbers),
-            "advice": self.advice,
-            "certainty": self.certainty,
-            "sentence": self.sentence,
-        }
+        return {**asdict(self), "heads": list(self.heads), "sentence": self.sentence}
 
 
 def recommendations(summary: Judged) -> list[Recommendation]:
@@ -198,17 +182,13 @@ def _weight(recommendation: Recommendation) -> float:
 def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
     """The recommendation for a layer whose recomputed output differs."""
     off = "" if error is None else f" by a relative error of {error:.2g}"
-    return Recommendation(
-        "mismatch",
-        layer,
-        (),
-        module,
-        f"the output recomputed from the captured arguments differs from the model's{off}",
-        {} if error is None else {"error": error},
+    reason = f"the output recomputed from the captured arguments differs from the model's{off}"
+    numbers = {} if error is None else {"error": error}
+    advice = (
         "do not use this layer's numbers, and open an issue that shows how the layer computes "
-        "attention",
-        "measured",
+        "attention"
     )
+    return Recommendation("mismatch", layer, (), module, reason, numbers, advice, "measured")
 
 
 def _recommendation(kind: Kind, beyond: list[tuple[HeadFacts, Judgement]]) -> Recommendation:
@@ -219,14 +199,8 @@ def _recommendation(kind: Kind, beyond: list[tuple[HeadFacts, Judgement]]) -> Re
     if record.rows < FEW_ROWS and certainty == "measured" and kind != "not_finite":
         certainty = "suspected"
         reason += f" (in {record.rows} row{'s' * (record.rows != 1)} only)"
-    numbers = {name: value for name, value in worst.numbers.items() if math.isfinite(value)}
+    finite = {name: value for name, value in worst.numbers.items() if math.isfinite(value)}
+    heads, numbers = tuple(facts.head for facts, _ in beyond), {"size": worst.size, **finite}
     return Recommendation(
-        kind,
-        head.layer,
-        tuple(each.head for each, _ in beyond),
-        record.module,
-        reason,
-        {"size": worst.size, **numbers},
-        advice,
-        certainty,
+        kind, head.layer, heads, record.module, reason, numbers, advice, certainty
     )

@@ -14,20 +14,9 @@ from typing import Literal, Protocol
 from acutance.diagnose.thresholds import HeadFacts, Summary, facts, limit
 
 Kind = Literal[
-    "sink",
-    "special_sink",
-    "local",
-    "previous-token",
-    "diffuse",
-    "sharp",
-    "dead",
-    "positional",
-    "not_finite",
-    "large_logits",
-    "coarse_scores",
-    "entropy_collapse",
-    "dilution",
-]
+    "sink", "special_sink", "local", "previous-token", "diffuse", "sharp", "dead", "positional",
+    "not_finite", "large_logits", "coarse_scores", "entropy_collapse", "dilution",
+]  # fmt: skip
 
 LARGE_LOGIT = limit("large_logits")
 COARSE_STEP = limit("coarse_scores")
@@ -59,6 +48,9 @@ class Judgement:
 
     size: float
     numbers: Mapping[str, float]
+
+
+Rule = Callable[[HeadFacts], Judgement | None]
 
 
 class Judged(Summary, Protocol):
@@ -94,31 +86,30 @@ def judge_heads(summary: Summary) -> list[dict[Kind, Judgement]]:
     return [judge(head) for head in facts(summary)]
 
 
+def _above(least: float, metric: str, *others: str, most: float = math.inf) -> Rule:
+    """A rule: the mean of a metric is above ``least`` and at most ``most``.
+
+    The judgement has that mean as its value, and the means of ``others`` beside it.
+    """
+
+    def rule(head: HeadFacts) -> Judgement | None:
+        value = head.mean(metric)
+        if not least < value <= most:
+            return None
+        return Judgement(value, {name: head.mean(name) for name in (metric, *others)})
+
+    return rule
+
+
+_on_first_key = _above(SINK, "first_weight", "mass_special", "n_keys")
+
+
 def _sink(head: HeadFacts) -> Judgement | None:
-    """An attention sink: a head with most of its weight on the first key.
-
-    Returns:
-        The judgement, with the weight on the first key as its value. None if that weight is at most
-        ``SINK``, unknown, or less than ``LIFT`` times what uniform attention would give.
-    """
-    first, n = head.mean("first_weight"), head.mean("n_keys")
-    if not first > SINK or first < LIFT / n:
+    """An attention sink: most of its weight, and ``LIFT`` uniform shares, is on the first key."""
+    judgement = _on_first_key(head)
+    if judgement is None or judgement.size < LIFT / head.mean("n_keys"):
         return None
-    special = head.mean("mass_special")
-    return Judgement(first, {"first_weight": first, "mass_special": special, "n_keys": n})
-
-
-def _special_sink(head: HeadFacts) -> Judgement | None:
-    """A sink on special tokens: a head with most of its weight on them.
-
-    Returns:
-        The judgement, with that weight as its value; None if it is at most ``SINK`` or unknown.
-    """
-    special = head.mean("mass_special")
-    if not special > SINK:
-        return None
-    numbers = {"first_weight": head.mean("first_weight"), "mass_special": special}
-    return Judgement(special, numbers | {"n_keys": head.mean("n_keys")})
+    return judgement
 
 
 def _local(head: HeadFacts) -> Judgement | None:
@@ -133,57 +124,6 @@ def _local(head: HeadFacts) -> Judgement | None:
     distance = head.mean("attention_distance")
     numbers = {"near": head.near, "even": head.even, "attention_distance": distance}
     return Judgement(head.near, numbers)
-
-
-def _previous(head: HeadFacts) -> Judgement | None:
-    """A previous-token head: most of its weight is on the position before the query's.
-
-    Returns:
-        The judgement, with that weight as its value; None if it is low or unknown.
-    """
-    mass = head.mean("mass_previous")
-    if not mass > limit("previous-token"):
-        return None
-    return Judgement(mass, {"mass_previous": mass})
-
-
-def _diffuse(head: HeadFacts) -> Judgement | None:
-    """A diffuse head: its entropy is close to the maximum log n, but below that of a dead head.
-
-    Returns:
-        The judgement, with entropy / log n as its value; None for other heads.
-    """
-    share = head.mean("normalized_entropy")
-    if not DIFFUSE < share <= DEAD:
-        return None
-    return Judgement(share, {"normalized_entropy": share})
-
-
-def _sharp(head: HeadFacts) -> Judgement | None:
-    """A sharp head: one key has most of a row's weight.
-
-    Returns:
-        The judgement, with the mean largest weight as its value; None if it is low or unknown.
-    """
-    top = head.mean("top_weight")
-    if not top > limit("sharp"):
-        return None
-    numbers = {"top_weight": top, "effective_keys": head.mean("effective_keys")}
-    return Judgement(top, numbers)
-
-
-def _dead(head: HeadFacts) -> Judgement | None:
-    """A dead head: its attention is almost uniform.
-
-    Returns:
-        The judgement, with entropy / log n as its value; None if that is at most ``DEAD`` or
-        unknown.
-    """
-    share = head.mean("normalized_entropy")
-    if not share > DEAD:
-        return None
-    numbers = {"normalized_entropy": share, "n_keys": head.mean("n_keys")}
-    return Judgement(share, numbers)
 
 
 def _positional(head: HeadFacts) -> Judgement | None:
@@ -271,14 +211,14 @@ def _dilution(head: HeadFacts) -> Judgement | None:
 
 
 #: A rule for each kind: first what a head does, then what calls for a change, most urgent first.
-RULES: dict[Kind, Callable[[HeadFacts], Judgement | None]] = {
+RULES: dict[Kind, Rule] = {
     "sink": _sink,
-    "special_sink": _special_sink,
+    "special_sink": _above(SINK, "mass_special", "first_weight", "n_keys"),
     "local": _local,
-    "previous-token": _previous,
-    "diffuse": _diffuse,
-    "sharp": _sharp,
-    "dead": _dead,
+    "previous-token": _above(limit("previous-token"), "mass_previous"),
+    "diffuse": _above(DIFFUSE, "normalized_entropy", most=DEAD),
+    "sharp": _above(limit("sharp"), "top_weight", "effective_keys"),
+    "dead": _above(DEAD, "normalized_entropy", "n_keys"),
     "positional": _positional,
     "not_finite": _not_finite,
     "large_logits": _large_logits,

@@ -136,10 +136,6 @@ SENTENCES: dict[str, Callable[[_Beyond, HeadFacts, Judgement], Sentence]] = {
 }
 
 
-#: Groups in the order in which lists show them.
-GROUPS = ("Sharpness", "Where it looks", "Scores", "Predicted", "Gradient and noise", "Rows")
-
-
 class MetricWords(NamedTuple):
     """A metric's group, and what a low and a high value mean."""
 
@@ -148,70 +144,67 @@ class MetricWords(NamedTuple):
     high: str
 
 
-METRIC_WORDS: dict[str, MetricWords] = {
-    "normalized_entropy": MetricWords(
-        "Sharpness", "sharp: all on one token", "diffuse: spread evenly"
-    ),
-    "entropy": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
-    "effective_keys": MetricWords(
-        "Sharpness", "as if looking at one token", "as if looking at many"
-    ),
-    **{
-        f"keys_{percent}": MetricWords(
-            "Sharpness", f"few tokens hold {percent} %", f"many tokens hold {percent} %"
-        )
-        for percent in (50, 90, 95, 99)
+#: By group, what a low and a high value of each metric mean.
+_WORDS: dict[str, dict[str, tuple[str, str]]] = {
+    "Sharpness": {
+        "normalized_entropy": ("sharp: all on one token", "diffuse: spread evenly"),
+        "entropy": ("sharp: few tokens", "diffuse: many tokens"),
+        "effective_keys": ("as if looking at one token", "as if looking at many"),
+        **{
+            f"keys_{share}": (f"few tokens hold {share} %", f"many tokens hold {share} %")
+            for share in (50, 90, 95, 99)
+        },
+        "top_weight": ("no token stands out", "one token has most"),
+        "information": ("uniform weights", "one key selected"),
+        "sparsity": ("sparse: few tokens", "not sparse: many tokens"),
+        "collision": ("diffuse: many tokens", "sharp: few tokens"),
     },
-    "top_weight": MetricWords("Sharpness", "no token stands out", "one token has most"),
-    "information": MetricWords("Sharpness", "uniform weights", "one key selected"),
-    "sparsity": MetricWords("Sharpness", "sparse: few tokens", "not sparse: many tokens"),
-    "collision": MetricWords("Sharpness", "diffuse: many tokens", "sharp: few tokens"),
-    "first_weight": MetricWords(
-        "Where it looks", "none on the first token", "most on the first token"
-    ),
-    "sink_mass": MetricWords("Where it looks", "none on the sink", "most on the sink"),
-    "attention_distance": MetricWords("Where it looks", "nearby tokens", "distant tokens"),
-    "mass_self": MetricWords("Where it looks", "not on itself", "on itself"),
-    "mass_previous": MetricWords(
-        "Where it looks", "not on the previous token", "on the previous token"
-    ),
-    "mass_same": MetricWords(
-        "Where it looks",
-        "not on other occurrences of its token",
-        "on other occurrences of its token",
-    ),
-    "mass_special": MetricWords(
-        "Where it looks", "none on special tokens", "all on special tokens"
-    ),
-    "critical_ratio": MetricWords(
-        "Scores", "several large logits share the weight", "the largest logit has most weight"
-    ),
-    "max_logit": MetricWords("Scores", "small scores", "large scores"),
-    "lse": MetricWords("Scores", "small scores", "large scores"),
-    "logit_mean": MetricWords("Scores", "low on average", "high on average"),
-    "logit_std": MetricWords("Scores", "all scores similar", "scores far apart"),
-    "varentropy": MetricWords(
-        "Scores", "scale hardly changes entropy", "scale changes entropy strongly"
-    ),
-    "entropy_slope": MetricWords(
-        "Scores", "a larger scale lowers entropy strongly", "scale hardly changes entropy"
-    ),
-    "gaussian_entropy": MetricWords("Predicted", "sharp expected", "diffuse expected"),
-    "mean_field_entropy": MetricWords(
-        "Predicted", "low lower bound on entropy", "high lower bound on entropy"
-    ),
-    "jensen_gap": MetricWords("Predicted", "tight bound on entropy", "loose bound on entropy"),
-    "max_gap": MetricWords("Predicted", "tight bound on entropy", "loose bound on entropy"),
-    "first_gap": MetricWords(
-        "Scores", "little weight on the first token", "most weight on the first token"
-    ),
-    "rest_logit_std": MetricWords("Scores", "other scores similar", "other scores far apart"),
-    "rest_jensen_gap": MetricWords("Scores", "no score stands out", "a few scores stand out"),
-    "jacobian_trace": MetricWords(
-        "Gradient and noise", "little gradient passes", "gradient passes"
-    ),
-    "noise_gain": MetricWords("Gradient and noise", "noise averages out", "noise passes through"),
-    "n_keys": MetricWords("Rows", "few tokens visible", "many tokens visible"),
+    "Where it looks": {
+        "first_weight": ("none on the first token", "most on the first token"),
+        "sink_mass": ("none on the sink", "most on the sink"),
+        "attention_distance": ("nearby tokens", "distant tokens"),
+        "mass_self": ("not on itself", "on itself"),
+        "mass_previous": ("not on the previous token", "on the previous token"),
+        "mass_same": (
+            "not on other occurrences of its token", "on other occurrences of its token"
+        ),
+        "mass_special": ("none on special tokens", "all on special tokens"),
+    },
+    "Scores": {
+        "critical_ratio": (
+            "several large logits share the weight", "the largest logit has most weight"
+        ),
+        "max_logit": ("small scores", "large scores"),
+        "lse": ("small scores", "large scores"),
+        "logit_mean": ("low on average", "high on average"),
+        "logit_std": ("all scores similar", "scores far apart"),
+        "varentropy": ("scale hardly changes entropy", "scale changes entropy strongly"),
+        "entropy_slope": (
+            "a larger scale lowers entropy strongly", "scale hardly changes entropy"
+        ),
+        "first_gap": ("little weight on the first token", "most weight on the first token"),
+        "rest_logit_std": ("other scores similar", "other scores far apart"),
+        "rest_jensen_gap": ("no score stands out", "a few scores stand out"),
+    },
+    "Predicted": {
+        "gaussian_entropy": ("sharp expected", "diffuse expected"),
+        "mean_field_entropy": ("low lower bound on entropy", "high lower bound on entropy"),
+        "jensen_gap": ("tight bound on entropy", "loose bound on entropy"),
+        "max_gap": ("tight bound on entropy", "loose bound on entropy"),
+    },
+    "Gradient and noise": {
+        "jacobian_trace": ("little gradient passes", "gradient passes"),
+        "noise_gain": ("noise averages out", "noise passes through"),
+    },
+    "Rows": {"n_keys": ("few tokens visible", "many tokens visible")},
+}  # fmt: skip
+
+#: Groups in the order in which lists show them.
+GROUPS = tuple(_WORDS)
+METRIC_WORDS = {
+    name: MetricWords(group, *words)
+    for group, metrics in _WORDS.items()
+    for name, words in metrics.items()
 }
 
 
