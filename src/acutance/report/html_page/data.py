@@ -16,7 +16,6 @@ from acutance.diagnose.findings import KEY_NORMS, LABELS, describe_key_norms, fi
 from acutance.diagnose.overview import overview
 from acutance.diagnose.recommendations import (
     KINDS,
-    Recommendation,
     head_reasons,
     no_recommendation,
     recommendations,
@@ -47,6 +46,8 @@ from acutance.summary.readouts.examples import Examples
 from acutance.summary.readouts.moments import BINS, SCALES, edges
 from acutance.summary.readouts.spans import ALL_ROWS, OTHER, Spans
 
+#: What the page shows of a recommendation.
+_ADVICE = ("kind", "layer", "heads", "place", "reason", "advice", "certainty")
 _MOST_CURVES = 512  # heads of which every octave is predicted, at some 2 ms each
 
 
@@ -64,15 +65,8 @@ def packed(
     }
     record["groups"] = [*([] if plan is None else [GROUP]), *GROUPS]
     if key_norms is not None:
-        record["findings"].append(
-            {
-                "kind": "key_norms",
-                "label": KEY_NORMS,
-                "layer": None,
-                "head": None,
-                "sentence": visible(describe_key_norms(key_norms)),
-            }
-        )
+        sentence = describe_key_norms(key_norms)
+        record["findings"].append(_finding("key_norms", KEY_NORMS, None, None, sentence))
     text, most = "", budget(len(summary.places))
     for level in LEVELS:
         if _least(summary, level) > most:
@@ -125,6 +119,30 @@ def _packed(
     return packer.text({**record, **more, "metrics": metrics, "level": asdict(level)})
 
 
+def shown(value: Any, digits: int = 4) -> Any:
+    r"""Plain values for the page: texts made visible, numbers rounded or None if not finite.
+
+    Example:
+        >>> shown({"head": 3, "names": ("a\x1b", "b"), "share": 1 / 3, "cost": math.nan})
+        {'head': 3, 'names': ['a\\x1b', 'b'], 'share': 0.3333, 'cost': None}
+    """
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, float):
+        return rounded(value, digits)
+    if isinstance(value, Mapping):
+        return {name: shown(part, digits) for name, part in value.items()}
+    return [shown(part, digits) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _finding(
+    kind: str, label: str, layer: int | None, head: int | None, sentence: str
+) -> dict[str, Any]:
+    """A line of the page's findings; of no head, it concerns the whole model."""
+    numbers = {"layer": layer, "head": head}
+    return {"kind": kind, "label": label, **numbers, "sentence": visible(sentence)}
+
+
 def _record(summary: HeadSummary) -> dict[str, Any]:
     """Everything except per-head numbers, as JSON values."""
     return {
@@ -134,14 +152,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             if name != "judged"
         ],
         "layers": [
-            {
-                **asdict(layer),
-                "numbers": layer.numbers,
-                "module": visible(layer.module),
-                "crossing": crossing(layer.module),
-                "source": visible(layer.source),
-                "error": rounded(layer.error, 3),
-            }
+            shown(asdict(layer), 3) | {"numbers": layer.numbers, "crossing": crossing(layer.module)}
             for layer in summary.layers
         ],
         "modules": [visible(sentence) for sentence in module_sentences(summary.layers)],
@@ -153,17 +164,18 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         "colours": [as_hex(anchor) for anchor in ANCHORS],
         "overview": [visible(line) for line in overview(summary)],
         "findings": [
-            {
-                "kind": finding.kind,
-                "label": LABELS[finding.kind],
-                "layer": finding.layer,
-                "head": finding.head,
-                "sentence": visible(finding.sentence),
-            }
+            _finding(
+                finding.kind, LABELS[finding.kind], finding.layer, finding.head, finding.sentence
+            )
             for finding in findings(summary)
         ],
         "theory": _theory(summary),
-        **advice(recommendations(summary), no_recommendation(summary)),
+        "kinds": KINDS,
+        "nothing": no_recommendation(summary),
+        "recommendations": [
+            {part: shown(getattr(recommended, part)) for part in _ADVICE}
+            for recommended in recommendations(summary)
+        ],
         "reasons": head_reasons(summary) if len(summary.places) <= _MOST_CURVES else [],
         "read": visible(what_was_read(summary.about)),
         "notices": [visible(notice) for notice in notices(summary.about)],
@@ -319,18 +331,13 @@ def _examples(examples: Examples, heads: int) -> list[list[dict[str, Any]]]:
             start = int(examples.start[head, place])
             rows.append(
                 {
-                    "query": visible(row.query),
+                    "query": shown(row.query),
                     "position": row.position,
                     "n_keys": row.n_keys,
                     "entropy": rounded(row.entropy, 4),
                     "here": row.position - start if start >= 0 else -1,
-                    "attended": [
-                        [visible(token), position, rounded(weight, 4)]
-                        for token, position, weight in row.attended
-                    ],
-                    "context": [
-                        [visible(token), rounded(weight, 3)] for token, weight in row.context
-                    ],
+                    "attended": shown(row.attended),
+                    "context": shown(row.context, 3),
                 }
             )
         rows_by_head.append(rows)
@@ -354,26 +361,6 @@ def classes(head_classes: Sequence[Sequence[HeadClass]], level: Level) -> dict[s
                 for head_class in each
             ]
             for each in head_classes
-        ],
-    }
-
-
-def advice(recommended: Sequence[Recommendation], nothing: str) -> dict[str, Any]:
-    """Recommendations, most urgent first, and the sentence to show if there are none."""
-    return {
-        "kinds": KINDS,
-        "nothing": nothing,
-        "recommendations": [
-            {
-                "kind": recommendation.kind,
-                "layer": recommendation.layer,
-                "heads": recommendation.heads,
-                "place": recommendation.place,
-                "reason": visible(recommendation.reason),
-                "advice": visible(recommendation.advice),
-                "certainty": recommendation.certainty,
-            }
-            for recommendation in recommended
         ],
     }
 
@@ -572,31 +559,9 @@ def plan_data(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The words and numbers of a plan for the page, rounded and made visible; None without one."""
     if plan is None:
         return None
-    return {
-        "name": visible(plan["name"]),
-        "n": plan["n"],
-        "share": rounded(plan["share"], 4),
-        "bytes": plan["bytes"],
-        "costs_at": plan["costs_at"],
-        "heads": plan["heads"],
-        "key_heads": [
-            {
-                "head": one["head"],
-                "queries": one["queries"],
-                "keeps": visible(one["keeps"]),
-                "share": rounded(one["share"], 4),
-                "cost": None if one["cost"] is None else [rounded(part, 4) for part in one["cost"]],
-                "options": [
-                    [
-                        visible(some["keeps"]),
-                        rounded(some["share"], 4),
-                        rounded(some["first"], 4),
-                        rounded(some["second"], 4),
-                        some["chosen"],
-                    ]
-                    for some in one["options"]
-                ],
-            }
-            for one in plan["key_heads"]
-        ],
-    }
+    parts = ("keeps", "share", "first", "second", "chosen")
+    key_heads = [
+        {**head, "options": [[option[part] for part in parts] for option in head["options"]]}
+        for head in plan["key_heads"]
+    ]
+    return {name: shown(value) for name, value in {**plan, "key_heads": key_heads}.items()}
