@@ -35,18 +35,15 @@ class Threshold:
 
 _ROWS = (
     # which heads are compared at all
-    ("least_keys", "n_keys", "above", 8.0, (
-        "with fewer keys every head looks sharp, local or uniform"
-    )),
+    ("least_keys", "n_keys", "above", 8.0,
+     "with fewer keys every head looks sharp, local or uniform"),
     ("few_rows", "rows", "below", 30.0, "a mean over fewer rows is shown with the number of rows"),
     # what a head does
-    ("sink", "first_weight, mass_special", "above", 0.3, (
-        "the usual criterion for an attention sink"
-    ),
+    ("sink", "first_weight, mass_special", "above", 0.3,
+     "the usual criterion for an attention sink",
      "Gu et al. (2024), arXiv:2410.10781, for 0.3; Xiao et al. (2023), arXiv:2309.17453"),
-    ("lift", "weight / uniform weight", "above", 2.0, (
-        "otherwise the number of keys explains the weight"
-    )),
+    ("lift", "weight / uniform weight", "above", 2.0,
+     "otherwise the number of keys explains the weight"),
     ("near", "distance in tokens", "below", 7.0, "three octaves of distance: 1, 2–3, 4–7"),
     ("local", "weight within 7 positions", "above", 0.5, "most of the weight",
      f"{_ACUTANCE}; the name as in Kovaleva et al. (2019), arXiv:1908.08593"),
@@ -60,25 +57,21 @@ _ROWS = (
      f"{_ACUTANCE}: within 2 % of averaging everything"),
     ("positional", "share of rows with one peak", "above", 0.9, "the same position almost always",
      "Voita et al. (2019), arXiv:1905.09418"),
-    ("few_keys", "effective_keys", "below", 3.0, (
-        "close to picking one key; used only in sentences"
-    )),
-    ("part", "normalized_entropy", "below", 0.5, (
-        "a small part of the keys; used only in sentences"
-    )),
+    ("few_keys", "effective_keys", "below", 3.0,
+     "close to picking one key; used only in sentences"),
+    ("part", "normalized_entropy", "below", 0.5,
+     "a small part of the keys; used only in sentences"),
     # what calls for a change
-    ("entropy_collapse", "normalized_entropy", "below", 0.05, (
-        "rows this sharp pass little gradient"
-    ),
+    ("entropy_collapse", "normalized_entropy", "below", 0.05,
+     "rows this sharp pass little gradient",
      "Zhai et al. (2023), arXiv:2303.06296, on collapse; the value is a convention of acutance"),
     ("large_logits", "max_logit", "above", 100.0, "where QK-clip acts by default",
      "Kimi Team (2025), arXiv:2507.20534"),
     ("coarse_scores", "resolution of the dtype at max_logit", "above", 0.5,
      "rounding then changes a weight by a quarter"),
     ("steep", "slope of entropy against log n", "above", 0.25, "in nats per unit of log n"),
-    ("growth", "entropy gained over the fit", "above", 0.5, (
-        "in nats; smaller growth hardly matters"
-    )),
+    ("growth", "entropy gained over the fit", "above", 0.5,
+     "in nats; smaller growth hardly matters"),
 )  # fmt: skip
 
 #: Every threshold by name.
