@@ -275,16 +275,8 @@ class MultiheadAttention(Recorded):
         )
         keys, (k, v) = k.shape[2], self._with_extra(k, v)
         extra = k.shape[2] - keys
-        masks = translate(
-            attn_mask,
-            key_padding_mask,
-            batch=q.shape[0],
-            heads=self.num_heads,
-            queries=q.shape[2],
-            keys=keys,
-            is_causal=is_causal,
-            extra=extra,
-        )
+        size = (q.shape[0], self.num_heads, q.shape[2], keys)
+        masks = translate(attn_mask, key_padding_mask, size, is_causal=is_causal, extra=extra)
         options: dict[str, Any] = {
             **masks,
             "is_causal": is_causal,

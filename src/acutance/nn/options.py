@@ -145,20 +145,20 @@ def _check_padding(key_padding_mask: Tensor, batch: int, keys: int) -> None:
 def translate(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
+    size: tuple[int, int, int, int],
     *,
-    batch: int,
-    heads: int,
-    queries: int,
-    keys: int,
     is_causal: bool,
     extra: int,
 ) -> Masks:
     """Convert the masks of ``nn.MultiheadAttention``, for keys preceded by ``extra`` further keys.
 
+    ``size`` is (B, Hq, L, S), without those further keys.
+
     Raises:
         TypeError: if a mask is neither boolean nor floating.
         ValueError: if its shape does not fit.
     """
+    batch, _, _, keys = size
     biases = []
     seen = None
     if key_padding_mask is not None:
@@ -172,7 +172,7 @@ def translate(
     mask = None
     if attn_mask is not None:
         boolean = _check_kind("attn_mask", attn_mask) == torch.bool
-        mask = _four_dimensional(attn_mask, batch, heads, queries, keys)
+        mask = _four_dimensional(attn_mask, size)
         mask = torch.logical_not(mask) if boolean else mask
         if extra:
             mask = pad(mask, (extra, 0), value=True) if boolean else pad(mask, (extra, 0))
@@ -197,12 +197,13 @@ def _check_kind(name: str, mask: Tensor) -> torch.dtype:
     return dtype
 
 
-def _four_dimensional(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+def _four_dimensional(mask: Tensor, size: tuple[int, int, int, int]) -> Tensor:
     """Reshape a mask (L, S) or (B·Hq, L, S) to (1, 1, L, S) or (B, Hq, L, S)."""
+    batch, heads, queries, keys = size
     if tuple(mask.shape) == (queries, keys):
         return mask[None, None]
     if tuple(mask.shape) == (batch * heads, queries, keys):
-        return mask.view(batch, heads, queries, keys)
+        return mask.view(size)
     raise ValueError(
         f"attn_mask must have shape (L, S) = ({queries}, {keys}) or (B·Hq, L, S) = "
         f"({batch * heads}, {queries}, {keys}), got {tuple(mask.shape)}"
