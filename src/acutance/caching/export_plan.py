@@ -14,8 +14,6 @@ from acutance.calibration.identity import Identity
 from acutance.escapes import ranges
 from acutance.files import as_json, write_text
 
-__all__ = ["EXPORTS", "SETTINGS", "TABLE", "check_export", "export_plan", "places"]
-
 #: Files of a folder that DuoAttention loads.
 TABLE, SETTINGS = "full_attention_heads.tsv", "config.json"
 

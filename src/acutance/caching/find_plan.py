@@ -39,8 +39,6 @@ from acutance.probing.causes import is_untrained
 from acutance.scaling import Window
 from acutance.shapes import check_number
 
-__all__ = ["budget"]
-
 #: What key heads may keep instead of everything, unless the caller says otherwise.
 PLANS = (
     HeadPlan("streaming", first=4, recent=124),

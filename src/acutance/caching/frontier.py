@@ -14,8 +14,6 @@ from acutance.files import as_json, finite, write_text
 from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED
 
-__all__ = ["Budget", "Point"]
-
 
 @dataclass(frozen=True)
 class Point:

@@ -9,8 +9,6 @@ from typing import Any, Literal, Protocol, get_args
 from acutance.caching.layer_shapes import LayerShape
 from acutance.shapes import check_count
 
-__all__ = ["Bits", "HeadPlan", "Kind", "Plan", "quantised_groups", "value_groups"]
-
 Kind = Literal["full", "streaming", "dropped"]
 Bits = Literal[16, 8, 4, 2]
 #: Bytes of the scale and the zero point of a group, both float16.

@@ -26,8 +26,6 @@ from acutance.shapes import check_count
 if TYPE_CHECKING:
     from acutance.caching.run_plan import AppliedPlan
 
-__all__ = ["import_plan"]
-
 #: Bytes of a table.
 _LARGEST = 16 << 20
 _OPTION = re.compile(r"(threshold|sparsity|first|recent)=([^,=]*)")

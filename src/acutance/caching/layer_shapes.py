@@ -16,8 +16,6 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.shapes import check_count
 
-__all__ = ["LayerShape", "PlanError", "cache_shapes"]
-
 
 class PlanError(ValueError):
     """A plan cannot be read or does not fit the model, or the model has no cache to plan."""

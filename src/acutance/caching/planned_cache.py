@@ -17,9 +17,6 @@ from acutance.calibration.in_force import ApplyError
 from acutance.kernels import ragged
 from acutance.kernels.ragged import HeldHeads
 
-__all__ = ["PlannedCache", "PlannedLayer", "forget_pending", "reading", "take_pending"]
-
-
 _reading = 0  # plans that are applied
 _lock = threading.Lock()
 

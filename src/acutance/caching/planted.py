@@ -17,8 +17,6 @@ from acutance.caching.plan import CachePlan
 from acutance.calibration.fit.windows import evaluating
 from acutance.shapes import check_count, check_number
 
-__all__ = ["Recall", "plant", "recall"]
-
 #: Depths at which spans are planted, as shares of the context.
 DEPTHS = (0.02, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 

@@ -34,8 +34,6 @@ from acutance.capture.readers.interface_call import InterfaceCall, base_name
 from acutance.capture.torch_modes import eager, forget_compiled
 from acutance.masks import hides
 
-__all__ = ["AppliedPlan"]
-
 
 class AppliedPlan(CountedChange, Changer):
     """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.

@@ -13,8 +13,6 @@ from acutance.judging.remedies import Remedy, named_remedy
 from acutance.judging.rope import RopeRemedy, rope_modules
 from acutance.shapes import check_count
 
-__all__ = ["proposals"]
-
 
 def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Remedy]:
     """Changes to try, in the order in which they are tried.

@@ -22,8 +22,6 @@ from acutance.judging.remedies import PlanRemedy, Remedy, as_remedies, check_fit
 from acutance.probing.open_probe import probe
 from acutance.shapes import check_count, check_number
 
-__all__ = ["extend"]
-
 #: Rise of the loss up to the trained length that is allowed, nats a token.
 MAX_COST = 0.005
 #: Parts of the positions up to the trained length.

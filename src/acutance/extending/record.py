@@ -16,8 +16,6 @@ from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 from acutance.report.table import Column, Table, styled
 
-__all__ = ["Extension", "Final", "Tried"]
-
 #: The name of the model without a change.
 AS_IS = "as it is"
 METHOD = (

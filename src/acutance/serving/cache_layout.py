@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CacheLayout"]
-
 #: A digit of the numbers that are written: every float type of 16 bits holds it exactly.
 _BASE = 128
 #: Writes (T, H, E) keys and (T, H, Ev) values into a cache of one block, at slots (T,).

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from acutance.rowstats.metrics import metric
 from acutance.summary.head_summary import HeadSummary
 
-__all__ = ["SERVED_METRICS", "prometheus_text"]
-
 #: The metrics that are exposed unless others are named: a series for each head is not cheap.
 SERVED_METRICS = ("entropy", "effective_keys", "first_weight", "max_logit", "top_weight")
 

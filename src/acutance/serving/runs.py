@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["RUN", "Choice", "Piece", "Rows", "Run", "Runs"]
-
 #: Most consecutive rows of a sequence that are read together. The kernels compute 32 rows at once.
 RUN = 32
 

@@ -25,8 +25,6 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import Layer, Status
 from acutance.summary.readouts.moments import Moments, summarise
 
-__all__ = ["SERVED", "ServedRows"]
-
 #: The metrics that are recorded unless others are named.
 SERVED = (
     *("n_keys", "entropy", "normalized_entropy", "effective_keys", "top_weight", "first_weight"),

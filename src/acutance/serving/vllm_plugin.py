@@ -12,8 +12,6 @@ from pathlib import Path
 from acutance.serving.served_rows import ServedRows
 from acutance.serving.vllm_reader import VllmReader
 
-__all__ = ["EVERY", "FOLDER", "SECONDS", "read_vllm", "register"]
-
 #: Environment variables: where to write, one row in how many is read, seconds between writes.
 FOLDER, EVERY, SECONDS = "ACUTANCE_VLLM_FOLDER", "ACUTANCE_VLLM_EVERY", "ACUTANCE_VLLM_SECONDS"
 _reader: VllmReader | None = None

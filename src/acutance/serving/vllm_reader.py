@@ -21,8 +21,6 @@ from acutance.serving.cache_layout import CacheLayout
 from acutance.serving.runs import Choice, Rows, Run, Runs
 from acutance.serving.served_rows import ServedRows
 
-__all__ = ["VllmReader"]
-
 #: Seconds without a pass after which the files are written.
 _IDLE = 2.0
 _REPLAYED = "some passes are replayed by CUDA graphs and are not read"

@@ -10,16 +10,6 @@ from torch import Tensor, nn
 
 from acutance.kernels.call import accumulate_dtype
 
-__all__ = [
-    "ExactMaxima",
-    "gather_rows",
-    "head_shards",
-    "is_sharded",
-    "multiply",
-    "ranks",
-    "reshard",
-]
-
 
 def ranks(group: Any = None) -> tuple[int, int]:
     """This process's rank and the world size; (0, 1) if torch.distributed is not initialised."""

@@ -15,17 +15,6 @@ from acutance.from_json import checked
 from acutance.shapes import check_number
 from acutance.summary.head_summary import HeadSummary
 
-__all__ = [
-    "Alarm",
-    "AttentionWarning",
-    "Kind",
-    "LogitGrowth",
-    "Thresholds",
-    "growth_limit",
-    "layer_means",
-    "summed_up",
-]
-
 Kind = Literal["logit_growth", "entropy_collapse", "large_logit", "not_finite"]
 #: Every kind of alarm, in the order of warnings.
 KINDS: tuple[Kind, ...] = ("logit_growth", "entropy_collapse", "large_logit", "not_finite")

@@ -16,8 +16,6 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.readouts.moments import Moments, edges
 from acutance.training.alarms import KINDS, Alarm, layer_means
 
-__all__ = ["JsonLines", "Log", "MonitorRecord", "destinations", "scalars", "send", "write"]
-
 PREFIX = "attention"
 #: The scalar of the learning rate, from which a replay knows the warm-up.
 LEARNING_RATE = f"{PREFIX}/learning_rate"

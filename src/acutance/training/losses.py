@@ -28,19 +28,6 @@ from acutance.shapes import FLOATS, check_count, check_flag, check_number, check
 from acutance.training.across_ranks import gather_rows, ranks
 from acutance.training.watch import AttentionWatch, WatchedRows
 
-__all__ = [
-    "ClampedTemperature",
-    "ContrastiveReport",
-    "EntropyRegularizer",
-    "InfoNCE",
-    "SigmaReparam",
-    "ZLoss",
-    "clamp_inward",
-    "initial_scale",
-    "remove_sigma_reparam",
-    "sigma_reparam",
-]
-
 #: What a loss on statistics takes: a watch, its rows, or statistics of one call or several.
 WatchedOrRead: TypeAlias = AttentionWatch | RowStatistics | Iterable[WatchedRows | RowStatistics]
 Unit = Literal["nats", "fraction"]

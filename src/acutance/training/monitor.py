@@ -42,8 +42,6 @@ from acutance.training.logs import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AttentionMonitor", "Histograms"]
-
 Histograms = Literal["layer", "head", "none"]
 #: Most steps between two measurements in the first steps, and how many steps these are.
 EARLY, EARLY_STEPS = 10, 1000

@@ -21,19 +21,6 @@ from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
 from acutance.training.across_ranks import head_shards, is_sharded
 
-__all__ = [
-    "LAYOUTS",
-    "NAMES",
-    "HeadSlices",
-    "NoProjectionsError",
-    "Outputs",
-    "Projections",
-    "agrees",
-    "all_heads",
-    "find_layouts",
-    "rotary_width",
-]
-
 #: How queries and keys lie: in two projections; in one, all queries, then keys, then values; in
 #: one, by key head, each with its queries, its key and its value; or as in latent attention.
 LAYOUTS = ("separate", "blocks", "interleaved", "latent")

@@ -29,8 +29,6 @@ from acutance.training.projections import (
 )
 from acutance.training.watch import AttentionWatch
 
-__all__ = ["ClipReport", "LayerClip", "QKClip"]
-
 _UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known; none of them
 
 

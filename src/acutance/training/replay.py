@@ -15,8 +15,6 @@ from acutance.from_json import MOST, whole_number
 from acutance.training.alarms import KINDS, Kind, LogitGrowth
 from acutance.training.logs import LEARNING_RATE
 
-__all__ = ["LayerAlarm", "Replay", "read_log", "replay"]
-
 _BEGIN, _END = "attention/", "/logit_std"
 #: Alarms that only the monitor could see: their number at a step is in its log.
 _LOGGED = {kind: f"attention/alarms/{kind}" for kind in KINDS if kind != "logit_growth"}

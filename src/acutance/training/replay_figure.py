@@ -12,8 +12,6 @@ import numpy as np
 from acutance.report.plot_style import LIGHT, Theme, curves, label, new_figure, reference, save
 from acutance.training.replay import Replay
 
-__all__ = ["draw_replay"]
-
 #: Layers that are drawn: those with alarms first, then those that grew most.
 _DRAWN = 6
 _BEFORE = 0.5  # share of the training that is drawn before the first alarm

@@ -19,8 +19,6 @@ from acutance.nn.recording import listen
 from acutance.rowstats import RowStatistics, observe
 from acutance.shapes import check_flag
 
-__all__ = ["AttentionWatch", "WatchedRows"]
-
 
 @dataclass(frozen=True)
 class WatchedRows:
