@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -63,18 +63,14 @@ _changers: list[KernelChanger] = []
 _NO_DEFAULT = inspect.Parameter.empty
 
 
-@contextmanager
-def observe(observer: FunctionObserver) -> Iterator[None]:
+def observe(observer: FunctionObserver) -> AbstractContextManager[None]:
     """Context in which an observer sees the calls of kernel functions."""
-    with _listed(_observers, observer):
-        yield
+    return _listed(_observers, observer)
 
 
-@contextmanager
-def change(changer: KernelChanger) -> Iterator[None]:
+def change(changer: KernelChanger) -> AbstractContextManager[None]:
     """Context in which a changer changes the queries of kernel functions."""
-    with _listed(_changers, changer):
-        yield
+    return _listed(_changers, changer)
 
 
 @contextmanager

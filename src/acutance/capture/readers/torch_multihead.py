@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,12 +30,57 @@ __all__ = [
 _Calls = list[tuple[dict[str, Any], Tensor]]
 _Change = Callable[[dict[str, Any]], dict[str, Any]]
 _Replacement = Callable[[dict[str, Any], Callable[[], Tensor]], "Tensor | None"]
-_thread = threading.local()  # lists: where this thread's SDPA calls go; changes: made to them first
+_SDPA = "scaled_dot_product_attention"
+
+
+class _Thread(threading.local):
+    """What the open contexts of a thread do with its calls, outermost first.
+
+    Attributes:
+        lists: where SDPA calls go.
+        changes: made to their arguments first.
+        replacements: may compute them instead.
+        scores: changes made to the scores of softmaxes.
+    """
+
+    lists: tuple[_Calls, ...] = ()
+    changes: tuple[_Change, ...] = ()
+    replacements: tuple[_Replacement, ...] = ()
+    scores: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+
+_thread = _Thread()
 _lock = threading.Lock()
-_watchers = 0
-_original: Callable[..., Tensor] = F.scaled_dot_product_attention
-_changers = 0
-_softmax: Callable[..., Tensor] = F.softmax
+_open: Counter[str] = Counter()  # contexts in which a function is replaced, by its name
+_originals: dict[str, Callable[..., Tensor]] = {}
+
+
+@contextmanager
+def _replaced(name: str, function: Callable[..., Tensor], **of_thread: Any) -> Iterator[None]:
+    """Context in which a function of ``torch.nn.functional`` is replaced, for all threads.
+
+    Function modes are inactive inside a function that a mode handles, so that the name has to be.
+
+    Args:
+        name: name of the function.
+        function: replaces it.
+        of_thread: attributes of this thread's :class:`_Thread` meanwhile.
+    """
+    outer = {key: getattr(_thread, key) for key in of_thread}
+    vars(_thread).update(of_thread)
+    with _lock:
+        if not _open[name]:
+            _originals[name] = getattr(F, name)
+            setattr(F, name, function)
+        _open[name] += 1
+    try:
+        yield
+    finally:
+        vars(_thread).update(outer)
+        with _lock:
+            _open[name] -= 1
+            if not _open[name]:
+                setattr(F, name, _originals[name])
 
 
 @contextmanager
@@ -50,77 +96,39 @@ def watch_sdpa(
     Yields:
         The list of calls: their arguments by name, and their outputs.
     """
-    global _watchers, _original
     calls: _Calls = []
-    outer: tuple[_Calls, ...] = getattr(_thread, "lists", ())
-    _thread.lists = (calls,) if hide_from_outer else (*outer, calls)
-    outer_replacements: tuple[_Replacement, ...] = getattr(_thread, "replacement", ())
-    _thread.replacement = (
-        ()
-        if hide_from_outer
-        else outer_replacements
-        if replacement is None
-        else (*outer_replacements, replacement)
-    )
-    with _lock:
-        if _watchers == 0:
-            _original = F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = _watched_sdpa
-        _watchers += 1
-    try:
+    lists, replacements = _thread.lists, _thread.replacements
+    if hide_from_outer:
+        lists, replacements = (), ()
+    if replacement is not None:
+        replacements = (*replacements, replacement)
+    lists = (*lists, calls)
+    with _replaced(_SDPA, _watched_sdpa, lists=lists, replacements=replacements):
         yield calls
-    finally:
-        _thread.lists, _thread.replacement = outer, outer_replacements
-        with _lock:
-            _watchers -= 1
-            if _watchers == 0:
-                F.scaled_dot_product_attention = _original
 
 
 @contextmanager
-def changing_sdpa(change: _Change) -> Iterator[_Calls]:
+def changing_sdpa(change: _Change) -> Iterator[None]:
     """Context that changes the arguments of this thread's SDPA calls.
 
     :func:`watch_sdpa` sees the changed calls.
-
-    Function modes are inactive inside a function that a mode handles, so the name in
-    ``torch.nn.functional`` is replaced.
     """
-    outer: tuple[_Change, ...] = getattr(_thread, "changes", ())
-    _thread.changes = (*outer, change)
-    try:
-        with watch_sdpa() as calls:
-            yield calls
-    finally:
-        _thread.changes = outer
+    with _replaced(_SDPA, _watched_sdpa, changes=(*_thread.changes, change)):
+        yield
 
 
 @contextmanager
 def changing_softmax(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Context that changes the scores of this thread's ``F.softmax`` calls."""
-    global _changers, _softmax
-    outer: tuple[Callable[[Tensor], Tensor], ...] = getattr(_thread, "scores", ())
-    _thread.scores = (*outer, change)
-    with _lock:
-        if _changers == 0:
-            _softmax = F.softmax
-            F.softmax = _changed_softmax  # type: ignore[assignment]
-        _changers += 1
-    try:
+    with _replaced("softmax", _changed_softmax, scores=(*_thread.scores, change)):
         yield
-    finally:
-        _thread.scores = outer
-        with _lock:
-            _changers -= 1
-            if _changers == 0:
-                F.softmax = _softmax
 
 
 def _changed_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``F.softmax`` with the scores changed by this thread's open contexts."""
-    for change in getattr(_thread, "scores", ()):
+    for change in _thread.scores:
         scores = change(scores)
-    return _softmax(scores, *args, **kwargs)
+    return _originals["softmax"](scores, *args, **kwargs)
 
 
 class _ArgumentsKnown(Exception):  # noqa: N818 - it is no error
@@ -156,16 +164,14 @@ def equivalent_sdpa_arguments(
 
 def _watched_sdpa(*args: Any, **kwargs: Any) -> Tensor:
     """``F.scaled_dot_product_attention`` as this thread's open contexts change and record it."""
-    arguments = sdpa_arguments(args, kwargs)
-    for change in getattr(_thread, "changes", ()):
+    arguments, original = sdpa_arguments(args, kwargs), _originals[_SDPA]
+    for change in _thread.changes:
         arguments = change(arguments)
     output = None
-    for replacement in reversed(getattr(_thread, "replacement", ())):
-        output = (
-            replacement(arguments, lambda: _original(**arguments)) if output is None else output
-        )
-    output = _original(**arguments) if output is None else output
-    for calls in getattr(_thread, "lists", ()):
+    for replacement in reversed(_thread.replacements):
+        output = replacement(arguments, lambda: original(**arguments)) if output is None else output
+    output = original(**arguments) if output is None else output
+    for calls in _thread.lists:
         calls.append((arguments, output))
     return output
 

@@ -135,8 +135,21 @@ def sdpa_call(
         ValueError: if nested tensors have an unsupported layout.
     """
     parts = [arguments[part] for part in ("query", "key", "value")]
-    if any(part.is_nested for part in parts):
-        return _nested_call(arguments, name, cross=cross)
+    scale, mask = arguments.get("scale"), arguments.get("attn_mask")
+    causal, offset = bool(arguments.get("is_causal", False)), 0
+    fields: dict[str, Any] = {
+        "module": name,
+        "source": "scaled_dot_product_attention",
+        "scale": None if scale is None else float(scale),
+        "dropout_p": float(arguments.get("dropout_p") or 0.0),
+        "cross": cross,
+    }
+    if any(part.is_nested for part in parts):  # padded here, and the padding is hidden
+        if mask is not None:
+            raise ValueError("nested tensors with an attn_mask cannot be read")
+        (query, asks), (key, answers), (value, _) = map(_padded, parts)
+        fields |= {"is_causal": causal, "key_mask": answers, "real": asks}
+        return AttentionCall(query=query, key=key, value=value, **fields)
     rank = parts[0].dim()
     if rank == 3:  # (N, L, E) is one head each
         parts = [part.unsqueeze(1) for part in parts]
@@ -150,8 +163,6 @@ def sdpa_call(
         _fold_batch(_expanded(part, (*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:])))
         for part in parts
     )
-    mask = arguments.get("attn_mask")
-    causal, offset = bool(arguments.get("is_causal", False)), 0
     if mask is not None and type(mask) is not Tensor:
         from torch.nn.attention.bias import CausalBias, CausalVariant  # imports the compiler
 
@@ -165,50 +176,14 @@ def sdpa_call(
             mask = mask.unsqueeze(1)
         elif rank > 4 and mask.dim() > 3:
             mask = _fold_batch(mask.expand(*batch, *mask.shape[-3:]))
-    scale = arguments.get("scale")
-    return AttentionCall(
-        module=name,
-        source="scaled_dot_product_attention",
-        query=query,
-        key=key,
-        value=value,
-        attn_mask=mask,
-        is_causal=causal,
-        query_offset=offset,
-        scale=None if scale is None else float(scale),
-        dropout_p=float(arguments.get("dropout_p") or 0.0),
-        cross=cross,
-        real=real,
-    )
+    fields |= {"attn_mask": mask, "is_causal": causal, "query_offset": offset, "real": real}
+    return AttentionCall(query=query, key=key, value=value, **fields)
 
 
 def _broadcast(*shapes: torch.Size) -> torch.Size:
     """The shape to which all broadcast; PyTorch's function is slow even where all are equal."""
     alike = all(shape == shapes[0] for shape in shapes)
     return shapes[0] if alike else torch.broadcast_shapes(*shapes)
-
-
-def _nested_call(arguments: Mapping[str, Any], name: str, *, cross: bool) -> AttentionCall:
-    """Read a call with nested tensors: sequences are padded, and the padding is hidden."""
-    if arguments.get("attn_mask") is not None:
-        raise ValueError("nested tensors with an attn_mask cannot be read")
-    (query, asks), (key, answers), (value, _) = (
-        _padded(arguments[part]) for part in ("query", "key", "value")
-    )
-    scale = arguments.get("scale")
-    return AttentionCall(
-        module=name,
-        source="scaled_dot_product_attention",
-        query=query,
-        key=key,
-        value=value,
-        is_causal=bool(arguments.get("is_causal", False)),
-        scale=None if scale is None else float(scale),
-        dropout_p=float(arguments.get("dropout_p") or 0.0),
-        key_mask=answers,
-        cross=cross,
-        real=asks,
-    )
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
