@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import acutance
-from acutance.capture.entry_points import EntryPoints, is_library_code
+from acutance.capture.intercept import Contents, is_library_code
 from tests.contract.calibration.test_doors import LAW, Once, gpt2, hidden, pooled
 
 
@@ -62,11 +62,11 @@ def test_what_comes_by_a_door_is_scaled_or_an_error(
     model.way = []
     with acutance.apply(model, LAW) as applied:
         model(ids)
-        assert not torch_module._global_forward_pre_hooks
+        assert applied.by_interface
         model.way = ["sdpa"]
         assert torch.equal(model(ids), want)
         assert applied.calls["Sometimes"] == followed.calls["Sometimes"] == 1
-        assert torch_module._global_forward_pre_hooks  # passes are followed from then on
+        assert not applied.by_interface  # functions are followed from then on
     model.way = []
     with acutance.apply(model, LAW) as applied:
         model(ids)
@@ -79,17 +79,10 @@ def test_what_comes_by_a_door_is_scaled_or_an_error(
 
 def test_settings_are_looked_at() -> None:
     model = gpt2()
-    doors = EntryPoints(
-        model,
-        {model},
-        [model.h[0].attn],
-        on_begin=lambda *_: None,
-        on_end=lambda _: None,
-        on_attention=lambda: None,
-    )
-    assert doors.unchanged()
+    contents = Contents(model, [model.h[0].attn])
+    assert contents.unchanged()
     model.h[0].attn.scale_attn_weights = False
-    assert not doors.unchanged()
+    assert not contents.unchanged()
 
 
 def test_a_scripted_child_keeps_passes_followed() -> None:
@@ -101,6 +94,6 @@ def test_a_scripted_child_keeps_passes_followed() -> None:
     with acutance.apply(model, LAW) as applied:
         for _ in range(2):
             model(x)
-        assert torch_module._global_forward_pre_hooks
+        assert not applied.by_interface
     assert applied.calls == {"1": 2}
     assert not is_library_code(nn.Sequential(model[0]))

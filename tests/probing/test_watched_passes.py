@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import acutance
-from acutance.capture.entry_points import classes_are_library
-from tests.contract.probing.test_watched_passes import gpt2, is_followed
+from acutance.capture.intercept import classes_are_library
+from tests.contract.probing.test_watched_passes import followed, gpt2
 
 
 @pytest.fixture
@@ -29,6 +31,10 @@ def nothing_is_left() -> Iterator[None]:
     assert doors == (F.scaled_dot_product_attention, torch.softmax)
     assert not torch_module._global_forward_pre_hooks
     assert torch._C._len_torch_function_stack() == 0
+
+
+def is_followed() -> bool:
+    return torch._C._len_torch_function_stack() > 0
 
 
 class Sometimes(nn.Module):
@@ -91,3 +97,55 @@ def test_transformers_may_be_imported_after_a_model_was_asked_about(
         patch.delitem(sys.modules, "transformers")
         assert classes_are_library(nn.Linear(2, 2))
     assert classes_are_library(model)
+
+
+@pytest.mark.parametrize("how", ["module", "hook", "forward"])
+def test_what_changes_is_followed(how: str, ids: Tensor) -> None:
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+    def change(model: Any) -> None:
+        attend = Attends()
+        if how == "module":
+            model.h[1].mlp.act = attend
+        elif how == "hook":
+            model.ln_f.register_forward_hook(lambda *given: attend.forward(given[-1]))
+        else:
+            plain = model.ln_f.forward
+            model.ln_f.forward = lambda x: attend.forward(plain(x))
+
+    model, fresh = gpt2(), gpt2()
+    with acutance.probe(model) as probe:
+        model(ids)
+        assert not is_followed()
+        change(model)
+        model(ids)
+        assert is_followed()
+    change(fresh)
+    with followed(), acutance.probe(fresh) as want:
+        fresh(ids)
+    names = [layer.module for layer in want.summary().layers]
+    if how == "module":  # names are read when a probe opens
+        names = [name.removesuffix(".act") for name in names]
+    assert len(names) == 3
+    assert sorted(layer.module for layer in probe.summary().layers) == sorted(names)
+
+
+def test_a_change_that_another_thread_meets_is_followed_here(ids: Tensor) -> None:
+    model = gpt2()
+
+    def attend(module: nn.Module, given: Any, output: Tensor) -> None:
+        x = output[:, None]
+        F.scaled_dot_product_attention(x, x, x)
+
+    with acutance.probe(model) as probe:
+        model(ids)
+        model.ln_f.register_forward_hook(attend)
+        other = threading.Thread(target=model, args=(ids,))
+        other.start()
+        other.join()
+        model(ids)
+        assert is_followed()
+    calls = {layer.module: layer.calls for layer in probe.summary().layers}
+    assert calls == {"h.0.attn": 3, "h.1.attn": 3, "ln_f": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.model_cache import cache_argument, returned_cache
 from acutance.capture.module_names import class_name, named_modules, unwrap
-from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.shapes import check_count
@@ -54,18 +54,6 @@ class LayerShape:
         return self.query_heads // self.heads
 
 
-class _Shapes(Changer):
-    """Notes the shapes of the calls of transformers' attention interface; changes nothing."""
-
-    def __init__(self) -> None:
-        self.calls: dict[torch.nn.Module, LayerShape] = {}
-
-    def changed_query(self, call: InterfaceCall) -> None:
-        """Note the shapes of a call."""
-        module, query, key, value, _ = call.positional()
-        self.calls[module] = LayerShape(key.shape[1], query.shape[1], key.shape[3], value.shape[3])
-
-
 def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
     """Heads and widths of each layer's cache, by module name.
 
@@ -85,20 +73,26 @@ def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
     """
     check_model(model)
     name, inner = class_name(model), unwrap(model)
-    shapes = _Shapes()
+    shapes: dict[torch.nn.Module, LayerShape] = {}
+
+    def note(call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        module, query, key, value, _ = call.positional()
+        shapes[module] = LayerShape(key.shape[1], query.shape[1], key.shape[3], value.shape[3])
+        return run()
+
     device = next((part.device for part in inner.parameters()), None)
     training = inner.training
     inner.eval()
     try:
-        with huggingface.change(shapes), torch.no_grad():
+        with huggingface.intercept(note), torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.int64, device=device)
             cache = returned_cache(inner(input_ids=token, use_cache=True))
     finally:
         inner.train(training)
-    if cache is None or not shapes.calls or cache.get_seq_length() != 1:
+    if cache is None or not shapes or cache.get_seq_length() != 1:
         raise PlanError(f"{name} has no key-value cache: it returns none with use_cache=True")
     names = {id(module): place for place, module in named_modules(model)}
-    return {names[id(module)]: shape for module, shape in shapes.calls.items()}
+    return {names[id(module)]: shape for module, shape in shapes.items()}
 
 
 def check_model(model: torch.nn.Module) -> None:

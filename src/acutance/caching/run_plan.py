@@ -24,18 +24,17 @@ from acutance.caching.planned_cache import (
 from acutance.caching.stores import Attend
 from acutance.calibration.in_force import ApplyError, CountedChange
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.intercept import Running, module_of_method
 from acutance.capture.kernel_functions import calls
 from acutance.capture.model_cache import CACHE_ARGUMENTS, cache_argument
 from acutance.capture.module_names import class_name, named_modules, unwrap
-from acutance.capture.module_stack import Running, module_of_method
-from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, base_name
 from acutance.capture.torch_modes import eager, forget_compiled
 from acutance.masks import hides
 
 
-class AppliedPlan(CountedChange, Changer):
+class AppliedPlan(CountedChange):
     """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.
 
     Attributes:
@@ -60,7 +59,7 @@ class AppliedPlan(CountedChange, Changer):
                     give = functools.partial(self._give_cache, signature)
                     hook = module.register_forward_pre_hook(give, with_kwargs=True)
                     context.callback(hook.remove)
-            context.enter_context(huggingface.change(self))
+            context.enter_context(huggingface.intercept(self._on_call))
             context.enter_context(calls.change(self))
             context.enter_context(reading())
             forget_compiled()
@@ -122,8 +121,6 @@ class AppliedPlan(CountedChange, Changer):
             )
             self._searched = None
 
-    # -- attention calls, as acutance.capture.protocols.Changer -----------------------------------
-
     def mute(self) -> AbstractContextManager[None]:
         """Context of a call that runs under the plan, whatever kernel it calls."""
         return self._running.mute()
@@ -149,25 +146,25 @@ class AppliedPlan(CountedChange, Changer):
         """The error for a call of a kernel function."""
         return ApplyError(f"the plan cannot be applied to {name}: it calls {kernel}: {reason}")
 
-    def instead(self, call: InterfaceCall) -> PlannedCall | None:
-        """The call as it runs under the plan; None for a module of another model.
+    def _on_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        """Run a call of transformers' interface under the plan.
 
         Raises:
-            ApplyError: if the call cannot run under the plan.
+            ApplyError: if it cannot run under the plan.
         """
         module, _, key, _, _ = call.positional()
         name = self._names.get(id(module))
-        if name is None:
-            return None
-        try:
-            if name not in self.plan.layers:
-                raise ValueError("the plan has no such layer")
-            layer = take_pending(key)
-            planned = PlannedCall(self.plan, name, call, layer, self._masks)
-        except ValueError as error:
-            raise ApplyError(f"the plan cannot be applied to {name}: {error}") from error
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return planned
+        if name is not None:
+            try:
+                if name not in self.plan.layers:
+                    raise ValueError("the plan has no such layer")
+                planned = PlannedCall(self.plan, name, call, take_pending(key), self._masks)
+            except ValueError as error:
+                raise ApplyError(f"the plan cannot be applied to {name}: {error}") from error
+            call.replace(planned)
+            self.calls[name] = self.calls.get(name, 0) + 1
+        with self.mute():
+            return run()
 
 
 def _signature(module: torch.nn.Module) -> inspect.Signature | None:
@@ -214,15 +211,17 @@ class PlannedCall:
                 f"are {tuple(key.shape)}"
             )
         self._heads: tuple[HeadPlan, ...] = plan.layers[name]
-        self._tensors, self._layer = (query, key, value), layer
+        self._tensors, self._layer = (key, value), layer
         self._real = masks.real_tokens(mask, query, layer.real_counts(query.shape[0]))
         softcap, dropout = call["softcap"] or None, float(call["dropout"] or 0.0)
         self._attend = Attend(call["scaling"], softcap, dropout)
 
-    def run(self, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def run(self, call: InterfaceCall) -> tuple[Tensor, None]:
         """The output (B, L, Hq, Ev) and None for the weights."""
         with torch._C.DisableTorchFunction():
-            output = self._layer.attend(self._heads, *self._tensors, self._real, self._attend)
+            output = self._layer.attend(
+                self._heads, call["query"], *self._tensors, self._real, self._attend
+            )
         return output.transpose(1, 2).contiguous(), None
 
     def read(self, name: str) -> AttentionCall:

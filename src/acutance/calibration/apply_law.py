@@ -33,13 +33,11 @@ from acutance.calibration.windowed_calls import (
 )
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.entry_points import classes_are_library
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.head_axis import could_be_over_keys, heads_of
+from acutance.capture.intercept import Interception, classes_are_library
 from acutance.capture.kernel_functions import calls
 from acutance.capture.module_names import class_name
-from acutance.capture.module_stack import ModuleStack
-from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, is_cross
 from acutance.capture.readers.torch_sdpa import sdpa_call
@@ -89,15 +87,13 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
 
 
 class _Thread(threading.local):
-    """State of one thread that runs the model: its function mode, and factors to reuse."""
+    """State of one thread that runs the model: factors to reuse."""
 
     def __init__(self) -> None:
-        self.mode: FunctionChange | None = None
-        self.graphs = 0  # compiled modules running, which are traced
         self.factors = KnownFactors()
 
 
-class Applied(CountedChange):
+class Applied(Interception, CountedChange):
     """A law applied to a model: what :func:`apply` returns.
 
     Attributes:
@@ -108,32 +104,28 @@ class Applied(CountedChange):
     def __init__(self, model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        super().__init__(model)
         self.calls: dict[str, int] = {}
         self.skipped: dict[str, str] = {}
-        self._model, self._windowed = model, windowed
+        self._windowed = windowed
         self._thread = _Thread()
-        self._modules = ModuleStack(model, self._begin, self._end)
-        self._modules.read_names()
+        self.modules.read_names()
         self._law = law
-        self._plans = plans = Plans(self._modules, law)
-        self._by_functions = False  # whether attention came in another way
+        self._plans = plans = Plans(self.modules, law)
         known = attention_layers(model)
         self._asking = {name for name, module in known.items() if uses_interface(module)}
         # made before a compiler traces what asks for them
         asking = {known[name]: plans.of(name) for name in self._asking}
-        if plans.windows():
+        self._has_windows = bool(plans.windows())
+        if self._has_windows:
             self._rotary = rotary_of_layers(model, asking)
-            self.instead = self._windowed_call  # transformers' interface looks whether it is there
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
         # the interface, by the code of libraries or as a pass of all modules showed
         self._traces = bool(known) and set(known) == self._asking and classes_are_library(model)
-        self._traces &= not plans.windows()
+        self._traces &= not self._has_windows
         self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
-        self._compiled &= not plans.windows()  # which choose their calls by what a mask holds
+        self._compiled &= not self._has_windows  # which choose their calls by what a mask holds
         self._uncompiled = ExitStack()
-        self._follower = PassFollower(
-            self._modules, on_begin=self._begun, on_end=self._ended, on_attention=self._passed
-        )
         self._context: ExitStack | None = None
         self._install()
 
@@ -146,8 +138,8 @@ class Applied(CountedChange):
             context.enter_context(self._uncompiled)
             if not self._traces:
                 self._run_uncompiled()
-            context.enter_context(self._follower.follow())
-            context.enter_context(huggingface.change(self))
+            context.enter_context(self.opened())
+            context.enter_context(huggingface.intercept(self._on_interface_call))
             forget_compiled()
             self._context = context.pop_all()
 
@@ -167,7 +159,7 @@ class Applied(CountedChange):
 
     def _did_nothing(self) -> str:
         """The sentence for a law under which no call was scaled, with the first reason."""
-        model = class_name(self._model)
+        model = class_name(self.model)
         if self.skipped:
             name, why = next(iter(self.skipped.items()))
             return f"the law scaled no call of {model}: {len(self.skipped)} layers, {name}: {why}"
@@ -179,7 +171,7 @@ class Applied(CountedChange):
     @property
     def law(self) -> Law:
         """The law as a record that can be saved."""
-        return Law.of(self._model, self._law)
+        return Law.of(self.model, self._law)
 
     # -- what transformers' interface asks --------------------------------------------------------
 
@@ -192,7 +184,7 @@ class Applied(CountedChange):
         Raises:
             ApplyError: if the layer has windows both in the law and of its own.
         """
-        name, sliding = self._modules.name_of(call["module"]), call["sliding_window"] is not None
+        name, sliding = self.modules.name_of(call["module"]), call["sliding_window"] is not None
         plan = None if name is None else self._plans.of(name)
         if plan is None or plan.laws is None or not plan.laws.all_windows():
             return None
@@ -212,18 +204,30 @@ class Applied(CountedChange):
             self._thread.factors.put(place, call["attention_mask"], windowed.keys)
         return windowed
 
-    def changed_query(self, call: InterfaceCall) -> Tensor | None:
+    def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        """Run a call of transformers' interface with its query scaled, or through windows."""
+        query = self._changed_query(call)
+        if query is not None:
+            call.set_query(query)
+        if self._has_windows and (windowed := self._windowed_call(call)) is not None:
+            call.replace(windowed)
+        if torch.compiler.is_compiling():
+            return run()
+        with self.modules.thread.mute():
+            return run()
+
+    def _changed_query(self, call: InterfaceCall) -> Tensor | None:
         """The scaled query of a call of transformers' interface; None if the call is not scaled.
 
         Raises:
             ApplyError: if the law does not fit the call.
         """
         module, query, key, _, mask = call.positional()
-        name = self._modules.name_of(module)
+        name = self.modules.name_of(module)
         if name is None:
             return None
         if not (compiling := torch.compiler.is_compiling()):
-            self._follower.interface_modules.add(module)
+            self.interface_modules.add(module)
         plan = self._plans.of(name)
         if plan.laws is None:
             return None
@@ -251,19 +255,18 @@ class Applied(CountedChange):
 
     def mute(self) -> AbstractContextManager[None]:
         """Context in which this thread's calls are not scaled: they are part of a scaled call."""
-        return self._modules.thread.mute()
+        return self.modules.thread.mute()
 
     def muted(self) -> bool:
         """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""
-        return self._modules.thread.depth > 0 or self._context is None
+        return self.modules.thread.depth > 0 or self._context is None
 
     def note_function(self, *, attention: bool = True) -> None:
         """Note that the model calls a function that is or may be attention, or ``exp``.
 
-        Passes are then followed function by function. ``attention`` is False for ``exp``.
+        ``attention`` is False for ``exp``.
         """
-        self._follower.is_library = False
-        self._by_functions |= attention
+        super().note_function()
         if attention and self._traces:
             self._traces = False
             self._run_uncompiled()
@@ -276,7 +279,7 @@ class Applied(CountedChange):
 
     def _running_name(self) -> str | None:
         """Name of the innermost module that this thread runs; None outside the model."""
-        return self._modules.running() if self._modules.thread.stack else None
+        return self.modules.running() if self.modules.thread.stack else None
 
     def _running(self) -> Plan | None:
         """The plan of the innermost module that this thread runs; None outside the model."""
@@ -301,7 +304,7 @@ class Applied(CountedChange):
         """
         if not self._traces:
             return False
-        start = "" if name == class_name(self._model) else f"{name}."
+        start = "" if name == class_name(self.model) else f"{name}."
         return any(one.startswith(start) and one != name for one in self._asking)
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -393,8 +396,8 @@ class Applied(CountedChange):
 
     def _heads(self, name: str) -> int | None:
         """Number of heads of a module, or of the module around it; None if neither states it."""
-        above = self._modules.module_of(name.rpartition(".")[0])
-        return heads_of(self._modules.module_of(name)) or heads_of(above)
+        above = self.modules.module_of(name.rpartition(".")[0])
+        return heads_of(self.modules.module_of(name)) or heads_of(above)
 
     def changed_scores(self, name: str, scores: Tensor, narrow: torch.dtype) -> Tensor:
         """The scores of a hand-written softmax over the last dimension as the law changes them.
@@ -435,81 +438,34 @@ class Applied(CountedChange):
         """Note why the calls of a module are not scaled; the first reason counts."""
         self.skipped.setdefault(name, why)
 
-    def _begin(self, module: torch.nn.Module, name: str) -> None:
-        """Handle the start of a module's forward pass."""
-        thread = self._thread
-        self._follower.not_yet_run.discard(name)
-        if self._is_traced(module):  # with a mode around it the compiler would trace that too
-            self._stop()
-            thread.graphs += 1
-        elif not self._modules.thread.stack:
-            self._start()
-        if not self._modules.thread.stack:
-            self._follower.begin(module)
+    def new_mode(self) -> FunctionChange:
+        """The mode that changes what this thread's functions compute."""
+        return FunctionChange(self)
 
-    def _end(self, module: torch.nn.Module, name: str) -> None:
-        """Handle the end of a module's forward pass; the outermost one ends the model's pass."""
-        thread = self._thread
-        if not self._modules.thread.stack:
-            self._leave_model()
-            with self._follower.lock:
-                if self._follower.end() and not self._by_functions:
-                    if self._compiled and not self._traces:
-                        self._traces = True
-                        self._uncompiled.close()
-                    if self._context is not None:
-                        self._follower.watch()
-        elif self._is_traced(module):
-            thread.graphs -= 1
-            if not thread.graphs:
-                self._start()
+    def on_enter(
+        self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Follow no functions in a compiled module: the compiler would trace that too."""
+        if self._is_traced(module):
+            self.pause_functions(1)
 
-    def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """At the start of a pass watched at entry points: if the model changed, follow it fully."""
-        if not unchanged:
-            self._follower.follow_again()
+    def on_leave(self, module: torch.nn.Module) -> None:
+        """Follow functions again after a compiled module."""
+        if type(module).__name__ == "OptimizedModule" and self._functions.paused:
+            self.pause_functions(-1)
 
-    def _passed(self, inside: bool, flat: bool) -> None:
-        """Before a function that may be attention runs in such a pass, follow the pass fully.
-
-        Args:
-            inside: whether the model is running.
-            flat: not read.
-        """
-        if self.muted() or not inside:
-            return
-        self._follower.is_library = False
-        self._follower.follow_again()
-        if self._thread.mode is None:
-            self._modules.thread.joined_late = True
-            self._modules.thread.stack.append(class_name(self._model))
-            self._start()
-
-    def _ended(self, module: torch.nn.Module) -> None:
-        """Handle the end of a pass watched at entry points."""
+    def on_end(self) -> None:
+        """Trace compiled modules from now on, if the pass showed that all attention allows it."""
         self._thread.factors.forget_masks()
-        if self._modules.thread.joined_late:
-            self._modules.thread.joined_late = False
-            self._leave_model()
+        if self._compiled and not self._traces and self.seen_by_interface:
+            self._traces = True
+            self._uncompiled.close()
 
     def _leave_model(self) -> None:
         """Reset what this thread holds about a pass; an interrupt may have left modules running."""
-        self._modules.thread.stack.clear()
-        self._thread.graphs = 0
+        self.modules.thread.stack.clear()
         self._thread.factors.forget_masks()
-        self._stop()
 
     def _is_traced(self, module: torch.nn.Module) -> bool:
         """Whether a module is compiled and all attention uses transformers' interface."""
         return self._traces and type(module).__name__ == "OptimizedModule"
-
-    def _start(self) -> None:
-        """Intercept the torch functions that this thread calls."""
-        self._thread.mode = FunctionChange(self)
-        self._thread.mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def _stop(self) -> None:
-        """Stop intercepting functions."""
-        mode, self._thread.mode = self._thread.mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)

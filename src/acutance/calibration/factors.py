@@ -14,8 +14,8 @@ from acutance.calibration.law import AnyLaw, by_layer
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import is_softmax, is_windowed_inside
 from acutance.capture.head_axis import fold
+from acutance.capture.intercept import ModuleStack
 from acutance.capture.module_names import class_name
-from acutance.capture.module_stack import ModuleStack
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
 from acutance.scaling import AnyScaling, Scaling, Window, visible_keys

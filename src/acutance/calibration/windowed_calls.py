@@ -128,7 +128,6 @@ class WindowedCall:
         refuse: Callable[[str, str], Exception],
         known: VisibleKeys | None = None,
     ) -> None:
-        self._function = call.function
         try:
             self._call = call.read(name)
             self._windows = laws.windows_by_head(self._call.query.shape[1])
@@ -143,23 +142,22 @@ class WindowedCall:
         """The keys that its rows see without windows."""
         return self._keys
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, call: InterfaceCall) -> Any:
         """Compute the call with its windows, in place of the attention function.
 
         Args:
-            *args: arguments of the function.
-            **kwargs: its keyword arguments.
+            call: the call as it is about to run.
 
         Returns:
             The output (B, L, Hq, Ev) and None for the weights; the function's result if no row is
             affected by a window.
         """
+        self._call = replace(self._call, query=call["query"])  # which laws inside may have scaled
         results: list[Any] = []
 
         def own() -> Tensor:
-            results.append(self._function(*args, **kwargs))
-            whole: Tensor = results[0][0] if isinstance(results[0], tuple) else results[0]
-            return whole.transpose(1, 2)
+            results.append(call.function(*call.args, **call.kwargs))
+            return call.output(results[0])
 
         try:
             with torch._C.DisableTorchFunction():

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from acutance.capture.entry_points import ATTENTION_FUNCTIONS, EXP
 from acutance.capture.handwritten.scores import Scores, ScoreTracker
 from acutance.capture.handwritten.softmax import (
     FEWEST,
@@ -21,6 +20,7 @@ from acutance.capture.handwritten.softmax import (
     Softmaxes,
     scores_of,
 )
+from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP
 from acutance.capture.kernel_functions.calls import (
     KernelChanger,
     change_operator,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.module_stack import Running
+from acutance.capture.intercept import Running
 from acutance.capture.padding import (
     NO_MASK,
     PaddingMask,

@@ -6,7 +6,6 @@ by the names of their classes.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from acutance.capture.module_names import class_name, module_name, named_modules
 __all__ = [
     "NOT_READ",
     "attention_layers",
+    "has_forward",
     "is_windowed_inside",
     "is_softmax",
     "is_windowed",
@@ -163,14 +163,13 @@ def is_softmax(module: torch.nn.Module) -> bool:
 def may_compute_attention(module: torch.nn.Module) -> bool:
     """Whether a module has code that could compute attention, unlike PyTorch's simple layers."""
     kind: type = type(module)
-    if not _has_forward(kind):
+    if not has_forward(kind):
         return False
     simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
     return is_softmax(module) or not simple
 
 
-@functools.lru_cache(maxsize=1024)
-def _has_forward(kind: type) -> bool:
+def has_forward(kind: type) -> bool:
     """Whether a class of modules can be called; a list or a table of modules cannot."""
     # a scripted class has one that cannot be asked for
     return inspect.getattr_static(kind, "forward", None) is not torch.nn.Module.forward

@@ -4,12 +4,12 @@ It covers transformers' attention interface, PyTorch's functions (SDPA,
 ``nn.MultiheadAttention``, FlexAttention, hand-written softmaxes), :func:`acutance.attention`,
 :func:`acutance.tap` and kernels that are called as functions, and passes each call to a
 :class:`Receiver`: a probe, a calibration or a training monitor. Meanwhile compiled models run
-uncompiled. After a pass that used only transformers' interface, later passes are watched at
-:class:`~acutance.capture.entry_points.EntryPoints`.
+uncompiled.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,16 +21,15 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import RowReader
 from acutance.capture.find_layers import scripted_attention
+from acutance.capture.intercept import Interception, Passes, is_rerun, open_interceptions
 from acutance.capture.kernel_functions import calls
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
-from acutance.capture.module_stack import ModuleStack, Passes, is_rerun
-from acutance.capture.padding import TokenMasks
-from acutance.capture.pass_follower import PassFollower
 from acutance.capture.protocols import Receiver
 from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.readers.torch_functions import FunctionCapture
-from acutance.capture.torch_modes import eager, gradient_mode, leave, unwatched
+from acutance.capture.torch_modes import eager, gradient_mode, unwatched
 
 __all__ = ["Listener", "ProbeError", "Receiver"]
 
@@ -45,7 +44,7 @@ class ProbeError(RuntimeError):
     """Raised if nothing could be measured: the model ran no attention that can be read."""
 
 
-class Listener:
+class Listener(Interception):
     """A context that captures the attention calls of a model.
 
     Args:
@@ -109,8 +108,8 @@ class Listener:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        self.model, self.products, self.provides = model, products, provides
-        self.modules = ModuleStack(model, self._enter_module, self._leave_module)
+        super().__init__(model)
+        self.products, self.provides = products, provides
         self.passes = Passes(every)
         self.rows = RowReader(self.modules.thread, attention_mask, rows)
         self.layers = None if layers is None else LayerChoice.from_model(layers, model)
@@ -126,14 +125,8 @@ class Listener:
         self._started = False
         self._lock = threading.RLock()
         self._context: ExitStack | None = None
-        self._mode = FunctionCapture(self)
-        self._home = 0  # the thread that opened this, whose functions the mode sees
-        self._follower = PassFollower(
-            self.modules,
-            on_begin=self._on_pass_begin,
-            on_end=self._on_pass_end,
-            on_attention=self._on_attention,
-        )
+
+    outside = True
 
     # -- the context ------------------------------------------------------------------------------
 
@@ -142,17 +135,13 @@ class Listener:
             raise ProbeError("this probe is already open; open another one to nest them")
         self.calls, self._started = 0, False
         self.attention_modules.clear()
-        self.modules.read_names()
-        self._home = threading.get_ident()
-        self._mode = FunctionCapture(self)
         try:
             self._context = context = ExitStack()
             context.enter_context(eager())
-            context.enter_context(self._follower.follow(False if self.products else None))
+            context.enter_context(self.opened(self.products))
             context.enter_context(self._around())
-            context.enter_context(huggingface.capture(self))
+            context.enter_context(huggingface.intercept(self._on_interface_call, looks=True))
             context.enter_context(calls.observe(self))
-            context.enter_context(self._mode)
             return self
         except BaseException:
             self.__exit__()
@@ -167,7 +156,6 @@ class Listener:
     def _close(self) -> None:
         """Undo what opening did; what an interrupt left undone is undone when called again."""
         self.modules.thread.reset()
-        leave(self._mode)
         if self._context is not None:
             self._context.close()
         self._context = None
@@ -210,10 +198,8 @@ class Listener:
         """Name for an attention call of a module, as :meth:`call_name`."""
         name, stack = self.modules.name_of(module), self.modules.thread.stack
         if name is None or not stack or stack[-1] != name:
-            if name is not None:
-                self._follower.is_library = False
             return name
-        self._follower.interface_modules.add(module)
+        self.interface_modules.add(module)
         return self.call_name()
 
     def muted(self) -> bool:
@@ -223,6 +209,32 @@ class Listener:
     def mute(self) -> AbstractContextManager[None]:
         """Context in which this thread captures nothing, so that nested calls count once."""
         return self.modules.thread.mute()
+
+    def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        """Compute, or read, a call of transformers' attention interface."""
+        module = call["module"]
+        if self.modules.thread.depth or not isinstance(module, torch.nn.Module):
+            return run()
+        name = self.call_name_of(module)
+        if name is None:
+            return run()
+        read_call, provided = functools.partial(call.read, name), None
+        with self.modules.thread.mute():
+            if self.provides and call.instead is None and call.provided is None:
+
+                def model_output() -> Tensor:
+                    with ExitStack() as quiet:
+                        for listener in open_interceptions(Listener):
+                            quiet.enter_context(listener.mute())
+                        return call.output(call.compute())
+
+                provided = call.provided = self.provide(
+                    read_call, name, model_output, call.result_needed_because()
+                )
+            result = run()
+        if provided is None:
+            self.observe(read_call, name, lambda: call.output(result))
+        return result
 
     # -- what the captures report -----------------------------------------------------------------
 
@@ -329,81 +341,27 @@ class Listener:
 
     # -- which module runs ------------------------------------------------------------------------
 
-    def _enter_module(self, module: torch.nn.Module, name: str) -> None:
-        """Handle the start of a module's forward pass; the outermost one begins a pass."""
+    def new_mode(self) -> FunctionCapture:
+        """The mode that reads this thread's functions."""
+        return FunctionCapture(self)
+
+    def on_begin(self, module: torch.nn.Module, name: str) -> None:
+        """Begin a pass."""
         thread = self.modules.thread
-        if not thread.stack:
-            thread.call_counts.clear()
-            self.passes.begin(name, thread)
-            self._started = True
-            self._follower.begin(module)
-        thread.masks.enter(module)
-        self._follower.not_yet_run.discard(name)
+        thread.call_counts.clear()
+        self.passes.begin(name, thread)
+        self._started = True
+
+    def on_enter(
+        self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Read a module's masks over tokens as it starts, and remember that it ran."""
+        self.modules.thread.masks.enter(module, args, kwargs)
         if name not in self.modules_ran:
             self.modules_ran[name] = None
             if reason := scripted_attention(module):
                 self.unreadable(name, reason)
 
-    def _leave_module(self, module: torch.nn.Module, name: str) -> None:
-        """Handle the end of a module's forward pass; the outermost one ends the pass."""
+    def on_leave(self, module: torch.nn.Module) -> None:
+        """Forget the masks of a module that ended."""
         self.modules.thread.masks.leave(module)
-        if not self.modules.thread.stack:
-            with self._follower.lock:
-                if self._follower.end():
-                    self._watch_entry_points()
-
-    # -- passes that are watched at doors ---------------------------------------------------------
-
-    def note_function(self) -> None:
-        """Note that the model calls a function that is or may be attention directly.
-
-        Every module and function of its passes is then followed, not only transformers' interface.
-        """
-        if self._follower.is_library is not False and self.modules.running() is not None:
-            self._follower.is_library = False
-
-    def _watch_entry_points(self) -> None:
-        """Replace hooks on every module and function by watching transformers' interface only.
-
-        Called after a pass in which all attention used that interface; this costs less.
-        """
-        if not self._in_home_thread() or self._context is None:
-            return
-        if self._follower.watch(lambda: filter(TokenMasks.reads, self.model.modules()), modes=1):
-            leave(self._mode)
-
-    def _follow_again(self, is_library: bool | None) -> None:
-        """Go back from watching entry points to following every module and function of a pass."""
-        with self._follower.lock:
-            if self._follower.follow_again():
-                self._follower.is_library = is_library
-                with unwatched():  # below modes that were entered since
-                    self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def _in_home_thread(self) -> bool:
-        """Whether this is the thread that opened the listener, whose functions the mode sees."""
-        return threading.get_ident() == self._home
-
-    def _on_pass_begin(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """Follow every module and function of a pass again, if the model has changed."""
-        if not unchanged and self._in_home_thread():
-            self._follow_again(None)
-
-    def _on_attention(self, in_pass: bool, fewer_than_3d: bool) -> None:
-        """Before a watched attention function runs, follow every module and function again.
-
-        Nothing is done for a call outside the model or with too few dimensions.
-
-        Args:
-            in_pass: whether the function is called inside a forward pass of the model.
-            fewer_than_3d: whether its first argument has too few dimensions to be attention.
-        """
-        if self.muted() or fewer_than_3d or not self._in_home_thread():
-            return
-        if in_pass or self.modules.running() is not None:
-            self.modules.thread.joined_late = in_pass
-            self._follow_again(False)
-
-    def _on_pass_end(self, module: torch.nn.Module) -> None:
-        """Handle the end of a pass in which only attention functions are watched."""
-        self.modules.thread.joined_late = False

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from acutance.capture import entry_points
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.model_cache import CACHE_ARGUMENTS
 from acutance.masks import hidden_scores, hides
@@ -55,8 +52,6 @@ _STATES = "hidden_states"
 #: A mask of a module that takes one of these is about keys, which may be of another sequence.
 _KEYS = {"key", "keys", "k"}
 _ROWS_AT_ONCE = 1 << 22
-_MODULE_FILE = torch.nn.modules.module.__file__
-_DEPTH = 6  # frames between a hook and PyTorch's code that calls it, at most
 
 
 class RealRows(NamedTuple):
@@ -128,8 +123,8 @@ class TokenMasks:
         """Forget all masks."""
         self._stack.clear()
 
-    def enter(self, module: torch.nn.Module) -> None:
-        """Handle the start of a module's forward pass, inside a hook."""
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the start of a module's forward pass with these arguments."""
         kind = type(module)
         forward = vars(kind).get("forward")  # what a scripted class has in its place raises errors
         if forward is None:
@@ -137,8 +132,7 @@ class TokenMasks:
         parameters, masks, begins = _signature(forward)
         if not masks and not begins:
             return
-        args, kwargs = _arguments(module)
-        arguments = dict(zip(parameters, args, strict=False)) | dict(kwargs)
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
         for name in masks:
             whole = isinstance(arguments.get(name), Tensor) and arguments[name].dim() > 2
             if whole and self._stack:
@@ -191,24 +185,6 @@ def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
         order = _PADDED
     masks = tuple(name for name in order if name in names)
     return names, masks, _STATES not in names and not _INPUTS.isdisjoint(names)
-
-
-def _arguments(module: torch.nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Positional and keyword arguments with which a module is being called, inside a hook.
-
-    PyTorch's global hooks get no keywords, and a hook that does would have to be stored on the
-    module. So the arguments are read from the frame in which PyTorch calls its hooks.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_DEPTH):
-        if frame is None:
-            break
-        if frame.f_code.co_filename in (_MODULE_FILE, entry_points.__file__):
-            names = frame.f_locals
-            if names.get("self") is module and "args" in names and "kwargs" in names:
-                return names["args"], names["kwargs"]
-        frame = frame.f_back
-    return (), {}
 
 
 def _token_mask(mask: Any, *, padded: bool) -> Tensor | None:

@@ -1,21 +1,17 @@
-"""What the parts of a capture ask of each other: observers, changers and receivers of calls."""
+"""What the parts of a capture ask of each other: observers and receivers of calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.readers.interface_call import InterfaceCall
 
 __all__ = [
-    "Changer",
     "FunctionObserver",
-    "Instead",
     "Observer",
     "ProductReceiver",
     "Provider",
@@ -62,40 +58,6 @@ class Observer(Protocol):
         """Context in which nested captures are ignored."""
 
 
-class Changer(Protocol):
-    """Changes the query of a call before it runs and before observers see it.
-
-    A changer may also have a method ``changed_output(call, output)``: it receives the output
-    (B, L, Hq, Ev) and returns the changed one, or None to keep it. It may also have a method
-    ``instead(call)``: it returns an :class:`Instead` that computes the call, or None.
-    """
-
-    def changed_query(self, call: InterfaceCall) -> Tensor | None:
-        """The changed query (B, Hq, L, E) of a call; None keeps it, which is the default."""
-        return None
-
-    def mute(self) -> Any:
-        """Context in which functions that the call uses are not changed; by default they are."""
-        return nullcontext()
-
-
-class Instead(Protocol):
-    """Computes an attention call in place of the model's attention function."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute and return what the attention function returns for these arguments."""
-
-    def read(self, name: str) -> AttentionCall:
-        """A single attention call with the same rows as :meth:`run` computes.
-
-        Args:
-            name: the module's name.
-
-        Raises:
-            ValueError: if no single call has these rows; the message is the reason.
-        """
-
-
 class FunctionObserver(Observer, Protocol):
     """The observer of a :class:`FunctionCapture`; it also tracks the running module.
 
@@ -106,7 +68,7 @@ class FunctionObserver(Observer, Protocol):
     products: bool
 
     def note_function(self) -> None:
-        """Note a call of a function that is or may be attention."""
+        """Note that the model calls a function that is or may be attention."""
 
     def call_name(self) -> str | None:
         """Name for an attention call of the running module; None outside the model."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from acutance.capture.head_axis import attribute
 from acutance.capture.module_names import class_name, unwrap
-from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 
@@ -207,17 +206,6 @@ _Pair = tuple[Tensor, Tensor]
 _Calls = dict[torch.nn.Module, _Pair]
 
 
-class _Recorder(Changer):
-    """Records the query and key of each module's first call of transformers' interface."""
-
-    def __init__(self) -> None:
-        self.calls: _Calls = {}
-
-    def changed_query(self, call: InterfaceCall) -> None:
-        """Record the call; None leaves its query as it is."""
-        self.calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
-
-
 def _read(model: torch.nn.Module, start: int) -> _Calls:
     """Query and key of each attention module when four tokens are read at ``start`` and after.
 
@@ -232,11 +220,16 @@ def _read(model: torch.nn.Module, start: int) -> _Calls:
     forward = getattr(unwrap(model), "forward", model.forward)
     if "use_cache" in inspect.signature(forward).parameters:
         inputs["use_cache"] = False
-    recorder = _Recorder()
+    calls: _Calls = {}
+
+    def note(call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
+        return run()
+
     try:
         shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
         twin = copy.deepcopy(unwrap(model), shared).eval()
-        with torch.no_grad(), huggingface.change(recorder):
+        with torch.no_grad(), huggingface.intercept(note):
             twin(**inputs)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -245,7 +238,7 @@ def _read(model: torch.nn.Module, start: int) -> _Calls:
             f"rotary positions are tried: {reason}"
         ) from error
     pairs = zip(unwrap(model).modules(), twin.modules(), strict=True)
-    return {one: recorder.calls[other] for one, other in pairs if other in recorder.calls}
+    return {one: calls[other] for one, other in pairs if other in calls}
 
 
 def _positions(model: torch.nn.Module) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.entry_points import notify_all
+from acutance.capture.intercept import notify_all
 from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.acutance_attention import call_from_arguments
 from acutance.capture.readers.torch_functions import FunctionCapture

@@ -87,7 +87,7 @@ def head_slopes(
         torch.enable_grad(),
         prepared(model),
         LawRemedy("", best).applied(model),
-        huggingface.change(OutputGradients(layers, comparison.add)),
+        huggingface.intercept(OutputGradients(layers, comparison.add), outermost=True),
         set_checkpoint_early_stop(False),
     ):
         scored = loss.backward(model, batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,7 +20,6 @@ from acutance.calibration.named_law import joined_parts, named_law
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
-from acutance.capture.protocols import Changer
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.judging.rope import RopeRemedy, named_rope, with_train_length
@@ -129,10 +128,21 @@ class HeadsOff:
             ApplyError: if a layer does not use it, or none of them ran.
             ValueError: if there is no such layer or head.
         """
-        change = _Silence(self._modules(model))
-        with huggingface.change(change):
+        switched, calls = self._modules(model), 0
+
+        def silence(call: InterfaceCall, run: Callable[[], Any]) -> Any:
+            nonlocal calls
+            result = run()
+            if id(call["module"]) not in switched:
+                return result
+            calls += 1
+            output = _without(call.output(result), switched[id(call["module"])])
+            output = output.transpose(1, 2)
+            return (output, *result[1:]) if isinstance(result, tuple) else output
+
+        with huggingface.intercept(silence):
             yield
-        if not change.calls:
+        if not calls:
             raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
 
     def _modules(self, model: torch.nn.Module) -> dict[int, Sequence[int] | None]:
@@ -157,28 +167,15 @@ class HeadsOff:
         self._modules(model)
 
 
-class _Silence(Changer):
-    """Sets the output of some heads to zero in transformers' attention interface."""
-
-    def __init__(self, switched: Mapping[int, Sequence[int] | None]) -> None:
-        self._switched, self.calls = switched, 0
-
-    def changed_output(self, call: InterfaceCall, output: torch.Tensor) -> torch.Tensor | None:
-        """The output (B, L, Hq, Ev) with zeros for the heads; None for a layer left unchanged."""
-        module = call["module"]
-        if id(module) not in self._switched:
-            return None
-        self.calls += 1
-        heads = self._switched[id(module)]
-        if heads is None:
-            return torch.zeros_like(output)
-        if (most := max(heads)) >= output.shape[2]:
-            raise ValueError(
-                f"there is no head {most}: the layer has heads 0 to {output.shape[2] - 1}"
-            )
-        output = output.clone()
-        output[:, :, list(heads)] = 0.0
-        return output
+def _without(output: torch.Tensor, heads: Sequence[int] | None) -> torch.Tensor:
+    """An output (B, Hq, L, Ev) with zeros for some heads, or for all."""
+    if heads is None:
+        return torch.zeros_like(output)
+    if (most := max(heads)) >= output.shape[1]:
+        raise ValueError(f"there is no head {most}: the layer has heads 0 to {output.shape[1] - 1}")
+    output = output.clone()
+    output[:, list(heads)] = 0.0
+    return output
 
 
 def named_remedy(text: str) -> LawRemedy | PlanRemedy | HeadsOff | RopeRemedy:

@@ -14,8 +14,8 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.counted_rows import RowReader
 from acutance.capture.head_axis import first_head
+from acutance.capture.intercept import Running
 from acutance.capture.layer_choice import HeadChoice
-from acutance.capture.module_stack import Running
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.causes import differences, likely_cause

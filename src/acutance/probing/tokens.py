@@ -13,8 +13,8 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import CountedRows
+from acutance.capture.intercept import follow_results, is_rerun
 from acutance.capture.module_names import unwrap
-from acutance.capture.module_stack import follow_inputs, is_rerun
 from acutance.structure.blocks import last_visible
 
 __all__ = [
@@ -59,10 +59,10 @@ class Tokens:
 
     def follow(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Context in which the inputs of a model's embedding tables are recorded."""
-        return follow_inputs(_embeddings(model), self._record_ids)
+        return follow_results(_embeddings(model), self._record_ids)
 
-    def _record_ids(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Hook: record the ids of an embedding call and append them to the earlier ones."""
+    def _record_ids(self, module: torch.nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        """Record the ids of an embedding call and append them to the earlier ones."""
         ids = args[0] if args else kwargs.get("input")
         if is_rerun() or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() > 2:
             return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance import scores
-from acutance.capture.module_stack import follow_outputs
+from acutance.capture.intercept import follow_results
 from acutance.kernels.call import accumulate_dtype
 from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
@@ -421,11 +421,11 @@ class Outputs:
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         self._recorded: dict[nn.Module, deque[Tensor]] = {}
         self._context = ExitStack()
-        self._context.enter_context(follow_outputs(projections, self._record))
+        self._context.enter_context(follow_results(projections, self._record))
 
-    def _record(self, module: nn.Module, output: Any) -> None:
-        """Forward hook: record a module's output, detached."""
-        if is_sharded(output):  # a hook of the module's own makes it local after this
+    def _record(self, module: nn.Module, _: Any, __: Any, output: Any) -> None:
+        """Record a module's output, detached."""
+        if is_sharded(output):
             output = output.to_local()
         if isinstance(output, Tensor):
             self._recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())

@@ -119,7 +119,7 @@ class Checker:
                 parts.append(part)
         return parts
 
-    def on_part(self, part: torch.nn.Module, output: Any) -> None:
+    def on_part(self, part: torch.nn.Module, _: Any, __: Any, output: Any) -> None:
         """Record what a part of an attention module returned."""
         if isinstance(output, Tensor):
             for parent, name in self._parents.get(id(part), ()):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.intercept import follow_results
 from acutance.capture.listener import Listener
 from acutance.capture.module_names import class_name, unwrap
-from acutance.capture.module_stack import follow_outputs
 from acutance.verification.arguments import Pass
 from acutance.verification.checker import Checker, Measured
 from acutance.verification.expectation import windows_of
@@ -173,7 +173,7 @@ def _run(
             stack.enter_context(torch.set_grad_enabled(gradients))
             if gradients:
                 stack.enter_context(_with_gradients(model))
-            stack.enter_context(follow_outputs(checker.parts(model), checker.on_part))
+            stack.enter_context(follow_results(checker.parts(model), checker.on_part))
             stack.enter_context(listener)
             output = kind.run(read)
     except Exception as error:  # an input or an implementation that is not for this model

@@ -191,7 +191,10 @@ class GateGradients(Gradients):
             if not backward:
                 with torch.no_grad():
                     return Reading.of(self._loss.score(self._model, batch))
-            with huggingface.change(self._outputs), set_checkpoint_early_stop(False):
+            with (
+                huggingface.intercept(self._outputs, outermost=True),
+                set_checkpoint_early_stop(False),
+            ):
                 scored = self._loss.backward(self._model, batch)
         none = torch.zeros(2, len(values), len(self._alternatives), dtype=torch.float64)
         parts = [

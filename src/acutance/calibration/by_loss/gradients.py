@@ -29,7 +29,6 @@ from acutance.calibration.loss_table import (
 )
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, uses_interface
-from acutance.capture.protocols import Changer
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.torch_modes import unwatched
 from acutance.scaling import HeadTable, Window
@@ -342,7 +341,7 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 Receive = Callable[[AttentionCall, Tensor, Tensor], None]
 
 
-class OutputGradients(Changer):
+class OutputGradients:
     """Passes on the attention calls of some layers during the backward pass.
 
     The output stays as it is. It needs a gradient even if no parameter of the model does. Query,
@@ -358,19 +357,21 @@ class OutputGradients(Changer):
         self._receive = receive
         self._leaf = torch.zeros((), requires_grad=True)
 
-    def changed_output(self, call: InterfaceCall, output: Tensor) -> Tensor | None:
-        """The same output (B, L, Hq, Ev), whose gradient is read; None for another layer."""
+    def __call__(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        """Run a call, as it is before laws change it, so that its output's gradient is read."""
         name = self._names.get(id(call["module"]))
         if name is None:
-            return None
+            return run()
         with torch.no_grad(), unwatched():
             read = call.read(name)
+        result = run()
+        output = result[0] if isinstance(result, tuple) else result
         none = read.query.new_empty(0)  # autograd holds the tensors
         receive = functools.partial(self._pass_on, replace(read, query=none, key=none, value=none))
         same: Tensor = _Identity.apply(  # type: ignore[no-untyped-call]
             output, self._leaf, read.query, read.key, read.value, receive
         )
-        return same
+        return (same, *result[1:]) if isinstance(result, tuple) else same
 
     def _pass_on(
         self,

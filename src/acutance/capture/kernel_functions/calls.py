@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.entry_points import notify_all
+from acutance.capture.intercept import notify_all
 from acutance.capture.kernel_functions.arguments import Arguments
 from acutance.capture.kernel_functions.libraries import OPERATORS
 from acutance.capture.kernel_functions.reading import Kernel, Reading

@@ -33,9 +33,11 @@ class InterfaceCall:
         implementation: its registered name.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        instead: what computes the call in place of the function; None for the function.
+        provided: its output (B, Hq, L, Ev) if that was computed already.
     """
 
-    __slots__ = ("args", "function", "implementation", "kwargs")
+    __slots__ = ("_stored", "args", "function", "implementation", "instead", "kwargs", "provided")
 
     def __init__(
         self,
@@ -46,6 +48,9 @@ class InterfaceCall:
     ) -> None:
         self.function, self.implementation = function, implementation
         self.args, self.kwargs = args, kwargs
+        self.instead: Any = None
+        self.provided: Tensor | None = None
+        self._stored: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         """An argument by name; None if it is absent."""
@@ -81,8 +86,52 @@ class InterfaceCall:
         return _mask(kind, self["is_causal"], query, key, mask, module)
 
     def read(self, name: str) -> AttentionCall:
-        """The call as its implementation reads it; ``name`` is that of the module."""
-        return read_interface_call(self.function, self.implementation, name, self.args, self.kwargs)
+        """The call as its implementation reads it; ``name`` is that of the module.
+
+        Raises:
+            ValueError: if it cannot be read; the message is the reason.
+        """
+        if self.instead is not None:
+            read: AttentionCall = self.instead.read(name)
+            return read
+        kwargs = self.kwargs if self._stored is None else self._stored
+        return read_interface_call(self.function, self.implementation, name, self.args, kwargs)
+
+    def replace(self, instead: Any) -> None:
+        """Have another object compute the call: its ``run(call)`` and ``read(name)`` are called.
+
+        Raises:
+            ValueError: if something else does already.
+        """
+        if self.instead is not None:
+            raise ValueError("two laws with windows cannot be applied to one layer")
+        self.instead = instead
+
+    def compute(self) -> Any:
+        """The result of the function, or of what takes its place."""
+        if self.provided is not None:
+            return self.provided.transpose(1, 2).contiguous(), None
+        if self.instead is not None:
+            return self.instead.run(self)
+        if self.kwargs.get("cache") is None:
+            return self.function(*self.args, **self.kwargs)
+        with stored_keys(self.kwargs) as self._stored:
+            return self.function(*self.args, **self.kwargs)
+
+    @staticmethod
+    def output(result: Any) -> Tensor:
+        """The output (B, Hq, L, Ev) in a result."""
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output.transpose(1, 2)
+
+    def result_needed_because(self) -> str | None:
+        """Why the function's own result is needed; None if another function's output will do."""
+        kind = base_name(self.implementation)
+        if kind != "sdpa" and not uses_flash_masks(self.implementation):
+            return f"{kind} attention may return its weights, which only it computes"
+        if self.kwargs.get("output_attentions"):
+            return "its weights are requested"
+        return None
 
 
 _POSITIONAL = ("module", "query", "key", "value", "attention_mask")

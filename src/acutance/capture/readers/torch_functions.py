@@ -18,7 +18,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.entry_points import ATTENTION_FUNCTIONS
 from acutance.capture.handwritten.scores import ScoreTracker, products_of
 from acutance.capture.handwritten.softmax import (
     LOG_OPERATORS,
@@ -38,6 +37,7 @@ from acutance.capture.head_axis import (
     heads_at_once,
     heads_of,
 )
+from acutance.capture.intercept import ATTENTION_FUNCTIONS
 from acutance.capture.kernel_functions.calls import never_called, observe_operator, operator_kernel
 from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.acutance_attention import ACUTANCE, acutance_call
@@ -130,7 +130,8 @@ class FunctionCapture(TorchFunctionMode):
         if self.observer.muted():
             return func(*args, **kwargs)
         if kind not in (None, "product"):
-            self.observer.note_function()
+            if self.observer.running() is not None:
+                self.observer.note_function()
         else:
             if self._scores is None:
                 result = func(*args, **kwargs)

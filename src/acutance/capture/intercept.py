@@ -1,0 +1,762 @@
+"""Interception: what is open on a model, which of its modules run, and which functions they call.
+
+While something is open, the classes of the model's modules have a ``__call__`` of ours, which tells
+it when a module starts and ends. Functions are followed by a torch-function mode, which sees every
+call of its thread but costs more than a small model's own work. So after a pass in which a model of
+PyTorch's and transformers' code used only transformers' attention interface, it runs without. Its
+code calls PyTorch's attention and softmax functions and ``exp`` by names that are replaced
+meanwhile: such a call in a pass starts the mode again, and so does a change of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from acutance.capture.find_layers import has_forward, may_compute_attention
+from acutance.capture.kernel_functions.replace import replace_new
+from acutance.capture.module_names import named_modules, unwrap
+from acutance.capture.padding import RealRows, TokenMasks
+from acutance.capture.torch_modes import undoing, unwatched
+
+__all__ = [
+    "ATTENTION_FUNCTIONS",
+    "Contents",
+    "EXP",
+    "Interception",
+    "ModuleStack",
+    "Passes",
+    "Running",
+    "classes_are_library",
+    "follow",
+    "is_library_code",
+    "follow_results",
+    "is_rerun",
+    "module_of_method",
+    "notify_all",
+    "open_interceptions",
+]
+
+_lock = threading.RLock()
+
+# -- which modules run -----------------------------------------------------------------------------
+
+
+class Follower(Protocol):
+    """Is told when modules start and end.
+
+    Attributes:
+        followed: the modules by ``id``.
+    """
+
+    @property
+    def followed(self) -> Mapping[int, torch.nn.Module]: ...
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Handle the start of a module's forward pass with these arguments."""
+
+    def leave(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
+    ) -> None:
+        """Handle its end; ``output`` is None if it raised an error."""
+
+
+_followers: list[Follower] = []
+#: By class whose ``__call__`` is replaced, its own; None if it inherits it.
+_replaced_calls: dict[type[torch.nn.Module], Any] = {}
+
+
+@contextmanager
+def follow(follower: Follower) -> Iterator[None]:
+    """Context in which a follower is told when its modules start and end."""
+
+    def remove() -> None:
+        with _lock:
+            _followers[:] = [other for other in _followers if other is not follower]
+            _replace_calls()
+
+    with undoing(remove):
+        with _lock:
+            _followers.append(follower)
+            _replace_calls()
+        yield
+
+
+def _replace_calls() -> None:
+    """Replace ``__call__`` of all classes with followed modules; restore it of all others."""
+    kinds = {type(module) for one in _followers for module in one.followed.values()}
+    kinds = {kind for kind in kinds if has_forward(kind)}
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if _followers and compiled is not None:  # it may hold a module's __call__ from before
+        kinds.add(compiled)
+    for kind in set(_replaced_calls) - kinds:
+        own = _replaced_calls[kind]
+        if own is not None:
+            kind.__call__ = own  # type: ignore[method-assign]
+        elif "__call__" in vars(kind):
+            del kind.__call__
+        del _replaced_calls[kind]
+    for kind in kinds - set(_replaced_calls):
+        _replaced_calls[kind] = vars(kind).get("__call__")
+        kind.__call__ = _followed_call(kind)  # type: ignore[method-assign]
+
+
+def _followed_call(kind: type[torch.nn.Module]) -> Callable[..., Any]:
+    """The ``__call__`` of a module class that tells followers."""
+    inherited: Callable[..., Any] = kind.__call__
+    is_wrapper = kind.__name__ == "OptimizedModule"
+
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if type(self) is not kind or torch.compiler.is_compiling():
+            return inherited(self, *args, **kwargs)
+        key = id(self._orig_mod) if is_wrapper else id(self)
+        followers = [one for one in _followers if key in one.followed]
+        output = None
+        try:
+            for follower in followers:
+                follower.enter(self, args, kwargs)
+            output = inherited(self, *args, **kwargs)
+            return output
+        finally:
+            for follower in reversed(followers):
+                follower.leave(self, args, kwargs, output)
+
+    return __call__
+
+
+class _Results:
+    """Calls a function after each forward pass of some modules."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], react: Callable[..., None]) -> None:
+        self.followed = {id(module): module for module in modules}
+        self._react = react
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Do nothing."""
+
+    def leave(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
+    ) -> None:
+        """Call the function, unless the module raised an error."""
+        if output is not None:
+            self._react(module, args, kwargs, output)
+
+
+@contextmanager
+def follow_results(
+    modules: Iterable[torch.nn.Module], react: Callable[..., None]
+) -> Iterator[None]:
+    """Context that calls ``react(module, args, kwargs, output)`` after each pass of ``modules``.
+
+    Example:
+        >>> layer, shapes = torch.nn.Linear(2, 3), []
+        >>> with follow_results([layer], lambda *call: shapes.append(tuple(call[-1].shape))):
+        ...     _ = layer(torch.zeros(1, 2))
+        >>> shapes, len(layer._forward_hooks)
+        ([(1, 3)], 0)
+    """
+    with follow(_Results(modules, react)):
+        yield
+
+
+# -- which functions may be attention --------------------------------------------------------------
+
+_SDPA = F.scaled_dot_product_attention
+_open: list[Interception] = []
+_Kind = TypeVar("_Kind", bound="Interception")
+
+
+def open_interceptions(kind: type[_Kind]) -> list[_Kind]:
+    """What is open of a kind, in the order of opening."""
+    return [one for one in _open if isinstance(one, kind)]
+
+
+def notify_all() -> None:
+    """Tell everything open that attention is about to be called."""
+    for interception in tuple(_open):
+        interception.on_function()
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that tells everything open before it calls ``function``."""
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_enabled() and not torch.compiler.is_compiling():
+            flat = function is not _SDPA and isinstance(args[0] if args else None, torch.Tensor)
+            if not (flat and args[0].dim() < 3):
+                notify_all()
+        return function(*args, **kwargs)
+
+    return watched
+
+
+_SOFTMAXES = ("softmax", "log_softmax")
+_ATTENTION_NAMES = [
+    (F, ("scaled_dot_product_attention",)),
+    (torch, (*_SOFTMAXES, "_softmax", "_log_softmax", "_safe_softmax")),
+    (torch.special, _SOFTMAXES),
+    (torch.Tensor, _SOFTMAXES),
+]
+_EXP_NAMES = [(torch, ("exp",)), (torch.Tensor, ("exp", "exp_"))]
+#: The functions that are watched: by owner and name the function and what takes its place.
+_WATCHED = {
+    (owner, name): (getattr(owner, name), _watched(getattr(owner, name)))
+    for owner, names in (*_ATTENTION_NAMES, *_EXP_NAMES)
+    for name in names
+}
+#: What takes a function's place, by the function: a mode may get either.
+ATTENTION_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    _WATCHED[owner, name][1]: _WATCHED[owner, name][0]
+    for owner, names in _ATTENTION_NAMES
+    for name in names
+}
+#: What softmaxes that are written out begin with.
+EXP = {
+    function for owner, names in _EXP_NAMES for name in names for function in _WATCHED[owner, name]
+}
+
+
+def _watch_functions() -> None:
+    """Put what is watched in the place of functions, if something open needs it, or them back."""
+    watch = any(one.by_interface for one in _open)
+    for (owner, name), (function, watched) in _WATCHED.items():
+        current = getattr(owner, name)
+        if watch and current is function:
+            setattr(owner, name, watched)
+        elif not watch and current is watched:
+            if owner is torch.Tensor:
+                delattr(owner, name)  # its base has it
+            else:
+                setattr(owner, name, function)
+
+
+def is_library_code(model: torch.nn.Module) -> bool:
+    """Whether a model is PyTorch and transformers code that calls the watched functions by name.
+
+    It is not if a module has hooks or a function in place of ``forward``, or other code runs for a
+    watched function or holds it under another name.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return False
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+    if not classes_are_library(model):
+        return False
+    for (owner, name), functions in _WATCHED.items():
+        if getattr(owner, name) not in functions:
+            return False
+    watched = {id(function) for function, _ in _WATCHED.values()}
+    for name, holder in list(sys.modules.items()):
+        if name.startswith("transformers.") and not watched.isdisjoint(
+            map(id, list(vars(holder).values()))
+        ):
+            return False
+    return True
+
+
+def classes_are_library(model: torch.nn.Module) -> bool:
+    """Whether the classes of all modules are defined in PyTorch or transformers.
+
+    Example:
+        >>> class Mine(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return torch.softmax(x, -1)
+        >>> classes_are_library(torch.nn.Linear(2, 2)), classes_are_library(Mine(2, 2))
+        (True, False)
+    """
+    transformers = sys.modules.get("transformers")
+    files = (torch.__file__, __file__, getattr(transformers, "__file__", None) or torch.__file__)
+    folders = tuple(file if file == __file__ else os.path.dirname(file) + os.sep for file in files)
+    for kind in {type(module) for module in model.modules()}:
+        for base in kind.__mro__:
+            if base is torch.nn.Module:
+                break
+            for member in vars(base).values():
+                code = getattr(getattr(member, "__func__", member), "__code__", None)
+                if code is not None and not code.co_filename.startswith(folders):
+                    return False
+    return True
+
+
+def _settings(module: torch.nn.Module) -> list[Any]:
+    """A module's boolean and string attributes, which select what it does."""
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | str) and name != "training"
+    ]
+
+
+class Contents:
+    """What a model consists of, to see whether it has changed.
+
+    Args:
+        model: the model.
+        layers: its attention layers, whose settings may select another implementation.
+    """
+
+    def __init__(self, model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
+        modules = list(model.modules())
+        self._children = [
+            (module._modules, tuple(module._modules.values()))
+            for module in modules
+            if module._modules
+        ]
+        self._empty = [
+            hooks
+            for module in modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        self._members = [vars(module) for module in modules]
+        self._settings = [(layer, _settings(layer)) for layer in layers]
+        kinds = {type(module) for module in modules}
+        self._forwards = [(kind, kind.forward) for kind in kinds]
+
+    def unchanged(self) -> bool:
+        """Whether modules, settings of attention layers and ``forward`` functions are as before."""
+        if any(self._empty):
+            return False
+        for members in self._members:
+            if "forward" in members:
+                return False
+        for children, recorded in self._children:
+            if tuple(children.values()) != recorded:
+                return False
+        for layer, settings in self._settings:
+            if _settings(layer) != settings:
+                return False
+        return all(kind.forward is forward for kind, forward in self._forwards)
+
+
+# -- which modules a thread runs ------------------------------------------------------------------
+
+
+class _Mute:
+    """The context of :meth:`Running.mute`; it counts how often it is open."""
+
+    def __init__(self, thread: Running) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        self._thread.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.depth -= 1
+
+
+class Running(threading.local):
+    """What one thread is running in a model.
+
+    Attributes:
+        depth: number of open contexts in which captures are ignored.
+        stack: names of the running modules, innermost last.
+        call_counts: number of attention calls named so far in this pass, by module.
+        rows: module of the last self-attention, and which of its rows are real.
+        is_read: whether this forward pass is to be read.
+        has_gradients: whether gradients were recorded when this forward pass began.
+        pass_number: number of the forward pass.
+        calls_in_pass: number of attention calls read in this pass, by module.
+        joined_late: whether modules were followed only from inside a pass on; then the Python stack
+            is searched.
+        masks: token masks of the running modules.
+    """
+
+    def __init__(self) -> None:
+        self.masks = TokenMasks()
+        self._mute = _Mute(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything about this thread."""
+        self.depth = 0
+        self.stack: list[str] = []
+        self.joined_late = False
+        self.call_counts: dict[str, int] = {}
+        self.rows: tuple[str, RealRows] | None = None
+        self.is_read, self.pass_number = True, 0
+        self.has_gradients = True
+        self.calls_in_pass: dict[str, int] = {}
+        self.masks.clear()
+
+    def mute(self) -> AbstractContextManager[None]:
+        """Context in which captures of this thread are ignored, so that nested calls count once."""
+        return self._mute
+
+    def call_number(self, module: str) -> int:
+        """Number of earlier calls of a module in this forward pass; counts this one."""
+        count = self.calls_in_pass.get(module, 0)
+        self.calls_in_pass[module] = count + 1
+        return count
+
+
+class ModuleStack:
+    """The modules of a model, and which of them each thread is running.
+
+    Args:
+        model: any module.
+
+    Attributes:
+        thread: what the current thread is running.
+        by_id: the modules by ``id``.
+
+    Example:
+        >>> stack = ModuleStack(torch.nn.Sequential(torch.nn.Identity()))
+        >>> stack.read_names()
+        >>> [stack.name_of(module) for module in stack.by_id.values()]
+        ['Sequential', '0']
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.thread = model, Running()
+        self.by_id: dict[int, torch.nn.Module] = {}
+        self._names: dict[int, str] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._order: dict[str, int] = {}
+
+    def read_names(self) -> None:
+        """Name all modules that the model has now."""
+        for known in (self.by_id, self._names, self._modules):
+            known.clear()
+        for index, (name, module) in enumerate(named_modules(self.model)):
+            self.by_id[id(module)] = module
+            self._names[id(module)] = name
+            self._modules[name] = module
+            self._order.setdefault(name, index)
+
+    def named(self) -> Mapping[str, torch.nn.Module]:
+        """The named modules, in model order."""
+        return self._modules
+
+    def name_of(self, module: torch.nn.Module | None) -> str | None:
+        """Name of a module of the model, without wrappers; None for any other module."""
+        return self._names.get(id(module))
+
+    def module_of(self, name: str) -> torch.nn.Module | None:
+        """The module of a call with this name."""
+        return self._modules.get(name.partition("#")[0])
+
+    def running(self) -> str | None:
+        """Name of the running module; None outside the model."""
+        stack = self.thread.stack
+        return stack[-1] if stack and not self.thread.joined_late else module_of_method(self._names)
+
+    def call_name(self) -> str | None:
+        """Name for an attention call of the running module; None outside the model.
+
+        The second call of a module in one forward pass is named ``name#1``, the third ``name#2``.
+        """
+        if not self.thread.stack:
+            method_of = module_of_method(self._names)
+            if method_of is not None:
+                self.thread.is_read = True  # of no forward pass that could be left out
+            return method_of
+        name = self.running()
+        if name is None:
+            return None
+        count = self.thread.call_counts.get(name, 0)
+        self.thread.call_counts[name] = count + 1
+        return f"{name}#{count}" if count else name
+
+    def order(self, name: str) -> tuple[int, int]:
+        """Sort key for names of calls: position of the module in the model, then call number."""
+        base, _, call = name.partition("#")
+        return self._order.get(base, 0), int(call or 0)
+
+
+class Passes:
+    """Counts forward passes and decides which of them are read.
+
+    Attributes:
+        every: the first of every ``every`` passes is read.
+        pass_number: number of the next pass; None to count passes.
+        gradients: True to read only passes that record gradients, False to read only the others
+            (generated text, frozen models), None to read all.
+        left_out: whether a call was left out because of ``gradients``.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.pass_number: int | None = None
+        self.gradients: bool | None = None
+        self.left_out = False
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, name: str, thread: Running) -> None:
+        """Handle the start of a forward pass at the named module.
+
+        Passes that begin at different modules are counted separately, such as those of an encoder
+        and of its decoder during generation.
+        """
+        if is_rerun():
+            return
+        thread.has_gradients = torch.is_grad_enabled()
+        with self._lock:
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+        thread.is_read = count % self.every == 0
+        pass_number = count if self.pass_number is None else self.pass_number
+        if self.pass_number is None or pass_number != thread.pass_number:
+            thread.calls_in_pass.clear()
+        thread.pass_number = pass_number
+
+    def wants(self, thread: Running) -> bool:
+        """Whether this pass, or method outside any, is of those that :attr:`gradients` selects.
+
+        What counts is the beginning of a pass: reentrant checkpoints run layers without gradients.
+        """
+        if not thread.stack:
+            thread.has_gradients = torch.is_grad_enabled()
+        wanted = self.gradients is None or thread.has_gradients is self.gradients
+        self.left_out = self.left_out or not wanted
+        return wanted
+
+
+def module_of_method(names: Mapping[int, str]) -> str | None:
+    """Name of the module whose method is running outside any forward pass: ``decoder.decode(x)``.
+
+    It is the first argument of the innermost function on the Python stack whose first argument is a
+    module.
+
+    Args:
+        names: names of modules by ``id``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.nn.Module):
+                return names.get(id(first))
+        frame = frame.f_back
+    return None
+
+
+def is_rerun() -> bool:
+    """Whether a checkpointed forward pass is being recomputed for the backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- what is open on a model -----------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """What one thread needs for an interception: its function mode, and whether it may run."""
+
+    mode: TorchFunctionMode | None = None
+    paused = 0
+
+
+class Interception:
+    """What is open on a model; a subclass says what it does with attention calls.
+
+    Args:
+        model: any module.
+
+    Attributes:
+        model: the model.
+        modules: its modules, and which of them each thread runs.
+        followed: those of its modules that are followed, by ``id``.
+        by_interface: whether functions are not followed, as all attention goes through
+            transformers' interface.
+        interface_modules: modules that used it.
+        outside: whether functions are also followed outside the model's forward passes, and only
+            in the thread that opened this.
+    """
+
+    outside = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.modules = model, ModuleStack(model)
+        self.followed: Mapping[int, torch.nn.Module] = {}
+        self.by_interface = False
+        self.interface_modules: set[torch.nn.Module] = set()
+        self._calls_functions = False
+        self._not_yet_run: set[str] = set()
+        self._roots: set[torch.nn.Module] = set()
+        self._contents: Contents | None = None
+        self._functions = _Thread()
+        self._home = 0
+        self._is_open = False
+
+    def new_mode(self) -> TorchFunctionMode:
+        """The function mode for a thread."""
+        raise NotImplementedError
+
+    def on_begin(self, module: torch.nn.Module, name: str) -> None:
+        """Handle the start of a forward pass of the model, which begins with this module."""
+
+    def on_enter(
+        self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Handle the start of a module, before it counts as running."""
+
+    def on_leave(self, module: torch.nn.Module) -> None:
+        """Handle the end of a module."""
+
+    def on_end(self) -> None:
+        """Handle the end of a forward pass of the model."""
+
+    @contextmanager
+    def opened(self, calls_functions: bool = False) -> Iterator[None]:
+        """Context in which this is open on its model.
+
+        Args:
+            calls_functions: follow functions even where all attention uses transformers' interface.
+        """
+        self.modules.read_names()
+        self._home = threading.get_ident()
+        self.followed, self.by_interface = self.modules.by_id, False
+        self._calls_functions = calls_functions
+        self.interface_modules.clear()
+        self._roots.clear()
+        self._not_yet_run = {
+            name for name, module in self.modules.named().items() if may_compute_attention(module)
+        }
+        with undoing(self._unlist):
+            with _lock:
+                _open.append(self)
+                self._is_open = True
+            self.follow_functions()
+            with follow(self):
+                yield
+
+    def _unlist(self) -> None:
+        """Close this; it may be done again where an interrupt cut it short."""
+        self._is_open = False
+        with _lock:
+            _open[:] = [other for other in _open if other is not self]
+            _watch_functions()
+        self.follow_functions()
+
+    # -- which modules run ------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Handle the start of a module; the outermost one begins a pass."""
+        stack, name = self.modules.thread.stack, self._name_of(module)
+        self._not_yet_run.discard(name)
+        if not stack:
+            replace_new()
+            if self.by_interface and self._contents is not None and not self._contents.unchanged():
+                self.use_functions()
+            self._roots.add(module)
+            self.on_begin(module, name)
+        self.on_enter(module, name, args, kwargs)
+        stack.append(name)
+        if len(stack) == 1:
+            self.follow_functions()
+
+    def leave(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
+    ) -> None:
+        """Handle the end of a module, also by an error; the outermost one ends the pass."""
+        thread = self.modules.thread
+        if not thread.stack or thread.stack[-1] != self._name_of(module):
+            return
+        thread.stack.pop()
+        self.on_leave(module)
+        if not thread.stack:
+            thread.joined_late = False
+            self.on_end()
+            if not self.by_interface:
+                self._use_interface()
+            self.follow_functions()
+
+    def _name_of(self, module: torch.nn.Module) -> str:
+        """Name of a followed module, or of the one that a compiled module is made of."""
+        return self.modules.name_of(module) or self.modules.name_of(unwrap(module)) or ""
+
+    # -- which functions are called ---------------------------------------------------------------
+
+    @property
+    def seen_by_interface(self) -> bool:
+        """Whether all modules that may compute attention ran, and only transformers' interface."""
+        return bool(self.interface_modules) and not (self._not_yet_run or self._calls_functions)
+
+    def _use_interface(self) -> None:
+        """After a pass, follow no functions from now on if they are not needed.
+
+        Of the modules only those are followed that began a pass, and for :attr:`outside` those that
+        use the interface or say which tokens are padding.
+        """
+        elsewhere = self.outside and threading.get_ident() != self._home
+        if not self.seen_by_interface or elsewhere or not self._is_open:
+            return
+        if not is_library_code(self.model):
+            self._calls_functions = True
+            return
+        with _lock:
+            inside = self.interface_modules if self.outside else set()
+            self.followed = {
+                key: module
+                for key, module in self.modules.by_id.items()
+                if module in self._roots
+                or module in inside
+                or (self.outside and TokenMasks.reads(module))
+            }
+            self._contents = Contents(self.model, self.interface_modules)
+            self.by_interface = True
+            _watch_functions()
+            _replace_calls()
+
+    def note_function(self) -> None:
+        """Note that the model calls a function that is or may be attention."""
+        self._calls_functions = True
+
+    def use_functions(self) -> None:
+        """Follow functions from now on."""
+        with _lock:
+            self.by_interface, self._contents = False, None
+            self.followed = self.modules.by_id
+            _watch_functions()
+            _replace_calls()
+
+    def on_function(self) -> None:
+        """Before a function that may be attention runs, follow functions if the model calls it."""
+        thread = self.modules.thread
+        if not self.by_interface or thread.depth or not self._is_open:
+            return
+        if self.outside and threading.get_ident() != self._home:
+            return
+        if thread.stack or (self.outside and self.modules.running() is not None):
+            self._calls_functions = True
+            thread.joined_late = bool(thread.stack)
+            self.use_functions()
+            self.follow_functions(below=True)
+
+    def follow_functions(self, *, below: bool = False) -> None:
+        """Start or end this thread's function mode as it is needed now.
+
+        Args:
+            below: start it below modes that were entered since the pass began.
+        """
+        mine = self._functions
+        wanted = self._is_open and not self.by_interface and not mine.paused
+        if wanted and self.outside:
+            wanted = threading.get_ident() == self._home
+        elif wanted:
+            wanted = bool(self.modules.thread.stack)
+        if wanted and mine.mode is None:
+            mine.mode = self.new_mode()
+            with unwatched() if below else nullcontext():
+                mine.mode.__enter__()
+        elif not wanted and mine.mode is not None:
+            mode, mine.mode = mine.mode, None
+            mode.__exit__(None, None, None)
+
+    def pause_functions(self, change: int) -> None:
+        """Follow no functions of this thread while ``change`` adds up to more than 0."""
+        self._functions.paused += change
+        self.follow_functions()
