@@ -13,7 +13,7 @@ from acutance.probing import CLASSES, HeadSummary, Moments
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
 from acutance.summary.cells import Parts
-from acutance.summary.head_summary import Layer
+from acutance.summary.layer import Layer
 from acutance.summary.readouts.distances import Distances
 
 

@@ -12,14 +12,15 @@ from acutance.probing.open_probe import Probe, ProbeError, probe
 from acutance.probing.query_key_sample import QueryKeySample, load_queries_keys
 from acutance.summary.diff.diff import diff
 from acutance.summary.diff.records import Diff, HeadChange, LayerChange
-from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer
-from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.head_summary import SCHEMA, HeadSummary
+from acutance.summary.layer import STATUSES, Layer
+from acutance.summary.readouts.by_octave import Profile, Slope
 from acutance.summary.readouts.distances import Distances
 from acutance.summary.readouts.examples import Example, Examples
 from acutance.summary.readouts.head_maps import HeadMap
 from acutance.summary.readouts.moments import Moments, edges
 from acutance.summary.readouts.spans import Spans
-from acutance.summary.standard_errors import Slope, slope
+from acutance.summary.standard_errors import slope
 from acutance.summary.state import Run, Shard, State, load, load_state, merge_states
 
 if TYPE_CHECKING:

@@ -20,8 +20,6 @@ from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.moments import summarise_stacked
 
-__all__ = ["MAX_SEPARATE_CALLS", "LayerRecords", "join_calls"]
-
 #: Most rows times heads that are collected before they are summarised together. Summarising after
 #: each decoded token would take longer than the model itself.
 MAX_PENDING = 1 << 14

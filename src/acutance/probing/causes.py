@@ -19,8 +19,6 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.probing.changed_arguments import changes_of
 from acutance.probing.faults import faults_of
 
-__all__ = ["Cause", "find_cause", "is_untrained", "likely_cause"]
-
 #: A rounding is the cause if it brings this share of the rows within the tolerance: where two
 #: computations round a score differently, its row stays apart.
 _MOST_ROWS = 0.9

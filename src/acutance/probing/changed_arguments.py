@@ -13,8 +13,6 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hides
 from acutance.probing.faults import visible_keys
 
-__all__ = ["Change", "changes_of", "configured_value"]
-
 #: What each argument's absence is called, means, and suggests.
 _DROPPED = {
     "sinks": ("sinks dropped", "the sinks are left out", "it seems to drop them"),

@@ -15,8 +15,6 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hides
 
-__all__ = ["Fault", "dense_scores", "faults_of", "visible_keys"]
-
 _MOST_SCORES = 1 << 26  # of calls that are recomputed whole
 _NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

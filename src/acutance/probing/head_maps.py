@@ -27,8 +27,6 @@ from acutance.structure.blocks import blocks, exact
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.head_maps import MOST_SEQUENCES, HeadMap
 
-__all__ = ["MOST_MAP_ROWS", "MapReader", "MapRows", "RecordedMaps", "check_maps"]
-
 #: Rows of a head in each sequence, at most.
 MOST_MAP_ROWS = 64
 _LAST_ROW = 2**63 - 1  # of int64

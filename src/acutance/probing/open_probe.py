@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from acutance.capture.layer_choice import Chosen
+from acutance.capture.listener import ProbeError
 from acutance.probing.head_maps import MapRows
-from acutance.probing.probe import Probe, ProbeError
+from acutance.probing.probe import Probe
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span
 

@@ -31,9 +31,6 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["Probe", "ProbeError"]
-
-
 #: Methods for runs over a corpus; ``dir`` leaves them out.
 _OF_A_CORPUS = ("number_passes", "expect_tokens", "read_passes")
 

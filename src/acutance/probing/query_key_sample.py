@@ -20,8 +20,6 @@ from acutance.probing.tokens import InputPlaces, SelectedCall
 from acutance.summary.files import parse, read, sealed
 from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["SCHEMA", "QueryKeyRecorder", "QueryKeySample", "load_queries_keys"]
-
 SCHEMA = "acutance.queries_keys/1"
 #: Most heads of one layer, and most tokens of one sequence, in a sample.
 HEADS_PER_LAYER, TOKENS = 4, 1024

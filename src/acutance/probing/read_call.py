@@ -34,8 +34,6 @@ from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.layer import Layer, Status
 from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["MOVED", "REBUILT_DIFFERS", "CallReader", "Reader"]
-
 #: Begins the doubt about a call of which something was missed.
 REBUILT_DIFFERS = "do not trust its rows: the output recomputed from the captured arguments differs"
 

@@ -20,8 +20,6 @@ from acutance.capture.torch_modes import unwatched
 from acutance.probing.causes import relative_error
 from acutance.rowstats import RowState, RowStatistics
 
-__all__ = ["Provided", "Provider", "reason_not_provided"]
-
 
 class Provided(NamedTuple):
     """An attention output that replaces the model's, and the statistics of its rows.

@@ -20,8 +20,6 @@ from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
 from acutance.summary.readouts.examples import MOST_ROWS
 
-__all__ = ["ProbeSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:

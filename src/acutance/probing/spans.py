@@ -20,8 +20,6 @@ from acutance.summary.cells import Parts
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.spans import ALL_ROWS, MOST_SPANS, OTHER, Spans
 
-__all__ = ["Span", "SpanReader", "check_spans"]
-
 #: First token and one past the last; None is the end of the sequence.
 _Range: TypeAlias = tuple[int, "int | None"]
 #: One range for all sequences, one for each, or a boolean (B, S).

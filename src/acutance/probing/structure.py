@@ -22,8 +22,6 @@ from acutance.summary.cells import Cells, Parts
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.examples import Examples
 
-__all__ = ["CRITICAL_ROWS", "StructureReader", "kernel_call", "token_text"]
-
 #: Rows of each sequence whose scores are sorted for ``critical_ratio`` if no gap histogram was
 #: recorded; the histogram gives it for every row.
 CRITICAL_ROWS = 16

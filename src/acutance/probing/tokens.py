@@ -17,19 +17,6 @@ from acutance.capture.intercept import follow_results, is_rerun
 from acutance.capture.module_names import unwrap
 from acutance.structure.blocks import last_visible
 
-__all__ = [
-    "InputPlaces",
-    "PlaceReader",
-    "Sample",
-    "SelectedCall",
-    "Tokens",
-    "draw",
-    "special_ids",
-    "take_heads",
-    "take_rows",
-]
-
-
 #: Tokens of each sequence that are remembered, for the keys of a cache.
 _MAX_REMEMBERED = 1 << 17
 _NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")

@@ -19,8 +19,8 @@ from acutance.escapes import printable, ranges
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
 from acutance.report.table import Cell, Column, Table
 from acutance.structure import describe
-from acutance.summary.head_summary import STATUSES, HeadSummary, Layer
-from acutance.summary.layer import notices
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.layer import STATUSES, Layer, notices
 
 #: A folded table of more lines than this gives way to one line for each layer.
 MOST_LINES = 100

@@ -19,8 +19,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MOST", "Cells", "Parts", "array", "counts", "indices", "means", "squares", "totals"]
-
 #: Counts stay exact in float64, and sums of two cannot overflow.
 MOST = 1 << 53
 _LARGEST = torch.finfo(torch.float64).max

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["Columns"]
-
 
 class Columns:
     """Base of results whose ``columns()`` is a table."""

@@ -25,18 +25,6 @@ from acutance.summary.layer import COUNTS, STATUSES, Layer
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.moments import Moments
 
-__all__ = [
-    "checked_cells",
-    "checked_record",
-    "compact",
-    "expand",
-    "optional",
-    "parse",
-    "read",
-    "sealed",
-]
-
-
 #: Heads of all layers and bytes of a file, many times those of any model: files may be sparse.
 MOST_HEADS, MOST_BYTES = 1 << 17, 1 << 34
 #: Field of the header that tells a damaged file.

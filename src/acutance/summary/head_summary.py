@@ -20,7 +20,7 @@ from acutance.structure import describe
 from acutance.summary.cells import Parts
 from acutance.summary.columns import Columns
 from acutance.summary.files import compact, sealed
-from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
+from acutance.summary.layer import LEFT_OUT, Layer, coverage_line, notices
 from acutance.summary.layer_summary import LayerSummary, merged_layers
 from acutance.summary.predicted import PREDICTED_FROM, PredictedHeads, predict_heads
 from acutance.summary.readouts import READOUTS
@@ -30,8 +30,6 @@ from acutance.summary.readouts.examples import Examples
 from acutance.summary.readouts.head_maps import HeadMap, few_enough, maps_to_dict, merged_maps
 from acutance.summary.readouts.moments import Moments, edges
 from acutance.summary.readouts.spans import Spans
-
-__all__ = ["SCHEMA", "STATUSES", "HeadSummary", "Layer", "Status"]
 
 SCHEMA = "acutance.head_summary/1"
 #: Attributes that files and tables are made with; ``dir`` leaves them out.

@@ -6,20 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = [
-    "COUNTS",
-    "LEFT_OUT",
-    "Layer",
-    "NOT_LOADED",
-    "STATUSES",
-    "Status",
-    "UNTRAINED",
-    "coverage_line",
-    "judged_sentences",
-    "not_loaded_sentence",
-    "notices",
-]
-
 Status = Literal["verified", "checked", "captured", "unverified", "mismatch"]
 
 

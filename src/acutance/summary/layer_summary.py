@@ -9,8 +9,6 @@ from typing import NamedTuple
 from acutance.summary.cells import Parts
 from acutance.summary.layer import Layer
 
-__all__ = ["LayerSummary", "merged_layers"]
-
 
 class LayerSummary(NamedTuple):
     """The statistics of one layer.

@@ -12,8 +12,6 @@ from torch import Tensor
 from acutance.summary.readouts.by_octave import Profile
 from acutance.theory.trained_heads import expected_head_metrics
 
-__all__ = ["PREDICTED", "PREDICTED_FROM", "PredictedHeads", "predict_heads"]
-
 #: Metrics that are predicted.
 PREDICTED = ("entropy", "effective_keys", "top_weight", "first_weight")
 #: Metrics that the prediction is made from.

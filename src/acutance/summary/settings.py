@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_settings"]
-
 #: What a setting is called, if not by the option of its name.
 _OPTIONS = {
     "laws": "--law",

@@ -19,8 +19,6 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.readouts.by_octave import Profile, Slope
 from acutance.summary.state import Run
 
-__all__ = ["HOW", "How", "Slope", "Uncertainty", "between", "slope", "uncertainty", "worst"]
-
 How = Literal["sequences", "bound", "unknown"]
 
 

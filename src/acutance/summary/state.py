@@ -16,8 +16,6 @@ from acutance.summary.head_summary import SCHEMA, HeadSummary
 from acutance.summary.layer import Layer
 from acutance.summary.readouts.head_maps import checked_maps
 
-__all__ = ["WHOLE", "Run", "Shard", "State", "load_state", "merge_states", "ranges"]
-
 Ranges = tuple[tuple[int, int], ...]
 #: Entries of two lists that are compared one by one.
 _FEW = 1000

@@ -16,8 +16,6 @@ from acutance.summary.readouts.moments import Moments
 from acutance.summary.standard_errors import Uncertainty, between, uncertainty, worst
 from acutance.summary.state import State
 
-__all__ = ["diff"]
-
 #: Two float32 means that differ by less, relative to their size, are the same.
 ROUNDING = 2.0**-20
 

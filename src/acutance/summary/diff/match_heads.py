@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from acutance.escapes import ranges
-from acutance.summary.head_summary import HeadSummary, Layer
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.layer import Layer
 from acutance.summary.state import Run, State, brief
-
-__all__ = ["Matched", "Place", "Side", "match", "warnings"]
 
 
 @dataclass(frozen=True)

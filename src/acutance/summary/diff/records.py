@@ -15,8 +15,6 @@ from acutance.summary.columns import Columns
 from acutance.summary.diff.match_heads import Matched
 from acutance.summary.standard_errors import HOW, How
 
-__all__ = ["CONFIDENCE", "ORDER", "VERDICTS", "Diff", "HeadChange", "LayerChange", "Verdict"]
-
 SCHEMA = "acutance.diff/1"
 Verdict = Literal["moved", "unclear", "within noise", "equal"]
 VERDICTS: dict[str, str] = {

@@ -18,8 +18,6 @@ from torch import Tensor
 from acutance.summary.cells import Cells, counts, means, squares
 from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["MOST_OCTAVES", "Profile", "Slope", "by_keys", "by_position"]
-
 #: Octaves of a count; the last takes all that lies beyond.
 MOST_OCTAVES = 32
 _INTEGERS = ("rows", "count", "groups")

@@ -13,8 +13,6 @@ from acutance.summary.cells import Parts
 from acutance.summary.layer import Layer
 from acutance.summary.readouts.moments import stack
 
-__all__ = ["CallRows"]
-
 
 class CallRows(NamedTuple):
     """What was read of one attention call.

@@ -13,8 +13,6 @@ from acutance.structure.blocks import PEAKS
 from acutance.summary.cells import Cells, counts, means
 from acutance.summary.readouts.call_rows import CallRows
 
-__all__ = ["MOST_DISTANCES", "Distances"]
-
 #: Octaves of distance at most: keys are counted in 64 bits.
 MOST_DISTANCES = 64
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from acutance.summary.cells import Cells, array, indices
 
-__all__ = ["CONTEXT", "MOST_ROWS", "TOP_KEYS", "Example", "Examples"]
-
 #: Attended keys kept of a row, positions of its text, and rows of a head at most.
 TOP_KEYS, CONTEXT, MOST_ROWS = 8, 48, 64
 _LARGEST = torch.finfo(torch.float64).max

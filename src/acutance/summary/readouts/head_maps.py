@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MOST_STORED", "HeadMap", "checked_maps", "few_enough", "maps_to_dict", "merged_maps"]
-
 #: Sequences of which a head's rows are kept, and weights that a file holds: 1 MiB.
 MOST_SEQUENCES, MOST_STORED = 8, 1 << 18
 

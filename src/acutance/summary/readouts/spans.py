@@ -12,8 +12,6 @@ from torch import Tensor
 
 from acutance.summary.cells import Cells, counts, means, squares
 
-__all__ = ["ALL_ROWS", "MOST_SPANS", "OTHER", "Spans"]
-
 #: Name of the tokens in no span, and of the rows of all tokens together.
 OTHER, ALL_ROWS = "other", "all"
 MOST_SPANS = 32
