@@ -97,11 +97,11 @@ class Rows(Probe):
         self.kept: list[tuple[str, Tensor, float]] = []
         add = self._records.add
 
-        def keep(layer: Any, rows: Any) -> None:
+        def keep(rows: Any) -> None:
             largest = rows.stats.state.m.abs()
             largest = torch.where(largest.isfinite(), largest, 0.0)
-            self.kept.append((layer.module, rows.stats.entropy.double(), float(largest.max())))
-            add(layer, rows)
+            self.kept.append((rows.layer.module, rows.stats.entropy.double(), float(largest.max())))
+            add(rows)
 
         self._records.add = keep
 

@@ -82,6 +82,8 @@ class CalibrateOptions(RunOptions):
             tokens. Always 1 with --target loss.
         save: With --target loss: save the state to this file as windows finish, for --resume, and
             the losses of the held-out text to FILE.judging.
+        save_every: Save the state after this many new windows. Unsaved windows are run again after
+            an interruption.
         even_if_worse: Write the law even if it raises the loss of the held-out text, or the loss
             could not be measured.
     """

@@ -55,6 +55,8 @@ class JudgeOptions(RunOptions):
             most 512.
         windows: Maximum number of windows of the longest length, spread over the text; 0: all.
             Shorter windows are cut from these.
+        save_every: Save the state after this many new windows. Unsaved windows are run again after
+            an interruption.
     """
 
     model: LanguageModel

@@ -326,9 +326,9 @@ def _declared(record: type, panels: Mapping[str, str]) -> list[_Option]:
     texts: dict[str, str] = {}
     hints: dict[str, Any] = {}
     for parent in reversed(record.__mro__):
-        hints |= inspect.get_annotations(parent)
-        attributes = (parent.__doc__ or "").partition("    Attributes:\n")[2]
-        for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE):
+        hints |= inspect.get_annotations(parent, eval_str=True)
+        attributes = inspect.cleandoc(parent.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
             texts[name] = " ".join(text.split())
     if unknown := panels.keys() - hints.keys():
         raise ValueError(f"{record.__name__} has no field {', '.join(sorted(unknown))}")

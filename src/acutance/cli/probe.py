@@ -179,7 +179,6 @@ def probe(options: ProbeOptions) -> None:
         if not options.judge and getattr(options, name) is not None:
             raise typer.BadParameter("needs --judge", param_hint=flag)
     from acutance.corpus import ranks as distributed
-    from acutance.judging.apply_change import applying
     from acutance.probing.head_maps import check_maps
     from acutance.probing.settings import ProbeSettings
     from acutance.probing.spans import check_spans
@@ -201,6 +200,8 @@ def probe(options: ProbeOptions) -> None:
     )  # fmt: skip
     law = None
     if options.law is not None:
+        from acutance.judging.apply_change import applying
+
         with nullcontext() if os.path.exists(options.law) else misuse():
             law = applying(options.law)
     ranks = ExitStack()
@@ -229,7 +230,6 @@ def _run(
     from importlib.metadata import version
 
     from acutance.corpus.probe_corpus import Options, run_windows
-    from acutance.judging.text_windows import hold_out
     from acutance.summary.state import WHOLE, Shard
 
     first = world.rank == 0
@@ -246,6 +246,8 @@ def _run(
         loaded.check_heads(options.heads)
     with reading(texts) as texts:
         if options.judge:
+            from acutance.judging.text_windows import hold_out
+
             held = hold_out(headed, texts, window, _HELD_OUT)
             texts = held.fit
         pieces = _windows(texts, loaded, window, options.every, world)

@@ -8,7 +8,7 @@ keys.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ class Product:
             ('9ij', '9jd')
         """
         values = [*args, *(value for key, value in kwargs.items() if key != "out")]
-        factors = list(tensors_in(values))
+        factors = tensors_in(values)
         if name == "einsum":
             return cls._of_einsum(str(values[0]).replace(" ", ""), factors)
         factors = factors[name == "baddbmm" :]
@@ -260,11 +260,14 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(base, torch.nn.Parameter)
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
     """The tensors among some values, also inside lists and tuples."""
+    tensors = []
     for value in values:
-        parts = value if isinstance(value, list | tuple) else (value,)
-        yield from (part for part in parts if isinstance(part, Tensor))
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor):
+                tensors.append(item)
+    return tensors
 
 
 def _matching_axis(dimension: tuple[int, int], result: Layout) -> int | None:

@@ -130,10 +130,13 @@ class ScoreTracker:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function, and follow what it computes from products."""
-        name, out = _name_of(func), kwargs.get("out")
+        name = _name_of(func)
+        if not self._known and name not in PRODUCTS:
+            return func(*args, **kwargs)
+        out = kwargs.get("out")
         named = [value for key, value in kwargs.items() if key != "out"]
-        given = list(tensors_in((*args, *named)))
-        inputs = [each for each in given if id(each) in self._known]
+        given = tensors_in((*args, *named))
+        inputs = [tensor for tensor in given if id(tensor) in self._known]
         scores, is_product = None, name in PRODUCTS and len(given) > 1
         if is_product:
             scores = self._product(name, args, kwargs, given)

@@ -248,7 +248,7 @@ class Softmaxes:
             remember: whether the result may be weights in the making, if it is a product or
                 computed from one.
         """
-        given = list(tensors_in((*args, *kwargs.values())))
+        given = tensors_in((*args, *kwargs.values()))
         inputs = [each for each in given if id(each) in self._pending]
         computed = [each for each in given if id(each) in self._products]
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
