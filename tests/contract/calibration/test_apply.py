@@ -425,6 +425,7 @@ def test_heads_that_do_not_exist(built: Built, ids: Tensor) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # of the global hook below
 def test_a_compiled_model_is_traced_without_what_follows_functions(
     built: Built, ids: Tensor
 ) -> None:
