@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import LayerShape
 from acutance.calibration.fit.windows import evaluating
-from acutance.calibration.loss_table import LossTable, Reading, Saving, Unit, Windows, read_units
+from acutance.calibration.loss_table import LossTable, Reading, Saving, Unit, Windows
 from acutance.probing.open_probe import probe
 from acutance.summary.head_summary import HeadSummary
 
@@ -77,7 +78,7 @@ def read_reach(
     octaves = read.lengths[-1].bit_length() + 1
     options: dict[str, Any] = {"gaps": True, "structure": True, "max_rows": _ROWS, "profile": False}
 
-    def statistics(batch: dict[str, Any]) -> Reading:
+    def statistics(unit: Unit) -> Reading:
         with (
             evaluating(read.model),
             torch.no_grad(),
@@ -88,14 +89,18 @@ def read_reach(
                 **options,
             ) as watch,
         ):
-            read.model(**batch)
+            for turn in unit.turns:
+                read.model(**turn.inputs(read.device))
         numbers = _by_key_head(watch.summary(), shapes, octaves)
         nothing = torch.zeros((), dtype=torch.float64)
         return Reading(nothing, nothing, numbers.flatten())
 
     settings = {**read.settings(), "statistics": f"{_ROWS} rows"}
     with LossTable(settings, saving or Saving()) as table:
-        windows = read_units(read, units, table, "statistics", statistics, advance)
+        windows = []
+        for unit in units:
+            windows.append(table.get("statistics", unit.number, partial(statistics, unit)))
+            advance(unit.tokens)
     mean = torch.stack([one.gradient for one in windows]).mean(0).view(-1, octaves + 2).tolist()
     places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
     return {

@@ -195,7 +195,7 @@ class LossTable:
             windows: how many windows are done with it.
         """
         key = change, window
-        if key not in self.readings and self._unnamed:
+        if self._unnamed:  # an earlier version read some windows twice, and kept both readings
             self.readings[key] = self._unnamed.pop(0)
         if key not in self.readings:
             started = time.monotonic()
@@ -214,15 +214,18 @@ class LossTable:
             return
         numbers: dict[str, list[Tensor]] = {"loss": [], "count": [], "gradient": []}
         rows = []
-        for key, reading in self.readings.items():
+        changes = list(dict.fromkeys(change for change, _ in self.readings))
+        numbered = {change: number for number, change in enumerate(changes)}
+        for (change, window), reading in self.readings.items():
             for name, parts in numbers.items():
                 parts.append(getattr(reading, name).flatten().double().cpu())
             shapes = list(reading.loss.shape), list(reading.gradient.shape)
-            rows.append([*key, reading.seconds, *shapes])
+            rows.append([numbered[change], window, reading.seconds, *shapes])
         tensors = {name: torch.cat(parts) for name, parts in numbers.items()}
         header = {
             "schema": SCHEMA,
             "settings": json.dumps(self._settings),
+            "changes": json.dumps(changes),
             "rows": json.dumps(rows),
         }
         write_bytes(self._saving.path, save(tensors, metadata=sealed(header, tensors)))
@@ -247,7 +250,8 @@ class LossTable:
             elif header["schema"] == _COMPARISON:
                 self.readings = _of_comparison(before["laws"], tensors, rows)
             else:
-                self.readings = _of_table(parse(header, "rows", list), tensors)
+                changes, found = (parse(header, name, list) for name in ("changes", "rows"))
+                self.readings = _of_table(changes, found, tensors)
         tidy(path)
 
 
@@ -261,14 +265,19 @@ def _refusing(path: str, what: str) -> Iterator[None]:
         raise ValueError(f"{path} contains no {what}: {reason}") from error
 
 
-def _of_table(rows: list[Any], tensors: Mapping[str, Tensor]) -> dict[tuple[str, int], Reading]:
+def _of_table(
+    changes: list[Any], rows: list[Any], tensors: Mapping[str, Tensor]
+) -> dict[tuple[str, int], Reading]:
     """The readings of a file of this version."""
     numbers = [tensors[name] for name in ("loss", "count", "gradient")]
     starts = [0, 0, 0]
     readings = {}
-    for change, window, seconds, shape, gradient_shape in rows:
-        if type(change) is not str or type(window) is not int:
+    for number, window, seconds, shape, gradient_shape in rows:
+        if type(number) is not int or not 0 <= number < len(changes) or type(window) is not int:
             raise ValueError("a row has no change and window")
+        change = changes[number]
+        if type(change) is not str:
+            raise ValueError("a change has no text")
         parts = []
         for index, size in enumerate((shape, shape, gradient_shape)):
             stop = starts[index] + math.prod(size)
@@ -306,13 +315,21 @@ def _of_comparison(
     """The readings of a state of ``judge`` of an earlier version, whose batches have these rows."""
     counts = tensors["count"].split(list(rows))
     return {
-        (change, batch): Reading(loss, count)
+        (numbered_change(run, change), batch): Reading(loss, count)
         for run, change in enumerate(["", *laws])
         for batch, (loss, count) in enumerate(
             zip(tensors["loss"][run].split(list(rows)), counts, strict=True)
         )
         if bool(tensors["done"][batch, run])
     }
+
+
+def numbered_change(number: int, words: str) -> str:
+    """The text of a compared change, the number-th: texts of two changes may be equal.
+
+    The model without a change is number 0.
+    """
+    return f"{number}: {words}" if number else ""
 
 
 def by_range(scored: Scored, ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

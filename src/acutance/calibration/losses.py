@@ -68,6 +68,18 @@ class Loss(ABC):
             LossError: if it does not.
         """
 
+    @abstractmethod
+    def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
+        """Run the model on one batch and return the loss of every prediction."""
+
+    @abstractmethod
+    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
+        """Like :meth:`score`, and backpropagate the sum of the losses."""
+
+
+class _Run(Loss):
+    """A loss that one function runs, with or without a backward pass."""
+
     @torch.no_grad()
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Run the model on one batch and return the loss of every prediction."""
@@ -83,7 +95,7 @@ class Loss(ABC):
         """Run the model, with or without a backward pass."""
 
 
-class _Logits(Loss):
+class _Logits(_Run):
     """Cross-entropy of a model's logits, in pieces where the head can be run by itself."""
 
     def __init__(self, logits: int = _LOGITS) -> None:
@@ -235,7 +247,7 @@ class MaskedTokens(_Logits):
         return {**batch, "input_ids": shown}, n
 
 
-class _Given(Loss):
+class _Given(_Run):
     """A function of the user's: place i of a window counts as predicted from i tokens."""
 
     def __init__(self, function: Callable[[torch.nn.Module, Mapping[str, Any]], Tensor]) -> None:

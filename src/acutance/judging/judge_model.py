@@ -23,7 +23,7 @@ from acutance.calibration.fit.windows import (
     evaluating,
     whole_turns,
 )
-from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range
+from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range, numbered_change
 from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
 from acutance.corpus.texts import model_digest
 from acutance.judging.paired import LossComparison, compare_losses, octaves
@@ -263,15 +263,16 @@ def _readings(
         if len(table.readings) < len(remedies) * len(windows.turns):
             loss.check(model, windows.turns[0].inputs(device))
         for index, turn in enumerate(windows.turns):
-            for remedy, found in zip(remedies, readings, strict=True):
-                count = turn.groups.numel() if remedy is remedies[-1] else 0  # windows now done
-                words = "" if remedy is None else remedy.words
-                known = (words, index) in table.readings
+            for number, (remedy, found) in enumerate(zip(remedies, readings, strict=True)):
+                # windows that are done after this law
+                count = turn.groups.numel() if number == len(remedies) - 1 else 0
+                change = numbered_change(number, "" if remedy is None else remedy.words)
+                known = (change, index) in table.readings
                 before = None if remedy is None else readings[0][index]
                 measure = functools.partial(
                     measure_batch, model, loss, turn.inputs(device), remedy, ranges, before
                 )
-                found.append(table.get(words, index, measure, count))
+                found.append(table.get(change, index, measure, count))
                 if advance is not None:
                     advance(turn.tokens, count, not known)
     return readings

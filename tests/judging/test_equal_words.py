@@ -1,0 +1,25 @@
+"""Changes whose texts are equal have losses of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from acutance import scaling
+from acutance.judging import judge
+from acutance.reproduce import decoder
+
+
+def test_learned_scalings_of_one_kind_are_not_confused() -> None:
+    model = decoder()
+    laws = {}
+    for name, value in (("weak", 0.2), ("strong", 2.0)):
+        law = scaling.LearnedASEntmax(num_heads=4)
+        with torch.no_grad():
+            for parameter in law.parameters():
+                parameter.fill_(value)
+        laws[name] = law
+    windows = torch.randint(100, (6, 48), generator=torch.Generator().manual_seed(0))
+    together = judge(model, windows, laws)
+    alone = [judge(model, windows, {name: law}).laws[0] for name, law in laws.items()]
+    assert [law.delta for law in together.laws] == [law.delta for law in alone]
+    assert together.laws[0].delta != together.laws[1].delta
