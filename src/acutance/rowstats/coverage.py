@@ -80,18 +80,12 @@ def _bins(state: RowState) -> _Bins:
     )
 
 
-def _spans(bins: _Bins) -> tuple[Tensor, Tensor, Tensor]:
-    """Widths of the bins, whether they are positive, and widths safe to divide by."""
-    span = bins.far - bins.near
-    return span, span > 0, torch.where(span > 0, span, 1.0)
-
-
 def _mass_within(bins: _Bins, part: Tensor) -> Tensor:
-    """Mass of each bin on the part of it that is nearest to the maximum."""
-    span, wide, _ = _spans(bins)
+    """Share of each bin's mass on the part of it, 0 to 1, that is nearest to the maximum."""
     part = part.clamp(0.0, 1.0)
-    whole = torch.where(wide, torch.expm1(-span), 1.0)
-    return torch.where(wide, torch.expm1(-part * span) / whole, part)
+    span = bins.far - bins.near
+    fall = torch.expm1(-span)
+    return torch.where(fall < 0, torch.expm1(-part * span) / torch.where(fall < 0, fall, 1.0), part)
 
 
 def keys_holding(state: RowState, share: float) -> Tensor:
@@ -156,13 +150,8 @@ def mass_of_largest(state: RowState, keys: int) -> Tensor:
     before = 1.0 + torch.cumsum(bins.keys, -1) - bins.keys
     has_keys = bins.keys > 0
     part = torch.where(has_keys, (keys - before) / torch.where(has_keys, bins.keys, 1.0), 0.0)
-    span = bins.far - bins.near
-    fall = -torch.expm1(-span)
-    part = part.clamp(0.0, 1.0)
-    share_of_bin = torch.where(
-        fall > 0, -torch.expm1(-part * span) / torch.where(fall > 0, fall, 1.0), part
-    )
-    return (bins.top + (bins.mass * share_of_bin).sum(-1)).clamp(max=1.0)
+    inside = _mass_within(bins, part)
+    return (bins.top + (bins.mass * inside).sum(-1)).clamp(max=1.0)
 
 
 def mass_below(state: RowState, gap: float) -> Tensor:
@@ -191,12 +180,8 @@ def mass_below(state: RowState, gap: float) -> Tensor:
     span = bins.far - bins.near
     part = torch.where(
         span > 0, (gap - bins.near) / torch.where(span > 0, span, 1.0), (gap >= bins.far) * 1.0
-    ).clamp(0.0, 1.0)
-    fall = -torch.expm1(-span)
-    above = torch.where(
-        fall > 0, -torch.expm1(-part * span) / torch.where(fall > 0, fall, 1.0), part
     )
-    return (bins.mass * (1.0 - above)).sum(-1) + (bins.top - bins.top)
+    return (bins.mass * (1.0 - _mass_within(bins, part))).sum(-1) + (bins.top - bins.top)
 
 
 class MassBounds(NamedTuple):

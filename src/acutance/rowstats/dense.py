@@ -7,11 +7,16 @@ tests.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from acutance.masks import hides
+from acutance.masks import MaskOptions, hides
 from acutance.rowstats.gaussian import expected_entropy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["dense_statistics"]
 
@@ -25,15 +30,9 @@ def dense_statistics(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    query_offset: int = 0,
-    window: int | None = None,
-    key_mask: Tensor | None = None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    cu_seqlens: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    **masks: Unpack[MaskOptions],
 ) -> dict[str, Tensor]:
     r"""Metrics of softmax attention rows by definition, from the full matrix in float64.
 
@@ -49,15 +48,10 @@ def dense_statistics(
         is_causal: the row of query i sees keys j ≤ i + query_offset.
         scale: factor of the scores; None for 1/√E.
         enable_gqa: allow Hq to be a multiple of H.
-        query_offset: position of query 0 among the keys.
-        window: a row sees keys at a distance below ``window`` from its position i + query_offset.
-        key_mask: boolean (B, S), True where a key takes part.
-        document_ids: a row sees only keys of its own document.
-        cu_seqlens: the same documents, given by their cumulative lengths.
-        bias: added to the scores.
-        alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
         softcap: bound of the scaled scores.
         sinks: (Hq,) logits that are added to the softmax's denominator, without a key.
+        masks: ``query_offset``, ``window``, ``key_mask``, ``document_ids``, ``cu_seqlens``,
+            ``bias`` and ``alibi_slopes``.
 
     Returns:
         By name, each metric (B, Hq, L) in float64 (``n_keys`` int64) and, with values, ``output``
@@ -69,26 +63,17 @@ def dense_statistics(
         >>> dense_statistics(query, query, is_causal=True)["effective_keys"]
         tensor([[[1., 2., 3.]]], dtype=torch.float64)
     """
-    visible = _visible(
-        query,
-        key,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        window=window,
-        key_mask=key_mask,
-        document_ids=document_ids,
-        cu_seqlens=cu_seqlens,
-        bias=bias,
-    )
+    visible = _visible(query, key, attn_mask, is_causal, **masks)
+    bias, slopes = masks.get("bias"), masks.get("alibi_slopes")
     added = [part for part in (attn_mask, bias) if part is not None and part.dtype != torch.bool]
     group = query.shape[1] // max(1, key.shape[1]) if enable_gqa else 1
     s = query.double() @ key.double().repeat_interleave(group, 1).transpose(-1, -2)
     s = s * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    if alibi_slopes is not None:
-        s = s - alibi_slopes.double()[:, None, None] * _distance(query, key, query_offset).abs()
+    if slopes is not None:
+        distance = _distance(query, key, masks.get("query_offset", 0)).abs()
+        s = s - slopes.double()[:, None, None] * distance
     for part in added:
         s = s + part.double()
     s = s.masked_fill(torch.logical_not(visible), 0.0)  # hidden scores are never looked at
@@ -96,8 +81,7 @@ def dense_statistics(
     with_sink = None
     if sinks is not None:
         with_sink = sinks.double()[:, None, None].expand(*s.shape[:-1], 1)
-    metrics = _metrics(s, visible, with_sink, value, group)
-    return metrics
+    return _metrics(s, visible, with_sink, value, group)
 
 
 def _metrics(
@@ -224,17 +208,18 @@ def _distance(query: Tensor, key: Tensor, offset: int) -> Tensor:
 def _visible(
     query: Tensor,
     key: Tensor,
-    *,
     attn_mask: Tensor | None,
     is_causal: bool,
-    query_offset: int,
-    window: int | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None,
-    bias: Tensor | None,
+    *,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Boolean (B, Hq, L, S), True where a key is visible."""
+    """Boolean (B, Hq, L, S), True where a key is visible; slopes hide none."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     seen = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)

@@ -13,37 +13,21 @@ import torch
 from torch import Tensor
 
 from acutance.rowstats.coverage import keys_holding
-from acutance.rowstats.descriptions import DESCRIPTIONS
+from acutance.rowstats.descriptions import DESCRIPTIONS, Description
 from acutance.rowstats.gaussian import expected_entropy
 from acutance.rowstats.state import DEEPEST, RowState, has_noise, has_sink, ratio
 from acutance.shapes import did_you_mean
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One statistic of an attention row.
+@dataclass(frozen=True, kw_only=True)
+class Metric(Description):
+    """One statistic of an attention row, as in :data:`METRICS`.
 
     Attributes:
-        name: as in :data:`METRICS` and on :class:`~acutance.rowstats.RowStatistics`.
-        symbol: LaTeX.
-        unit: "nat", "nat²", "keys", "logit", "value²" or "1" (a pure number).
-        range: the possible values, for n visible keys.
-        meaning: one line.
-        source: article or textbook.
         compute: function of the state; NaN for rows with no visible key unless stated otherwise.
-        needs_values: whether it requires values and ``noise=True``.
-        needs_gaps: whether it requires the gap histogram.
     """
 
-    name: str
-    symbol: str
-    unit: str
-    range: str
-    meaning: str
-    source: str
     compute: Callable[[RowState], Tensor]
-    needs_values: bool = False
-    needs_gaps: bool = False
 
 
 def _where_any(state: RowState, values: Tensor, otherwise: float = torch.nan) -> Tensor:
@@ -371,7 +355,7 @@ class _Metrics(dict[str, Metric]):
 
 #: Every metric by name, in the order reports show them.
 METRICS: dict[str, Metric] = _Metrics(
-    (name, Metric(*each[:6], globals()[name], *each[6:])) for name, each in DESCRIPTIONS.items()
+    (name, Metric(**vars(entry), compute=globals()[name])) for name, entry in DESCRIPTIONS.items()
 )
 
 

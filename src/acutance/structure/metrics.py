@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from acutance.rowstats import METRICS, Metric
+from acutance.rowstats import METRICS
+from acutance.rowstats.descriptions import Description
 from acutance.shapes import did_you_mean
 
 
-@dataclass(frozen=True)
-class StructureMetric:
-    """One metric of where a row's weight lies.
-
-    Attributes:
-        name: as in :data:`STRUCTURE` and on :class:`StructureStatistics`.
-        symbol: LaTeX.
-        unit: "keys" or "1" (a pure number).
-        range: the possible values, for n visible keys.
-        meaning: one line.
-        source: article.
-    """
-
-    name: str
-    symbol: str
-    unit: str
-    range: str
-    meaning: str
-    source: str
+class StructureMetric(Description):
+    """One metric of where a row's weight lies, an entry of :data:`STRUCTURE`."""
 
 
 _CLARK = "Clark et al. (2019), arXiv:1906.04341"
@@ -35,46 +17,23 @@ _CLARK = "Clark et al. (2019), arXiv:1906.04341"
 STRUCTURE: dict[str, StructureMetric] = {
     entry.name: entry
     for entry in (
-        StructureMetric(
-            "attention_distance",
-            r"\sum_j p_j |i - j|",
-            "keys",
-            "[0, ∞)",
+        StructureMetric("attention_distance", r"\sum_j p_j |i - j|", "keys", "[0, ∞)",
             "mean distance to the attended keys, in positions",
-            "Vig & Belinkov (2019), arXiv:1906.04284",
-        ),
-        StructureMetric(
-            "mass_self", "p_i", "1", "[0, 1]", "weight on the query's own position", _CLARK
-        ),
-        StructureMetric(
-            "mass_previous", "p_{i-1}", "1", "[0, 1]", "weight on the previous position", _CLARK
-        ),
-        StructureMetric(
-            "mass_same",
-            r"\sum_{j \ne i,\ t_j = t_i} p_j",
-            "1",
-            "[0, 1]",
+            "Vig & Belinkov (2019), arXiv:1906.04284"),
+        StructureMetric("mass_self", "p_i", "1", "[0, 1]",
+            "weight on the query's own position", _CLARK),
+        StructureMetric("mass_previous", "p_{i-1}", "1", "[0, 1]",
+            "weight on the previous position", _CLARK),
+        StructureMetric("mass_same", r"\sum_{j \ne i,\ t_j = t_i} p_j", "1", "[0, 1]",
             "weight on other positions with the query's token",
-            "Wang et al. (2022), arXiv:2211.00593",
-        ),
-        StructureMetric(
-            "mass_special",
-            r"\sum_{j \in \text{special}} p_j",
-            "1",
-            "[0, 1]",
-            "weight on special tokens such as [CLS] and [SEP]",
-            _CLARK,
-        ),
-        StructureMetric(
-            "critical_ratio",
-            r"\beta / \Lambda",
-            "1",
-            "[0, ∞)",
+            "Wang et al. (2022), arXiv:2211.00593"),
+        StructureMetric("mass_special", r"\sum_{j \in \text{special}} p_j", "1", "[0, 1]",
+            "weight on special tokens such as [CLS] and [SEP]", _CLARK),
+        StructureMetric("critical_ratio", r"\beta / \Lambda", "1", "[0, ∞)",
             "scale divided by the scale above which the largest score dominates",
-            "Hayase & Karakida (2026), arXiv:2605.12697",
-        ),
+            "Hayase & Karakida (2026), arXiv:2605.12697"),
     )
-}
+}  # fmt: skip
 
 
 def structure_metric(name: str) -> StructureMetric:
@@ -88,12 +47,12 @@ def structure_metric(name: str) -> StructureMetric:
         "weight on the query's own position"
     """
     entry = describe(name)
-    if isinstance(entry, Metric):
+    if not isinstance(entry, StructureMetric):
         raise ValueError(f"{name!r} is one of METRICS, not of STRUCTURE: {', '.join(STRUCTURE)}")
     return entry
 
 
-def describe(name: str) -> Metric | StructureMetric:
+def describe(name: str) -> Description:
     """Look up an entry of :data:`acutance.METRICS` or :data:`STRUCTURE` by name.
 
     Raises:
