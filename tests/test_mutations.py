@@ -25,7 +25,7 @@ from acutance.probing import QueryKeySample, load_queries_keys, load_state
 from acutance.report.exports import summary_view
 from acutance.summary.state import Run, State
 from acutance_lab.command import summary as shown_records
-from acutance_lab.record import UNTESTED, Claim, Estimate, Record, judge, load
+from acutance_lab.record import UNTESTED, Claim, Estimate, Record, load
 
 COUNT = 2000
 _MUTATOR = runpy.run_path(str(Path(__file__).with_name("mutator.py")))
@@ -131,9 +131,8 @@ def _reproduced(folder: Path) -> Kind:
         UNTESTED.row("y", math.nan, math.nan, {"n": 3}),
         claims[0].row("mean", math.inf, math.inf, {"n": 9}),
     ]
-    judgements = tuple(judge(claim, rows) for claim in claims)
     about = {"torch": "2"}
-    Record("one", "One", "it is 1", judgements, tuple(rows), 0, True, 1.5, about).save(path)
+    Record("one", "One", "it is 1", claims, tuple(rows), 0, True, 1.5, about).save(path)
     return Kind(
         path,
         load,

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from acutance.lazy import lazy
 
 if TYPE_CHECKING:
-    from acutance.cli.options import WRITE, command
-    from acutance.cli.outputs import check_outputs
-    from acutance.cli.shared import INTERRUPTED, console, need, plain_errors
+    from acutance.cli.options import WRITE, OutputFile, command, keywords
+    from acutance.cli.outputs import check_outputs, write_and_show
+    from acutance.cli.shared import INTERRUPTED, console
     from acutance.corpus.load_model import install_decoder
     from acutance.extras import install
-    from acutance.files import as_json, put_text, tidy, write_text, write_whole
+    from acutance.files import as_json, tidy, write_text, write_whole
     from acutance.from_json import checked, read_json, sealed_json
     from acutance.report import plot_style
     from acutance.report.screen import note
@@ -28,6 +28,7 @@ __all__ = [
     "Cell",
     "Column",
     "INTERRUPTED",
+    "OutputFile",
     "Table",
     "WRITE",
     "as_json",
@@ -37,26 +38,25 @@ __all__ = [
     "console",
     "install",
     "install_decoder",
-    "need",
+    "keywords",
     "note",
-    "plain_errors",
     "plot_style",
-    "put_text",
     "read_json",
     "sealed_json",
     "tidy",
+    "write_and_show",
     "write_text",
     "write_whole",
 ]
 
 #: The names of each module. They load on first use: a command's help needs no torch.
 _HOMES = {
-    "acutance.cli.options": ("WRITE", "command"),
-    "acutance.cli.outputs": ("check_outputs",),
-    "acutance.cli.shared": ("INTERRUPTED", "console", "need", "plain_errors"),
+    "acutance.cli.options": ("WRITE", "OutputFile", "command", "keywords"),
+    "acutance.cli.outputs": ("check_outputs", "write_and_show"),
+    "acutance.cli.shared": ("INTERRUPTED", "console"),
     "acutance.corpus.load_model": ("install_decoder",),
     "acutance.extras": ("install",),
-    "acutance.files": ("as_json", "put_text", "tidy", "write_text", "write_whole"),
+    "acutance.files": ("as_json", "tidy", "write_text", "write_whole"),
     "acutance.from_json": ("checked", "read_json", "sealed_json"),
     "acutance.report": ("plot_style",),
     "acutance.report.screen": ("note",),

