@@ -60,7 +60,7 @@ class AppliedPlan(CountedChange):
                     hook = module.register_forward_pre_hook(give, with_kwargs=True)
                     context.callback(hook.remove)
             context.enter_context(huggingface.intercept(self._on_call))
-            context.enter_context(calls.change(self))
+            context.enter_context(calls.intercept(self._on_kernel_call))
             context.enter_context(reading())
             forget_compiled()
             self._context = context.pop_all()
@@ -125,26 +125,15 @@ class AppliedPlan(CountedChange):
         """Context of a call that runs under the plan, whatever kernel it calls."""
         return self._running.mute()
 
-    # -- kernels called as functions, as acutance.capture.kernel_functions.calls.KernelChanger ----
-
-    def muted(self) -> bool:
-        """Whether this thread is inside a call of transformers' interface."""
-        return self._running.depth > 0
-
-    def note_function(self, *, attention: bool = True) -> None:
-        """Do nothing."""
-
-    def module_to_change(self) -> str | None:
-        """Name of the module of the model that is running; None outside the model."""
-        return module_of_method(self._names)
-
-    def factor_of_kernel(self, name: str, kernel: str, read: Callable[[], AttentionCall]) -> Tensor:
-        """Raises ApplyError: a kernel has no cache of the plan."""
-        raise self.refused_kernel(name, kernel, "it has no cache of the plan")
-
-    def refused_kernel(self, name: str, kernel: str, reason: str) -> Exception:
-        """The error for a call of a kernel function."""
-        return ApplyError(f"the plan cannot be applied to {name}: it calls {kernel}: {reason}")
+    def _on_kernel_call(self, call: calls.KernelCall, run: Callable[[], Any]) -> Any:
+        """Raise ApplyError for a kernel that the model calls without transformers' interface."""
+        name = None if self._running.depth else module_of_method(self._names)
+        if name is None:
+            return run()
+        raise ApplyError(
+            f"the plan cannot be applied to {name}: it calls {call.kernel.name}: it has no cache "
+            "of the plan"
+        )
 
     def _on_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
         """Run a call of transformers' interface under the plan.

@@ -31,7 +31,6 @@ from acutance.calibration.windowed_calls import (
     masked_scores,
     rotary_of_layers,
 )
-from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.head_axis import could_be_over_keys, heads_of
@@ -149,7 +148,7 @@ class Applied(Interception, CountedChange):
         These are not replaced while a compiler traces: it remembers a function's parameters.
         """
         self._uncompiled.enter_context(eager())
-        self._uncompiled.enter_context(calls.change(self))
+        self._uncompiled.enter_context(calls.intercept(self.on_kernel_call))
 
     def _remove(self) -> bool:
         """Remove all hooks; returns whether they were still installed."""
@@ -359,35 +358,31 @@ class Applied(Interception, CountedChange):
             self._count(name)
             return as_query(factor, given["query"], call.query)
 
-    def factor_of_kernel(self, name: str, kernel: str, read: Callable[[], AttentionCall]) -> Tensor:
-        """Factor of the queries in a call of a kernel function, (B or 1, Hq or 1, L, 1).
-
-        Args:
-            name: name of the running module.
-            kernel: name of the function.
-            read: reads the call's arguments.
+    def on_kernel_call(self, call: calls.KernelCall, run: Callable[[], Any]) -> Any:
+        """Run a call of a kernel function or operator with its queries scaled.
 
         Raises:
             ApplyError: if the law has windows, the call is not understood or does not fit the law.
         """
-        plan = self._running()
-        assert plan is not None
-        assert plan.laws is not None
-        if plan.laws.all_windows():
-            raise self.refused_kernel(name, kernel, "a law's windows cannot be passed to it")
-        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+        name = None if self.muted() else self.module_to_change()
+        if name is not None:
+            self.note_function()
+            plan = self._running()
+            assert plan is not None
+            assert plan.laws is not None
             try:
-                factor = factor_of_call(plan.laws, read())
+                if plan.laws.all_windows():
+                    raise ValueError("a law's windows cannot be passed to it")
+                with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+                    factor = factor_of_call(plan.laws, call.read(name))
+                call.scale_queries(factor.unsqueeze(-1))
             except ValueError as error:
-                raise self.refused_kernel(name, kernel, str(error)) from error
-        self._count(name)
-        return factor.unsqueeze(-1)
-
-    def refused_kernel(self, name: str, kernel: str, reason: str) -> ApplyError:
-        """The error to raise for a call of a kernel function that cannot be changed."""
-        return self.unreachable(
-            name, reason if kernel in reason else f"it calls {kernel}: {reason}"
-        )
+                kernel, reason = call.kernel.name, str(error)
+                reason = reason if kernel in reason else f"it calls {kernel}: {reason}"
+                raise self.unreachable(name, reason) from error
+            self._count(name)
+        with self.mute():
+            return run()
 
     def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over ``dim`` in the running module could be attention over keys."""

@@ -21,11 +21,7 @@ from acutance.capture.handwritten.softmax import (
     scores_of,
 )
 from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP
-from acutance.capture.kernel_functions.calls import (
-    KernelChanger,
-    change_operator,
-    operator_kernel,
-)
+from acutance.capture.kernel_functions.calls import KernelCall, operator_call
 from acutance.capture.readers.torch_multihead import (
     changing_sdpa,
     changing_softmax,
@@ -48,8 +44,17 @@ _WRITTEN_OUT = (
 _UNUSED = ", and no matrix product uses its softmax over keys"
 
 
-class FunctionChanger(KernelChanger, Protocol):
+class FunctionChanger(Protocol):
     """Decides what a :class:`FunctionChange` changes."""
+
+    def muted(self) -> bool:
+        """Whether this thread is inside a call that has already been changed."""
+
+    def module_to_change(self) -> str | None:
+        """Name of the running module if its scores are to be scaled, else None."""
+
+    def on_kernel_call(self, call: KernelCall, run: Callable[[], Any]) -> Any:
+        """Run a call of an operator that is a kernel, with its queries scaled."""
 
     def changed_arguments(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments of an SDPA call in module ``name``, with the query scaled and keys hidden."""
@@ -127,8 +132,8 @@ class FunctionChange(TorchFunctionMode):
             return self._multi_head(func, args, arguments)
         if func in SOFTMAX or func in LOG_SOFTMAX:
             return self._softmax(func, args, arguments)
-        if (kernel := operator_kernel(func)) is not None:
-            return change_operator(self._changer, kernel, func, args, arguments)
+        if (call := operator_call(func, args, arguments)) is not None:
+            return self._changer.on_kernel_call(call, call.compute)
         if getattr(func, "__name__", "") == "flex_attention":
             self._changer.note_function()
             name = self._changer.module_to_change()

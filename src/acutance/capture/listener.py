@@ -141,7 +141,7 @@ class Listener(Interception):
             context.enter_context(self.opened(self.products))
             context.enter_context(self._around())
             context.enter_context(huggingface.intercept(self._on_interface_call, looks=True))
-            context.enter_context(calls.observe(self))
+            context.enter_context(calls.intercept(self.on_kernel_call, looks=True))
             return self
         except BaseException:
             self.__exit__()
@@ -234,6 +234,19 @@ class Listener(Interception):
             result = run()
         if provided is None:
             self.observe(read_call, name, lambda: call.output(result))
+        return result
+
+    def on_kernel_call(self, call: calls.KernelCall, run: Callable[[], Any]) -> Any:
+        """Read a call of a kernel function or operator."""
+        name = None if self.muted() else self.call_name()
+        if name is None:
+            return run()
+        self.note_function()
+        read_call = functools.partial(call.read, name)
+        self.provide(read_call, name, run, f"{call.kernel.name} is called as a function")
+        with self.mute():
+            result = run()
+        self.observe(read_call, name, lambda: call.output(result))
         return result
 
     # -- what the captures report -----------------------------------------------------------------

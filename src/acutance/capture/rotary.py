@@ -80,18 +80,26 @@ class Rotary:
             rates = getattr(self.holder, self.buffer).to(x.device, torch.float64)
             angle = by.unsqueeze(-1) * rates
             cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-        width = 2 * rates.numel()
-        before, turned, after = x.split(
-            [self.start, width, x.shape[-1] - self.start - width], dim=-1
-        )
-        pairs = turned.to(wide)
-        if self.interleaved:
-            a, b = pairs[..., ::2], pairs[..., 1::2]
-        else:
-            a, b = pairs.chunk(2, -1)
-        parts = a * cos - b * sin, b * cos + a * sin
-        done = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
-        return torch.cat([before, done.to(x.dtype), after], dim=-1)
+        return rotated(x, cos, sin, self.start, interleaved=self.interleaved)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, start: int = 0, *, interleaved: bool) -> Tensor:
+    """Rotate pairs of components of ``x`` from component ``start`` on, by one angle a pair.
+
+    Args:
+        x: (..., E).
+        cos: cosines of the angles, (..., pairs); the rotation is computed in their dtype.
+        sin: sines.
+        start: index of the first rotated component.
+        interleaved: as for :class:`Rotary`.
+    """
+    width = 2 * cos.shape[-1]
+    before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
+    pairs = turned.to(cos.dtype)
+    a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
+    parts = a * cos - b * sin, b * cos + a * sin
+    done = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([before, done.to(x.dtype), after], dim=-1)
 
 
 def find_rotary(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> list[Rotary]:

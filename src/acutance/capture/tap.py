@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from acutance.capture.intercept import notify_all
 from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.acutance_attention import call_from_arguments
 from acutance.capture.readers.torch_functions import FunctionCapture
-
-__all__ = ["Tap", "tap"]
 
 
 def tap(
@@ -76,12 +74,11 @@ def tap(
         'verified'
     """
     arguments = dict(locals())
-    observers: list[FunctionObserver] = []
-    if not torch.compiler.is_compiling():
-        notify_all()
-        stack = torch.overrides._get_current_function_mode_stack()
-        observers = [mode.observer for mode in stack if isinstance(mode, FunctionCapture)]
-    return Tap(observers, arguments)
+    if torch.compiler.is_compiling():
+        return Tap([], arguments)
+    notify_all()
+    stack = torch.overrides._get_current_function_mode_stack()
+    return Tap([mode.observer for mode in stack if isinstance(mode, FunctionCapture)], arguments)
 
 
 class Tap:
@@ -94,7 +91,7 @@ class Tap:
     def __init__(self, observers: Sequence[FunctionObserver], arguments: dict[str, Any]) -> None:
         self.output: Tensor | None = None
         self._observers, self._arguments = observers, arguments
-        self._active_observers: list[tuple[FunctionObserver, str]] = []
+        self._names: dict[FunctionObserver, str] = {}
         self._quiet = ExitStack()
 
     def only(self, observer: FunctionObserver) -> Tap:
@@ -103,29 +100,19 @@ class Tap:
         return self
 
     def __enter__(self) -> Tap:
-        self._active_observers = [
-            (observer, name)
-            for observer in self._observers
-            if not observer.muted() and (name := observer.call_name()) is not None
-        ]
-        for observer, _ in self._active_observers:
-            self._quiet.enter_context(observer.mute())
+        for observer in self._observers:
+            name = None if observer.muted() else observer.call_name()
+            if name is not None:
+                self._names[observer] = name
+                self._quiet.enter_context(observer.mute())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._quiet.close()
         if kind is not None:
             return
-        arguments, output = self._arguments, self.output
-        compared = isinstance(output, Tensor) and isinstance(arguments.get("value"), Tensor)
-        for observer, name in self._active_observers:
-            observer.observe(
-                lambda name=name: call_from_arguments(arguments, name, "tap"),  # type: ignore[misc]
-                name,
-                (lambda: output) if compared else None,  # type: ignore[arg-type, return-value]
-            )
+        output: Any = self.output
+        compared = isinstance(output, Tensor) and isinstance(self._arguments.get("value"), Tensor)
+        for observer, name in self._names.items():
+            read_call = functools.partial(call_from_arguments, self._arguments, name, "tap")
+            observer.observe(read_call, name, (lambda: output) if compared else None)

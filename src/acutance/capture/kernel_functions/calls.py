@@ -1,11 +1,11 @@
-"""Observe and change calls of kernel functions, while a probe, a law or a monitor is open."""
+"""Pass the calls of kernel functions and operators through handlers, while something is open."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,80 +13,106 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.intercept import notify_all
-from acutance.capture.kernel_functions.arguments import Arguments
-from acutance.capture.kernel_functions.libraries import OPERATORS
-from acutance.capture.kernel_functions.reading import Kernel, Reading
+from acutance.capture.kernel_functions.flash_attn import OPERATORS
+from acutance.capture.kernel_functions.reading import Arguments, Kernel, Reading
 from acutance.capture.kernel_functions.replace import Replaced, replaced
-from acutance.capture.protocols import FunctionObserver
+from acutance.capture.readers.huggingface import pass_on
 from acutance.capture.readers.interface_call import is_cross
 from acutance.capture.torch_modes import undoing
 
-__all__ = [
-    "KernelChanger",
-    "change",
-    "change_operator",
-    "never_called",
-    "observe",
-    "observe_operator",
-    "on_call",
-    "operator_kernel",
-]
 
+class KernelCall:
+    """One call of a kernel that a model calls as a function.
 
-class KernelChanger(Protocol):
-    """Changes the queries of kernel calls."""
+    Args:
+        kernel: how its arguments are read.
+        function: what computes it.
+        bound: its arguments, bound to the function's signature.
+    """
 
-    def muted(self) -> bool:
-        """Whether this thread is inside a call that has already been changed."""
+    def __init__(
+        self, kernel: Kernel, function: Callable[..., Any], bound: inspect.BoundArguments
+    ) -> None:
+        self.kernel, self._function, self._bound = kernel, function, bound
+        self._reading: Reading | None = None
 
-    def mute(self) -> Any:
-        """Context in which calls are not changed: they are part of a changed call."""
+    def read(self, module: str) -> AttentionCall:
+        """The call as the kernel computes it; ``module`` is the name of the module that makes it.
 
-    def note_function(self, *, attention: bool = True) -> None:
-        """Note that the model calls attention as a function."""
-
-    def module_to_change(self) -> str | None:
-        """Name of the running module if its scores are to be scaled, else None."""
-
-    def factor_of_kernel(self, name: str, kernel: str, read: Callable[[], AttentionCall]) -> Tensor:
-        """Factor (B or 1, Hq or 1, L, 1) of the queries of a call in module ``name``.
-
-        It raises an error that names the kernel if the call cannot be read or changed.
+        Raises:
+            ValueError: if it is not understood; the message names the kernel.
         """
+        self._reading = self.kernel.reading(self._bound)
+        fields = self._reading.fields
+        if is_cross(module):
+            fields["cross"] = True
+        return AttentionCall(module=module, source=self.kernel.name, **fields)
 
-    def refused_kernel(self, name: str, kernel: str, reason: str) -> Exception:
-        """The error for a call of a kernel that cannot be changed."""
+    def scale_queries(self, factor: Tensor) -> None:
+        """Multiply the queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.
+
+        Raises:
+            ValueError: if they are in 8 bits, where the product would be rounded to few digits.
+        """
+        reading = self._reading
+        assert reading is not None
+        name = self.kernel.names.get(reading.argument, reading.argument)
+        given: Tensor = self._bound.arguments[name]
+        if given.dtype.itemsize < 2:
+            raise ValueError(f"its queries are {given.dtype}")
+        # where each row of each head lies, from 1; rows of padding are at 0
+        places = torch.arange(1, given[..., 0].numel() + 1, device=given.device)
+        rows = reading.rows(places.view(*given.shape[:-1], 1))
+        factors = given.new_ones(len(places) + 1)
+        factors[rows] = factor.to(given.dtype).expand(rows.shape)
+        self._bound.arguments[name] = given * factors[1:].view(*given.shape[:-1], 1)
+
+    def compute(self) -> Any:
+        """The result of the kernel."""
+        return self._function(*self._bound.args, **self._bound.kwargs)
+
+    def output(self, result: Any) -> Tensor:
+        """The output (B, Hq, L, Ev) in a result, once the call has been read."""
+        assert self._reading is not None
+        if self.kernel.name.endswith("_out"):
+            result = self._bound.arguments["out"]
+        output: Tensor = result[0] if isinstance(result, tuple | list) else result
+        return self._reading.rows(output)
 
 
-_observers: list[FunctionObserver] = []
-_changers: list[KernelChanger] = []
-_NO_DEFAULT = inspect.Parameter.empty
+#: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
+Handler = Callable[[KernelCall, Callable[[], Any]], Any]
 
-
-def observe(observer: FunctionObserver) -> AbstractContextManager[None]:
-    """Context in which an observer sees the calls of kernel functions."""
-    return _listed(_observers, observer)
-
-
-def change(changer: KernelChanger) -> AbstractContextManager[None]:
-    """Context in which a changer changes the queries of kernel functions."""
-    return _listed(_changers, changer)
+#: Open handlers that change calls, outermost first, and those that only look.
+_changing: list[Handler] = []
+_looking: list[Handler] = []
 
 
 @contextmanager
-def _listed(group: list[Any], member: Any) -> Iterator[None]:
-    def remove() -> None:
-        group[:] = [each for each in group if each is not member]
+def intercept(handler: Handler, *, looks: bool = False) -> Iterator[None]:
+    """Context in which a handler is called around each call of a kernel function.
 
-    with replaced(on_call), undoing(remove):
-        group.append(member)
+    It may be nested, as :func:`acutance.capture.readers.huggingface.intercept` is. Operators are
+    seen by function modes alone, with :func:`operator_call`.
+
+    Args:
+        handler: called with the call, and with ``run``, which goes on with it.
+        looks: whether it sees calls as all others change them.
+    """
+    group = _looking if looks else _changing
+
+    def remove() -> None:
+        group[:] = [other for other in group if other is not handler]
+
+    with replaced(_on_call), undoing(remove):
+        group.append(handler)
         yield
 
 
-def on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a replaced function, and report its call to observers."""
-    run, kernel = function.original, function.kernel
-    if torch.compiler.is_compiling() or not (_observers or _changers):
+def _on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass a call of a replaced function through the open handlers."""
+    run, kernel, handlers = function.original, function.kernel, (*_changing, *_looking)
+    if torch.compiler.is_compiling() or not handlers:
         return run(*args, **kwargs)
     try:
         bound = function.signature.bind(*args, **kwargs)
@@ -94,131 +120,27 @@ def on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return run(*args, **kwargs)
     if kernel.plan:
         result = run(*args, **kwargs)
-        kernel.read(Arguments(kernel.name, bound))
+        kernel.read(Arguments(kernel.name, bound, kernel.names))
         return result
     notify_all()
-    with ExitStack() as quiet:
-        for changer in tuple(_changers):
-            if not changer.muted():
-                _change(changer, kernel, bound)
-                quiet.enter_context(changer.mute())
-        listening = [
-            (observer, name)
-            for observer in tuple(_observers)
-            if not observer.muted() and (name := observer.call_name()) is not None
-        ]
-        for observer, _ in listening:
-            observer.note_function()
-            quiet.enter_context(observer.mute())
-        result = run(*bound.args, **bound.kwargs)
-    for observer, name in listening:
-        _record(observer, name, kernel, bound, result)
-    return result
+    return pass_on(KernelCall(kernel, run, bound), handlers)
 
 
-def _change(changer: KernelChanger, kernel: Kernel, bound: inspect.BoundArguments) -> None:
-    """Multiply the queries among the arguments of a call."""
-    name = changer.module_to_change()
-    if name is None:
-        return
-    changer.note_function()
-    readings: list[Reading] = []
-
-    def read() -> AttentionCall:
-        readings.append(kernel.reading(bound))
-        return AttentionCall(module=name, source=kernel.name, **readings[0].fields)
-
-    factor = changer.factor_of_kernel(name, kernel.name, read)
-    heads = readings[0].fields["query"].shape[1]
-    placed = readings[0].place(factor.expand(-1, heads, -1, -1))
-    try:
-        bound.arguments[kernel.query] = kernel.scaled(bound.arguments[kernel.query], placed)
-    except (ValueError, KeyError) as error:
-        raise changer.refused_kernel(name, kernel.name, str(error)) from error
-
-
-def _record(
-    observer: FunctionObserver,
-    name: str,
-    kernel: Kernel,
-    bound: inspect.BoundArguments,
-    result: Any,
-) -> None:
-    """Report a call that has run to an observer."""
-    if observer.provides:
-        reason = f"{kernel.name} is called as a function"
-        observer.provide(never_called, name, never_called, reason)
-    output: Tensor = result[0] if isinstance(result, tuple | list) else result
-    readings: list[Reading] = []
-
-    def read() -> AttentionCall:
-        readings[:] = [kernel.reading(bound)]
-        if is_cross(name):
-            readings[0].fields["cross"] = True
-        return AttentionCall(module=name, source=kernel.name, **readings[0].fields)
-
-    observer.observe(read, name, lambda: readings[0].output(output))
-
-
-def never_called() -> Any:
-    """Stands for the functions passed to ``provide`` with a refusal, which are not called."""
-    raise AssertionError("a call that is refused cannot be read")
-
-
-# -- operators, which a torch-function mode sees --------------------------------------------------
-
-
-def operator_kernel(operator: Any) -> Kernel | None:
-    """The kernel that an operator is; None for any other operator."""
-    if type(operator) is not OpOverload and type(operator) is not OpOverloadPacket:
+def operator_call(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> KernelCall | None:
+    """The call of an operator that is a kernel; None for any other operator."""
+    is_operator = type(operator) is OpOverload or type(operator) is OpOverloadPacket
+    kernel = OPERATORS.get(".".join(str(operator).split(".")[:2])) if is_operator else None
+    if kernel is None:
         return None
-    return OPERATORS.get(".".join(str(operator).split(".")[:2]))
-
-
-def observe_operator(
-    observer: FunctionObserver,
-    kernel: Kernel,
-    operator: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run an operator that is a kernel, and report it to an observer."""
-    name = observer.call_name()
-    if name is None:
-        return operator(*args, **kwargs)
-    with observer.mute():
-        result = operator(*args, **kwargs)
-    bound = _signature_of(operator).bind(*args, **kwargs)
-    output = bound.arguments["out"] if kernel.name.endswith("_out") else result
-    _record(observer, name, kernel, bound, output)
-    return result
-
-
-def change_operator(
-    changer: KernelChanger,
-    kernel: Kernel,
-    operator: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run an operator that is a kernel with its queries changed."""
-    bound = _signature_of(operator).bind(*args, **kwargs)
-    _change(changer, kernel, bound)
-    with changer.mute():
-        return operator(*bound.args, **bound.kwargs)
-
-
-def _signature_of(operator: Any) -> inspect.Signature:
-    """The signature of an operator, from its schema."""
-    schema = operator._schema if hasattr(operator, "_schema") else operator.default._schema
+    schema: Any = operator._schema if hasattr(operator, "_schema") else operator.default._schema
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                kinds[argument.kwarg_only],
-                default=argument.default_value if argument.has_default_value() else _NO_DEFAULT,
-            )
-            for argument in schema.arguments
-        ]
-    )
+    parameters = []
+    for argument in schema.arguments:
+        has_default = argument.has_default_value()
+        default = argument.default_value if has_default else inspect.Parameter.empty
+        kind = kinds[argument.kwarg_only]
+        parameters.append(inspect.Parameter(argument.name, kind, default=default))
+    bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    return KernelCall(kernel, operator, bound)

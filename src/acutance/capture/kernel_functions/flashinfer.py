@@ -13,26 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.arguments import Arguments
 from acutance.capture.kernel_functions.reading import (
-    PACKED,
+    Arguments,
     Kernel,
-    Layout,
     Reading,
     Sequences,
     batch_reading,
     packed,
     paged,
     sequence_reading,
-    widened,
 )
 
-__all__ = ["FLASHINFER_DECODE", "FLASHINFER_PREFILL"]
-
-_KEYS = {"NHD": Layout(None, 1, 0), "HND": Layout(None, 0, 1)}
-_IGNORED = ("use_fp16_qk_reduction", "o_dtype", "use_tensor_cores", "rope_scale", "rope_theta")
-_PLAN_IGNORED = (
-    *_IGNORED,
+_IGNORED = (
+    *("use_fp16_qk_reduction", "o_dtype", "use_tensor_cores", "rope_scale", "rope_theta"),
     *("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_qk", "head_dim_vo", "page_size"),
     *("q_data_type", "kv_data_type", "o_data_type", "data_type", "non_blocking", "seq_lens"),
     *("seq_lens_q", "block_tables", "max_token_per_sequence", "max_sequence_kv"),
@@ -44,163 +37,127 @@ _plans: weakref.WeakKeyDictionary[Any, Arguments] = weakref.WeakKeyDictionary()
 
 def _read_single(arguments: Arguments) -> Reading:
     """One request: q (L, Hq, E) in prefill, (Hq, E) in decoding."""
-    arguments.ignore(*_IGNORED)
-    mask, tensors = arguments.optional("custom_mask"), arguments.tensors("q", "k", "v")
-    if arguments["packed_custom_mask"] is not None:
-        raise ValueError(f"{arguments.function} with packed_custom_mask cannot be read")
+    mask, tensors = arguments.optional("custom_mask"), arguments.qkv()
     decodes = tensors[0].dim() == 2
-    layout, keys = Layout(None, 0, None) if decodes else PACKED, _KEYS[arguments["kv_layout"]]
-    scales = [arguments.optional(f"scale_{name}") for name in "qkv"]
+    keys = {"NHD": "LHE", "HND": "HLE"}[arguments["kv_layout"]]
+    layouts = ("HE" if decodes else "LHE", keys, keys)
     query, key, value = (
-        widened(part) if scale is None else part.float() * _over_heads(scale, place, part)
-        for part, scale, place in zip(tensors, scales, (layout, keys, keys), strict=True)
+        _scaled(tensor, arguments.optional(f"scale_{name}"), layout.index("H"))
+        for name, tensor, layout in zip("qkv", tensors, layouts, strict=True)
     )
-    return batch_reading(
-        (query, key, _scaled_value(arguments, value)),
-        layout,
-        keys=keys,
-        causal=decodes or (bool(arguments["causal"]) and mask is None),
-        window=(_bound(arguments["window_left"]), None),
-        attn_mask=None if mask is None else mask.bool()[None, None],
-        **_options(arguments, arguments, tensors[0]),
-    )
+    options = _options(arguments, query, causal=decodes)
+    options["causal"] &= mask is None or decodes
+    if mask is not None:
+        options["attn_mask"] = mask.bool()[None, None]
+    value = _scaled(value, arguments.number("v_scale"))
+    return batch_reading((query, key, value), layouts[0], keys=keys, **options)
 
 
-def _over_heads(scale: Tensor, layout: Layout, part: Tensor) -> Tensor:
-    """A factor (H,) that multiplies a tensor of this layout."""
-    assert layout.heads is not None
-    shape = [1] * part.dim()
-    shape[layout.heads] = -1
-    return scale.float().reshape(shape)
+def _scaled(tensor: Tensor, factor: Tensor | float | None, heads: int | None = None) -> Tensor:
+    """A tensor times a number, or times a factor (H,) of its dimension ``heads``.
+
+    It is float32 if it was in 8 bits or has a factor for each head.
+    """
+    if tensor.dtype.itemsize < 2 or isinstance(factor, Tensor):
+        tensor = tensor.float()
+    if isinstance(factor, Tensor) and heads is not None:
+        factor = factor.float().reshape(-1, *[1] * (tensor.dim() - 1 - heads))
+    return tensor if factor is None else tensor * factor
 
 
 def _read_paged(arguments: Arguments) -> Reading:
     """``run`` of the wrappers of a paged cache: prefill, and decoding of one row a request."""
-    wrapper, query = arguments["self"], arguments.tensor("q")
-    plan = _plan_of(arguments)
-    decodes = plan["qo_indptr"] is None
-    prefix = "" if decodes else "paged_kv_"
+    query, cache = arguments.tensor("q"), arguments["paged_kv_cache"]
+    layout = _add_plan(arguments)
+    key, value = cache.unbind(1) if isinstance(cache, Tensor) else cache
+    if layout == "HND":
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    bounds = arguments.optional("qo_indptr")
+    prefix = "paged_kv_" if bounds is not None else ""
     starts, pages, last = (
-        plan.tensor(f"{prefix}{name}").to(query.device).long()
+        arguments.tensor(f"{prefix}{name}").to(query.device).long()
         for name in ("indptr", "indices", "last_page_len")
     )
-    key, value = _pages(arguments, wrapper)
-    page, counts = key.shape[1], starts.diff()
-    table = packed(starts[:-1], counts, len(pages)).index.clamp(max=max(len(pages) - 1, 0))
-    lengths = torch.where(counts > 0, (counts - 1) * page + last, 0)
-    answers = paged(pages[table], page, lengths, key.shape[0])
-    if decodes:
+    counts = starts.diff()
+    if bounds is None:  # decoding
+        arguments.ignore("q_len_per_req")
+        bounds = torch.arange(len(counts) + 1, device=query.device)
         if len(query) != len(counts):
             raise ValueError(f"{arguments.function} with several rows of a request cannot be read")
-        arguments.ignore("q_len_per_req")
-        one = torch.ones_like(counts)
-        asks = packed(torch.arange(len(counts), device=query.device), one, len(query))
-    else:
-        bounds = plan.tensor("qo_indptr").to(query.device).long()
-        asks = packed(bounds[:-1], bounds.diff(), len(query))
-    key, value = key.flatten(0, 1), value.flatten(0, 1)
-    return _planned(arguments, plan, (query, key, value), asks, answers, causal=decodes)
+    table = packed(starts).index.clamp(max=max(len(pages) - 1, 0))
+    lengths = torch.where(counts > 0, (counts - 1) * key.shape[1] + last, 0)
+    keys = paged(pages[table], key.shape[1], lengths)
+    return _planned(arguments, (query, key, value), bounds, keys, causal=not prefix)
 
 
 def _read_ragged(arguments: Arguments) -> Reading:
     """``run`` of the wrapper of packed keys and values."""
-    query, key, value = arguments.tensors("q", "k", "v")
-    plan = _plan_of(arguments)
-    if arguments["self"]._kv_layout != "NHD":
+    tensors = arguments.qkv()
+    if _add_plan(arguments) != "NHD":
         raise ValueError("its key layout is not NHD")
-    bounds, starts = (
-        plan.tensor(name).to(query.device).long() for name in ("qo_indptr", "kv_indptr")
-    )
-    asks = packed(bounds[:-1], bounds.diff(), len(query))
-    answers = packed(starts[:-1], starts.diff(), len(key))
-    return _planned(arguments, plan, (query, key, value), asks, answers, causal=False)
+    keys = packed(arguments.tensor("kv_indptr").to(tensors[0].device))
+    return _planned(arguments, tensors, arguments.tensor("qo_indptr"), keys, causal=False)
 
 
 def _planned(
     arguments: Arguments,
-    plan: Arguments,
     tensors: tuple[Tensor, Tensor, Tensor],
-    queries: Sequences,
+    bounds: Tensor,
     keys: Sequences,
     *,
     causal: bool,
 ) -> Reading:
-    """Read a call with what its plan says."""
-    plan.ignore(*_PLAN_IGNORED)
-    for name in ("custom_mask", "packed_custom_mask"):
-        if plan[name] is not None:
-            raise ValueError(f"{arguments.function} with {name} cannot be read")
-    given = arguments["window_left"]
-    left = _bound(plan["window_left"] if given is None else given)
+    """Read a call of a wrapper, given where its queries and keys lie."""
+    if arguments["custom_mask"] is not None:
+        raise ValueError(f"{arguments.function} with custom_mask cannot be read")
     query, key, value = tensors
-    reading = sequence_reading(
-        (widened(query), widened(key), _scaled_value(arguments, value)),
-        queries,
-        keys,
-        causal=causal or bool(plan["causal"]),
-        window=(left, None),
-        sinks=arguments.optional("sinks"),
-        **_options(arguments, plan, query),
-    )
-    plan.check()
-    return reading
+    options = _options(arguments, query, causal=causal)
+    tensors = _scaled(query, None), _scaled(key, None), _scaled(value, arguments.number("v_scale"))
+    queries, sinks = packed(bounds.to(query.device)), arguments.optional("sinks")
+    return sequence_reading(tensors, queries, keys, sinks=sinks, **options)
 
 
-def _plan_of(arguments: Arguments) -> Arguments:
-    """The arguments of the plan of a wrapper."""
-    plan = _plans.get(arguments["self"])
+def _add_plan(arguments: Arguments) -> str:
+    """Add what the plan of a wrapper was given to the arguments of a call; its key layout."""
+    wrapper = arguments["self"]
+    plan = _plans.get(wrapper)
     if plan is None:
         reason = "was planned before the probe or the law began: call plan again"
         raise ValueError(f"{arguments.function} {reason}")
-    return plan
+    arguments.add(plan)
+    layout: str = wrapper._kv_layout
+    return layout
 
 
 def _remember(arguments: Arguments) -> None:
     """Store the arguments of ``plan``; tensors are copied, since they may be overwritten."""
     wrapper = arguments["self"]
-    _plans[wrapper] = arguments.keep("self")
+    _plans[wrapper] = arguments.keep()
 
 
-def _pages(arguments: Arguments, wrapper: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values as (pages, page, H, E)."""
-    cache = arguments["paged_kv_cache"]
-    key, value = cache.unbind(1) if isinstance(cache, Tensor) else cache
-    if wrapper._kv_layout == "HND":
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-    return key, value
-
-
-def _options(call: Arguments, plan: Arguments, query: Tensor) -> dict[str, Any]:
-    """Scale, with the factors of queries and keys, and softcap."""
-    if plan["pos_encoding_mode"] not in (None, "NONE"):
-        mode = plan["pos_encoding_mode"]
-        raise ValueError(f"{call.function} with pos_encoding_mode={mode!r} cannot be read")
-    scale, softcap = plan.number("sm_scale"), plan["logits_soft_cap"]
+def _options(arguments: Arguments, query: Tensor, *, causal: bool) -> dict[str, Any]:
+    """Mask, scale with the factors of queries and keys, and softcap."""
+    arguments.ignore(*_IGNORED)
+    if arguments["packed_custom_mask"] is not None:
+        raise ValueError(f"{arguments.function} with packed_custom_mask cannot be read")
+    if (mode := arguments["pos_encoding_mode"]) not in (None, "NONE"):
+        raise ValueError(f"{arguments.function} with pos_encoding_mode={mode!r} cannot be read")
+    scale, softcap = arguments.number("sm_scale"), arguments["logits_soft_cap"]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     for name in ("q_scale", "k_scale"):
-        factor = call.number(name)
+        factor = arguments.number(name)
         scale *= 1.0 if factor is None else factor
-    return {"scale": scale, "softcap": float(softcap) if softcap and softcap > 0 else None}
-
-
-def _scaled_value(arguments: Arguments, value: Tensor) -> Tensor:
-    """The values times their factor."""
-    factor = arguments.number("v_scale")
-    return widened(value) if factor is None else widened(value) * factor
-
-
-def _bound(left: int | None) -> int | None:
-    """The left side of a window; None for no bound."""
-    return None if left is None or left < 0 else int(left)
+    left = arguments["window_left"]
+    return {
+        "causal": causal or bool(arguments["causal"]),
+        "window": (None if left is None or left < 0 else int(left), None),
+        "scale": scale,
+        "softcap": float(softcap) if softcap and softcap > 0 else None,
+    }
 
 
 def _deprecated(arguments: Arguments) -> Reading:
     raise ValueError(f"{arguments.function} overrides what its plan says: call run")
-
-
-_PAGED = "BatchPrefillWithPagedKVCacheWrapper"
-_RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
-_DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 
 
 def _wrapper(name: str, read: Any) -> tuple[Kernel, ...]:
@@ -216,11 +173,11 @@ def _wrapper(name: str, read: Any) -> tuple[Kernel, ...]:
 #: The functions of ``flashinfer.prefill``.
 FLASHINFER_PREFILL = (
     Kernel("single_prefill_with_kv_cache", _read_single),
-    *_wrapper(_PAGED, _read_paged),
-    *_wrapper(_RAGGED, _read_ragged),
+    *_wrapper("BatchPrefillWithPagedKVCacheWrapper", _read_paged),
+    *_wrapper("BatchPrefillWithRaggedKVCacheWrapper", _read_ragged),
 )
 #: The functions of ``flashinfer.decode``.
 FLASHINFER_DECODE = (
     Kernel("single_decode_with_kv_cache", _read_single),
-    *_wrapper(_DECODE, _read_paged),
+    *_wrapper("BatchDecodeWithPagedKVCacheWrapper", _read_paged),
 )

@@ -1,157 +1,128 @@
-"""What one call of a kernel computes, and how its tensors are laid out: in a batch, or packed.
+"""What one call of a kernel computes: its arguments by name, its masks, where its sequences lie.
 
-Packed sequences of different lengths lie one after another, in a cache, or in pages.
+Sequences of one length lie in a batch; others lie one after another, in a cache, or in pages.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.arguments import Arguments
-
-__all__ = [
-    "PACKED",
-    "Kernel",
-    "Layout",
-    "Reading",
-    "Sequences",
-    "alibi",
-    "banded",
-    "batch_reading",
-    "batched",
-    "multiply",
-    "packed",
-    "paged",
-    "sequence_reading",
-    "widened",
-]
-
+#: Arguments that change how a kernel computes, not what.
+_HARMLESS = {
+    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "return_lse"),
+    *("return_attn_probs", "return_softmax_lse", "return_softmax", "return_aux", "zero_tensors"),
+    *("max_seqlen", "max_seqlen_q", "max_seqlen_k", "min_seqlen_k", "max_q", "max_k", "fa_version"),
+    *("out", "out_", "lse", "score_mod_bwd", "block_sparse_tensors_bwd", "backend", "enable_pdl"),
+    *("enable_gqa", "qk_quant_gran", "pv_accum_dtype", "smooth_k", "smooth_v"),
+    *("quantization_backend", "op", "output_dtype"),
+}
 _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which dimensions of a tensor are batch, heads and rows; the last one is the width.
-
-    Attributes:
-        batch: dimension of the batch; None if there is none.
-        heads: dimension of the heads; None if there is one head.
-        rows: dimension of the rows; None if there is one row.
-
-    Example:
-        >>> layout = Layout(0, 2, 1)  # (B, L, H, E), as in flash-attn
-        >>> layout.read(torch.zeros(2, 5, 3, 8)).shape
-        torch.Size([2, 3, 5, 8])
-        >>> layout.write(torch.zeros(2, 3, 5, 1)).shape
-        torch.Size([2, 5, 3, 1])
-    """
-
-    batch: int | None
-    heads: int | None
-    rows: int | None
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """The tensor as (B, H, L, E)."""
-        dims = (self.batch, self.heads, self.rows)
-        there = tensor.permute([dim for dim in dims if dim is not None] + [tensor.dim() - 1])
-        for place, dim in enumerate(dims):
-            if dim is None:
-                there = there.unsqueeze(place)
-        return there
-
-    def write(self, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`read`."""
-        dims = (self.batch, self.heads, self.rows)
-        for place in (2, 1, 0):
-            if dims[place] is None:
-                tensor = tensor.select(place, 0)
-        there = [dim for dim in dims if dim is not None]
-        return tensor.permute([there.index(dim) for dim in range(len(there))] + [len(there)])
-
-
-#: The layout of packed tensors, (T, H, E).
-PACKED = Layout(None, 1, 0)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Where the tokens of N sequences are in a tensor (T, H, E).
-
-    Attributes:
-        index: (N, W), index of each token; what is beyond a sequence's length is not read.
-        lengths: (N,), numbers of tokens.
-        total: T.
-        at_end: whether sequences are aligned at their last tokens, not at their first.
-    """
-
-    index: Tensor
-    lengths: Tensor
-    total: int
-    at_end: bool = True
-
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Indices (N, L) of the tokens in aligned rows, and boolean (N, L), False on padding."""
-        longest = int(self.lengths.max()) if len(self.lengths) else 0
-        column = torch.arange(longest, device=self.index.device).expand(len(self.lengths), -1)
-        if self.at_end:
-            column = column - (longest - self.lengths).unsqueeze(1)
-        real = (column >= 0) & (column < self.lengths.unsqueeze(1))
-        return self.index.gather(1, column.masked_fill(~real, 0)), real
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """A tensor (T, H, E) as (N, H, L, E), zero on padding."""
-        index, real = self.places()
-        rows = tensor[index.masked_fill(~real, 0)]
-        return rows.masked_fill(~real[..., None, None], 0).transpose(1, 2)
-
-    def write(self, tensor: Tensor) -> Tensor:
-        """A tensor (N, H, L, E) as (T, H, E), one where no sequence is."""
-        index, real = self.places()
-        rows = tensor.expand(len(real), -1, real.shape[1], -1).transpose(1, 2)
-        flat = rows.new_ones(self.total, *rows.shape[2:])
-        flat[index[real]] = rows[real]
-        return flat
-
-
-def packed(starts: Tensor, lengths: Tensor, total: int) -> Sequences:
-    """Sequences that lie one after another, with or without gaps.
-
-    Example:
-        >>> two = packed(torch.tensor([0, 2]), torch.tensor([2, 3]), 5)
-        >>> two.read(torch.arange(5.0).view(5, 1, 1))[:, 0, :, 0]
-        tensor([[0., 0., 1.],
-                [2., 3., 4.]])
-    """
-    starts, lengths = starts.long(), lengths.long()
-    width = int(lengths.max()) if len(lengths) else 0
-    column = torch.arange(width, device=starts.device)
-    return Sequences(starts.unsqueeze(1) + column, lengths, total)
-
-
-def batched(batch: int, width: int, lengths: Tensor, device: torch.device) -> Sequences:
-    """Sequences of a tensor (B, W, H, E), whose first two dimensions are flattened."""
-    rows = torch.arange(batch, device=device) * width
-    return packed(rows, lengths.to(device), batch * width)
-
-
-def paged(table: Tensor, page: int, lengths: Tensor, pages: int) -> Sequences:
-    """Sequences in pages of a tensor (pages, page, H, E), whose first dimensions are flattened.
+class Arguments:
+    """The arguments of one call of a kernel, and which of them have been read.
 
     Args:
-        table: (N, most pages of a sequence), the numbers of its pages.
-        page: tokens in a page.
-        lengths: (N,).
-        pages: number of pages.
+        function: name of the function, for messages.
+        bound: the arguments of the call, bound to the function's signature.
+        names: what the function calls an argument that is read by another name.
+
+    Example:
+        >>> def kernel(query, softcap=0.0, **options):
+        ...     return query
+        >>> bound = inspect.signature(kernel).bind(1, tilt=3)
+        >>> arguments = Arguments("kernel", bound, {"q": "query"})
+        >>> arguments["q"], arguments["softcap"], arguments["window"]
+        (1, 0.0, None)
+        >>> arguments.check()
+        Traceback (most recent call last):
+            ...
+        ValueError: kernel is called with tilt=3, which the probe does not know
     """
-    token = torch.arange(page, device=table.device)
-    index = (table.long().unsqueeze(-1) * page + token).flatten(1)
-    return Sequences(index, lengths.long().to(table.device), pages * page)
+
+    def __init__(
+        self, function: str, bound: inspect.BoundArguments, names: Mapping[str, str]
+    ) -> None:
+        self.function, self._names = function, names
+        self._read: set[str] = set()
+        self._given, self._defaults = dict(bound.arguments), dict[str, Any]()
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self._given |= self._given.pop(name, {})
+            elif parameter.default is not inspect.Parameter.empty:
+                self._defaults[name] = parameter.default
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument, or its default; None if the function has no such parameter."""
+        name = self._names.get(name, name)
+        self._read.add(name)
+        return self._given.get(name, self._defaults.get(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor argument.
+
+        Raises:
+            ValueError: if it is anything but a plain tensor.
+        """
+        value = self[name]
+        if not isinstance(value, Tensor) or value.is_nested:
+            kind = "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
+            name = self._names.get(name, name)
+            raise ValueError(f"{self.function} is called with {name} of type {kind}")
+        return value
+
+    def optional(self, name: str) -> Tensor | None:
+        """A tensor argument, or None."""
+        return None if self[name] is None else self.tensor(name)
+
+    def number(self, name: str) -> float | None:
+        """A number, which may be given as a tensor of one element; None if there is none."""
+        value = self[name]
+        return None if value is None else float(torch.as_tensor(value).reshape(()).item())
+
+    def qkv(self) -> _Tensors:
+        """Query, key and value."""
+        return self.tensor("q"), self.tensor("k"), self.tensor("v")
+
+    def ignore(self, *names: str) -> None:
+        """Mark arguments as read, because they do not change what is computed."""
+        self._read.update(names)
+
+    def keep(self) -> Arguments:
+        """These arguments without ``self``, for later: with copies of tensors."""
+        del self._given["self"]
+        for name, value in self._given.items():
+            self._given[name] = value.clone() if isinstance(value, Tensor) else value
+        return self
+
+    def add(self, earlier: Arguments) -> None:
+        """Add the arguments of an earlier call, which those of this one replace."""
+        own = {name: value for name, value in self._given.items() if value is not None}
+        self._given = {**earlier._given, **own}
+        self._defaults = {**earlier._defaults, **self._defaults}
+
+    def check(self) -> None:
+        """Check that every argument that is not at its default has been read.
+
+        Raises:
+            ValueError: if one has not; the message names the function and the argument.
+        """
+        for name, value in self._given.items():
+            if name in self._read or name in _HARMLESS or value is None:
+                continue
+            default = self._defaults.get(name)
+            if value is default or (type(value) is type(default) and value == default):
+                continue
+            shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
+            raise ValueError(
+                f"{self.function} is called with {name}={shown}, which the probe does not know"
+            )
 
 
 @dataclass(frozen=True)
@@ -160,29 +131,13 @@ class Reading:
 
     Attributes:
         fields: the fields of the :class:`AttentionCall`, without module and source.
-        output: the kernel's output as (B, Hq, L, Ev).
-        place: a factor (B or 1, Hq or 1, L, 1) in the layout of the kernel's queries.
+        rows: takes the argument that holds the queries, or the output, to (B, Hq, L, width).
+        argument: name of that argument.
     """
 
     fields: dict[str, Any]
-    output: Callable[[Tensor], Tensor]
-    place: Callable[[Tensor], Tensor]
-
-
-def multiply(query: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a kernel's queries by a factor in their layout.
-
-    Raises:
-        ValueError: if they are in 8 bits, where the product would be rounded to few digits.
-    """
-    if query.dtype.itemsize < 2:
-        raise ValueError(f"its queries are {query.dtype}")
-    return query * factor.to(query.dtype)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """A tensor in 8 bits as float32; any other as it is."""
-    return tensor.float() if tensor.dtype.itemsize < 2 else tensor
+    rows: Callable[[Tensor], Tensor]
+    argument: str = "q"
 
 
 @dataclass(frozen=True)
@@ -192,15 +147,13 @@ class Kernel:
     Attributes:
         name: the function's name; of a method, with its class.
         read: reads the arguments of a call.
-        query: name of the argument that holds the queries.
-        scaled: multiplies that argument by a factor in the layout of the queries.
+        names: what the function calls the arguments that ``read`` asks for by other names.
         plan: whether the function only plans later calls; ``read`` then stores its arguments.
     """
 
     name: str
-    read: Callable[[Arguments], Reading | None]
-    query: str = "q"
-    scaled: Callable[[Tensor, Tensor], Tensor] = multiply
+    read: Callable[[Arguments], Any]
+    names: Mapping[str, str] = field(default_factory=dict)
     plan: bool = False
 
     def reading(self, bound: inspect.BoundArguments) -> Reading:
@@ -209,173 +162,222 @@ class Kernel:
         Raises:
             ValueError: if it is not understood; the message names the function.
         """
-        arguments = Arguments(self.name, bound)
+        arguments = Arguments(self.name, bound, self.names)
         try:
-            reading = self.read(arguments)
+            reading: Reading = self.read(arguments)
         except ValueError as error:
-            reason = str(error)
-            if self.name in reason:
+            if self.name in str(error):
                 raise
-            raise ValueError(f"{self.name} cannot be read: {reason}") from error
+            raise ValueError(f"{self.name} cannot be read: {error}") from error
         except Exception as error:  # a version of the library with other arguments
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"the arguments of {self.name} are not understood: {reason}"
             ) from error
         arguments.check()
-        assert reading is not None
         return reading
+
+
+# -- where sequences lie --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where the tokens of N sequences are in a tensor (T, H, E).
+
+    Attributes:
+        index: (N, W), index of each token; what is beyond a sequence's length is not read.
+        lengths: (N,), numbers of tokens.
+    """
+
+    index: Tensor
+    lengths: Tensor
+
+    def aligned(self, at_end: bool) -> tuple[Tensor, Tensor]:
+        """Indices (N, L) of the tokens, 0 on padding, and boolean (N, L), False on padding.
+
+        Args:
+            at_end: whether sequences are aligned at their last tokens, not at their first.
+        """
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        column = torch.arange(longest, device=self.index.device).expand(len(self.lengths), -1)
+        if at_end:
+            column = column - (longest - self.lengths).unsqueeze(1)
+        real = (column >= 0) & (column < self.lengths.unsqueeze(1))
+        return self.index.gather(1, column.masked_fill(~real, 0)).masked_fill(~real, 0), real
+
+
+def packed(starts: Tensor, lengths: Tensor | None = None) -> Sequences:
+    """Sequences that lie one after another, with or without gaps.
+
+    Args:
+        starts: (N + 1,), where each begins and the last one ends.
+        lengths: (N,); None if there are no gaps.
+
+    Example:
+        >>> packed(torch.tensor([0, 2, 5])).aligned(at_end=True)[0]
+        tensor([[0, 0, 1],
+                [2, 3, 4]])
+    """
+    starts = starts.long()
+    lengths = starts.diff() if lengths is None else lengths.to(starts.device).long()
+    width = int(lengths.max()) if len(lengths) else 0
+    column = torch.arange(width, device=starts.device)
+    return Sequences(starts[: len(lengths), None] + column, lengths)
+
+
+def batched(tensor: Tensor, lengths: Tensor | None = None) -> Sequences:
+    """Sequences of a tensor (B, W, H, E), whose first two dimensions are flattened."""
+    batch, width = tensor.shape[:2]
+    return packed(torch.arange(batch + 1, device=tensor.device) * width, lengths)
+
+
+def paged(table: Tensor, page: int, lengths: Tensor) -> Sequences:
+    """Sequences in pages of a tensor (pages, page, H, E), whose first dimensions are flattened.
+
+    Args:
+        table: (N, most pages of a sequence), the numbers of its pages.
+        page: tokens in a page.
+        lengths: (N,).
+    """
+    index = table.long().unsqueeze(-1) * page + torch.arange(page, device=table.device)
+    return Sequences(index.flatten(1), lengths.to(table.device).long())
 
 
 # -- readings of calls ----------------------------------------------------------------------------
 
 
-def sequence_reading(
-    tensors: _Tensors,
-    queries: Sequences,
-    keys: Sequences,
-    *,
-    at_end: bool = True,
-    flat: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    **options: Any,
-) -> Reading:
-    """Read a call on sequences of different lengths.
+def heads_first(tensor: Tensor, layout: str) -> Tensor:
+    """A tensor with dimensions such as "LBHE" as (B, H, L, E); what it lacks has size 1.
 
-    Args:
-        tensors: query, key and value, (T, H, E).
-        queries: the sequences in the query.
-        keys: the sequences in key and value.
-        at_end: whether the last query is at the last key; else the first is at the first.
-        flat: reshapes the kernel's output to (T, Hq, Ev).
-        options: masks and others, as for :func:`_call_fields`.
+    Example:
+        >>> (
+        ...     heads_first(torch.zeros(2, 5, 3, 8), "BLHE").shape,
+        ...     heads_first(torch.zeros(3, 8), "HE").shape,
+        ... )
+        (torch.Size([2, 3, 5, 8]), torch.Size([1, 3, 1, 8]))
     """
-    cumulative = _documents(queries, keys) if options.get("slopes") is None else None
-    if cumulative is not None:
-        query, key, value = map(PACKED.read, tensors)
-        fields = _call_fields(query, key, value, at_end, **options)
-        fields |= {"cu_seqlens": cumulative, "packed": True}
-        return Reading(fields, lambda output: PACKED.read(flat(output)), PACKED.write)
-    queries, keys = replace(queries, at_end=at_end), replace(keys, at_end=at_end)
-    query, key, value = (
-        part.read(tensor) for part, tensor in zip((queries, keys, keys), tensors, strict=True)
-    )
-    fields = _call_fields(query, key, value, at_end, **options)
-    (_, asks), (_, answers) = queries.places(), keys.places()
-    if not bool(answers.all()):
-        fields["key_mask"] = answers
-    fields |= {"real": asks, "packed": True}
-    return Reading(fields, lambda output: queries.read(flat(output)), queries.write)
+    tensor = tensor.permute([layout.index(name) for name in "BHLE" if name in layout])
+    for place, name in enumerate("BHLE"):
+        if name not in layout:
+            tensor = tensor.unsqueeze(place)
+    return tensor
 
 
 def batch_reading(
-    tensors: _Tensors,
-    layout: Layout,
-    *,
-    at_end: bool = True,
-    keys: Layout | None = None,
-    output: Callable[[Tensor], Tensor] | None = None,
-    **options: Any,
+    tensors: _Tensors, layout: str = "BLHE", *, keys: str | None = None, **options: Any
 ) -> Reading:
     """Read a call on sequences of one length.
 
     Args:
         tensors: query, key and value.
-        layout: of the query, and of the output.
-        at_end: whether the last query is at the last key; else the first is at the first.
-        keys: layout of key and value; None for that of the query.
-        output: the kernel's output as (B, Hq, L, Ev); None if its layout is the query's.
-        options: masks and others, as for :func:`_call_fields`.
+        layout: of the query and of the output, as for :func:`heads_first`.
+        keys: of key and value; None for that of the query.
+        options: masks and others, as for :func:`_fields`.
     """
     layouts = (layout, keys or layout, keys or layout)
-    query, key, value = (place.read(part) for place, part in zip(layouts, tensors, strict=True))
-    fields = _call_fields(query, key, value, at_end, **options)
-    return Reading(fields, output or layout.read, layout.write)
+    fields = _fields(*map(heads_first, tensors, layouts), **options)
+    return Reading(fields, lambda tensor: heads_first(tensor, layout))
 
 
-def _call_fields(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    at_end: bool,
-    *,
-    causal: bool,
-    window: tuple[int | None, int | None] = (None, None),
-    slopes: Tensor | None = None,
-    **fields: Any,
-) -> dict[str, Any]:
-    """The fields of an :class:`AttentionCall`.
+def sequence_reading(
+    tensors: _Tensors, queries: Sequences, keys: Sequences, *, at_end: bool = True, **options: Any
+) -> Reading:
+    """Read a call on sequences of different lengths.
 
     Args:
-        query: (B, Hq, L, E).
-        key: (B, H, S, E).
-        value: (B, H, S, Ev).
+        tensors: query, key and value, (T, H, E) or with the first dimension in two.
+        queries: the sequences in the query.
+        keys: the sequences in key and value.
         at_end: whether the last query is at the last key; else the first is at the first.
-        causal: whether rows see no later keys.
-        window: keys to the left and right that a row sees; None for all.
-        slopes: of ALiBi, (Hq,) or (B, Hq).
-        fields: further fields.
+        options: masks and others, as for :func:`_fields`.
     """
-    rows, columns = query.shape[2], key.shape[2]
-    offset = columns - rows if at_end else 0
-    masks = _visible(query, key, offset, causal, *window)
-    if slopes is not None:
-        masks["bias"] = alibi(slopes, rows, columns, offset)
-    fields = {name: given for name, given in fields.items() if given is not None}
-    if "attn_mask" in masks and "attn_mask" in fields:
-        fields["attn_mask"] = fields["attn_mask"] & masks["attn_mask"]
-    if "bias" in masks and "bias" in fields:
-        fields["bias"] = fields["bias"] + masks["bias"]
-    return {"query": query, "key": key, "value": value, **masks, **fields}
+    query, key, value = (tensor.flatten(0, -3) for tensor in tensors)
+    documents = None
+    if options.get("slopes") is None and len(query) == len(key):
+        documents = _documents(queries, keys, len(query))
+    if documents is not None:
+
+        def rows(tensor: Tensor) -> Tensor:
+            return heads_first(tensor.flatten(0, -3), "LHE")
+
+        fields = _fields(rows(query), rows(key), rows(value), at_end=at_end, **options)
+        return Reading({**fields, "cu_seqlens": documents, "packed": True}, rows)
+    index, real = queries.aligned(at_end)
+    key_index, seen = keys.aligned(at_end)
+
+    def padded(tensor: Tensor) -> Tensor:
+        tensor = tensor.flatten(0, -3)[index]
+        return tensor.masked_fill(~real[..., None, None], 0).transpose(1, 2)
+
+    key, value = (
+        tensor[key_index].masked_fill(~seen[..., None, None], 0).transpose(1, 2)
+        for tensor in (key, value)
+    )
+    fields = _fields(padded(query), key, value, at_end=at_end, **options)
+    if not bool(seen.all()):
+        fields["key_mask"] = seen
+    return Reading({**fields, "real": real, "packed": True}, padded)
 
 
-def _documents(queries: Sequences, keys: Sequences) -> Tensor | None:
+def _documents(queries: Sequences, keys: Sequences, total: int) -> Tensor | None:
     """Cumulative lengths of sequences that can be read as documents of one sequence; else None.
 
     They can if queries and keys are the same tokens, without gaps or empty sequences.
     """
-    same = queries.total == keys.total and torch.equal(queries.lengths, keys.lengths)
-    if not same or not len(queries.lengths) or not bool(queries.lengths.all()):
+    lengths = queries.lengths
+    if not torch.equal(lengths, keys.lengths) or not len(lengths) or not bool(lengths.all()):
         return None
-    cumulative = torch.cat([queries.lengths.new_zeros(1), queries.lengths.cumsum(0)])
-    if int(cumulative[-1]) != queries.total:
-        return None
+    cumulative = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     in_order = (torch.equal(part.index[:, 0], cumulative[:-1]) for part in (queries, keys))
-    return cumulative if all(in_order) else None
+    return cumulative if int(cumulative[-1]) == total and all(in_order) else None
 
 
-def _visible(
+def _fields(
     query: Tensor,
     key: Tensor,
-    offset: int,
+    value: Tensor,
+    *,
     causal: bool,
-    left: int | None,
-    right: int | None,
+    at_end: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    slopes: Tensor | None = None,
+    **given: Any,
 ) -> dict[str, Any]:
-    """Fields of an :class:`AttentionCall` for a causal mask and a window.
+    """The fields of an :class:`AttentionCall`.
 
     Row i sees the keys from ``i + offset - left`` to ``i + offset + right``, both included.
 
     Args:
         query: (B, Hq, L, E).
         key: (B, H, S, E).
-        offset: position of row 0 among the keys.
-        causal: whether ``right`` is 0.
-        left: None for no bound.
-        right: None for no bound.
+        value: (B, H, S, Ev).
+        causal: whether rows see no later keys.
+        at_end: whether the last query is at the last key; else the first is at the first.
+        window: keys to the left and right that a row sees; None for all.
+        slopes: of ALiBi, (Hq,) or (B, Hq).
+        given: further fields; None for absent ones.
 
     Example:
-        >>> _visible(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4), 3, True, 1, None)
-        {'query_offset': 3, 'is_causal': True, 'window': 2}
+        >>> query, key = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
+        >>> fields = _fields(query, key, key, causal=True, window=(1, None))
+        >>> fields["query_offset"], fields["is_causal"], fields["window"]
+        (3, True, 2)
     """
-    right = 0 if causal else right
-    fields: dict[str, Any] = {"query_offset": offset}
+    rows, columns = query.shape[2], key.shape[2]
+    offset = columns - rows if at_end else 0
+    fields: dict[str, Any] = {"query": query, "key": key, "value": value, "query_offset": offset}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    left, right = (window[0], 0) if causal else window
     if right == 0:
         fields["is_causal"] = True
     if left is not None and right in (0, left):
         fields["window"] = left + 1
-    elif right != 0 and (left, right) != (None, None):
-        rows, columns = query.shape[2], key.shape[2]
-        fields["attn_mask"] = banded(rows, columns, offset, left, right, query.device)
+    elif right != 0 and window != (None, None):
+        mask = banded(rows, columns, offset, left, right, query.device)
+        fields["attn_mask"] = mask & fields["attn_mask"] if "attn_mask" in fields else mask
+    if slopes is not None:
+        fields["bias"] = alibi(slopes, rows, columns, offset) + fields.get("bias", 0.0)
     return fields
 
 

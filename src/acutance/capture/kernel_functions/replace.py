@@ -1,26 +1,72 @@
 """Replace the code of kernel functions, so that whoever holds a function calls the new code.
 
-Other modules hold these functions under any name, in closures, partial objects and attributes. So
-the function object stays and its ``__code__`` is exchanged; the original code runs in a copy of the
-function. Restoring puts the same code object back.
+The functions are those of known modules and of kernels from the Hugging Face hub. Other modules
+hold them under any name, in closures, partial objects and attributes. So the function object stays
+and its ``__code__`` is exchanged; the original code runs in a copy of the function. Restoring puts
+the same code object back.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
-from acutance.capture.kernel_functions.libraries import MODULES, loaded_kernels
+from acutance.capture.kernel_functions.flash_attn import FLASH_ATTN, SAGE, VARLEN_ATTN
+from acutance.capture.kernel_functions.flashinfer import FLASHINFER_DECODE, FLASHINFER_PREFILL
 from acutance.capture.kernel_functions.reading import Kernel
+from acutance.capture.kernel_functions.transformer_engine import TRANSFORMER_ENGINE
+from acutance.capture.kernel_functions.xformers import XFORMERS
 from acutance.capture.torch_modes import AfterImport, undoing
 
-__all__ = ["Replaced", "replace_new", "replaced", "run_replaced"]
+_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention"
+#: The modules that define or hold kernels.
+MODULES: dict[str, tuple[Kernel, ...]] = {
+    "flash_attn.flash_attn_interface": FLASH_ATTN,
+    "flash_attn_interface": FLASH_ATTN,
+    "flash_attn_3.flash_attn_interface": FLASH_ATTN,
+    "flash_attn.cute.interface": FLASH_ATTN,
+    "vllm.vllm_flash_attn.flash_attn_interface": FLASH_ATTN,
+    "torch.nn.attention.varlen": VARLEN_ATTN,
+    "xformers.ops.fmha": XFORMERS,
+    "mslk.attention.fmha": XFORMERS,
+    _ENGINE: TRANSFORMER_ENGINE,
+    f"{_ENGINE}.dot_product_attention": TRANSFORMER_ENGINE,
+    "sageattention.core": SAGE,
+    "flashinfer.prefill": FLASHINFER_PREFILL,
+    "flashinfer.decode": FLASHINFER_DECODE,
+}
+#: The folder of a kernel from the hub: ``build/torch29-cxx11-cu128-x86_64-linux``, for one.
+_HUB = re.compile(r"[/\\]build[/\\]torch[^/\\]*[/\\]")
+_hub: set[str] = set()  # names of its modules
+_searched: set[str] = set()  # names of modules whose files were looked at
+
+
+def loaded_kernels() -> Iterator[tuple[FunctionType, Kernel]]:
+    """The functions and methods of all libraries that are imported."""
+    for name in sys.modules.keys() - _searched:
+        _searched.add(name)
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+        if isinstance(file, str) and "torch" in file and _HUB.search(file):
+            _hub.add(name)
+    for name, kernels in (*MODULES.items(), *((name, (*FLASH_ATTN, *SAGE)) for name in _hub)):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        for kernel in kernels:
+            owner, _, member = kernel.name.rpartition(".")
+            holder = getattr(module, owner, None) if owner else module
+            function = getattr(holder, "__dict__", {}).get(member)
+            if isinstance(function, FunctionType):
+                function = inspect.unwrap(function)  # a decorator's closure calls it
+            if isinstance(function, FunctionType) and not function.__code__.co_freevars:
+                yield function, kernel
 
 
 @dataclass(frozen=True)
@@ -29,15 +75,13 @@ class Replaced:
 
     Attributes:
         function: the function.
-        original: a copy of it that runs the original code.
-        code: the original code.
+        original: a copy of it, with the original code.
         kernel: how its calls are read.
         signature: of the original function.
     """
 
     function: FunctionType
     original: FunctionType
-    code: CodeType
     kernel: Kernel
     signature: inspect.Signature
 
@@ -66,43 +110,34 @@ def _new_code(*args: Any, **kwargs: Any) -> Any:
     return run_replaced("key of the function", args, kwargs)
 
 
-def _code_for(key: str, code: CodeType) -> CodeType:
-    """The code that replaces ``code``: it calls :func:`run_replaced` with this key."""
-    template = _new_code.__code__
-    constants = tuple(
-        key if constant == "key of the function" else constant for constant in template.co_consts
-    )
-    return template.replace(co_consts=constants, co_name=code.co_name)
-
-
 def _replace(function: FunctionType, kernel: Kernel) -> None:
-    """Exchange the code of a function."""
-    key = str(id(function))
+    """Exchange the code of a function for one that calls :func:`run_replaced` with its key."""
+    key, code = str(id(function)), function.__code__
     if key in _active:
         return
     known = _known.get(key)
-    if known is None or known.function is not function or known.code is not function.__code__:
+    if known is None or known.function is not function or known.original.__code__ is not code:
         original = FunctionType(
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
+            code, function.__globals__, function.__name__, function.__defaults__
         )
         original.__kwdefaults__ = function.__kwdefaults__
         original.__qualname__, original.__module__ = function.__qualname__, function.__module__
-        signature = inspect.signature(function)
-        known = Replaced(function, original, function.__code__, kernel, signature)
+        known = Replaced(function, original, kernel, inspect.signature(function))
         _known[key] = known
     _active[key] = known  # first: an interrupt may come
     if "__signature__" not in vars(function):  # libraries look up which parameters it has
         vars(function)["__signature__"] = known.signature
-    function.__code__ = _code_for(key, known.code)
+    template = _new_code.__code__
+    constants = [
+        key if constant == "key of the function" else constant for constant in template.co_consts
+    ]
+    function.__code__ = template.replace(co_consts=tuple(constants), co_name=code.co_name)
 
 
 def _restore() -> None:
     """Put the original code of all functions back."""
     for known in _active.values():
-        known.function.__code__ = known.code
+        known.function.__code__ = known.original.__code__
         if vars(known.function).get("__signature__") is known.signature:
             del vars(known.function)["__signature__"]
     _active.clear()

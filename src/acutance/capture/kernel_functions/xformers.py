@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.arguments import Arguments
 from acutance.capture.kernel_functions.reading import (
+    Arguments,
     Kernel,
-    Layout,
     Reading,
     Sequences,
     batch_reading,
     packed,
     sequence_reading,
 )
-
-__all__ = ["XFORMERS"]
 
 #: By class of a bias: whether it is causal, and whether it is aligned at the last key.
 _ALIGNED = {
@@ -46,99 +43,55 @@ _LIBRARIES = ("xformers.", "mslk.")
 
 
 def _read(arguments: Arguments) -> Reading:
-    query, key, value = arguments.tensors("query", "key", "value")
-    bias = arguments["attn_bias"]
-    options: dict[str, Any] = {
-        "scale": arguments.number("scale"),
-        "dropout_p": float(arguments["p"] or 0.0),
-    }
-    grouped = query.dim() == 5
-    groups = query.shape[2:4]
-    if grouped:
-        shared = all(part.stride(3) == 0 or part.shape[3] == 1 for part in (key, value))
-        key, value = (part[:, :, :, 0] if shared else part.flatten(2, 3) for part in (key, value))
-        query = query.flatten(2, 3)
-    layout = Layout(0, None, 1) if query.dim() == 3 else Layout(0, 2, 1)
-    given = query, key, value
+    query, key, value = arguments.qkv()
+    bias, dropout = arguments["attn_bias"], float(arguments["p"] or 0.0)
+    options: dict[str, Any] = {"scale": arguments.number("scale"), "dropout_p": dropout}
+    if query.dim() == 5 and all(part.stride(3) == 0 or part.shape[3] == 1 for part in (key, value)):
+        key, value = key[:, :, :, 0], value[:, :, :, 0]  # the heads of a group share them
+    tensors = query, key, value = _four_dims(query), _four_dims(key), _four_dims(value)
     if bias is None or isinstance(bias, Tensor):
-        of_heads = bias if bias is None or not grouped else bias.flatten(1, 2)
-        if of_heads is not None and of_heads.dim() == 3:
-            of_heads = of_heads.unsqueeze(1)
-        reading = batch_reading(given, layout, causal=False, bias=of_heads, **options)
-    else:
-        reading = _of_class(arguments, bias, given, layout, options)
-    if not grouped:
-        return reading
-
-    def place(factor: Tensor) -> Tensor:
-        placed = reading.place(factor)  # (B, L, Hq or 1, 1)
-        split: Tensor = placed.unflatten(2, (1, 1) if placed.shape[2] == 1 else groups)
-        return split
-
-    return Reading(reading.fields, lambda output: reading.output(output.flatten(2, 3)), place)
-
-
-def _of_class(
-    arguments: Arguments,
-    bias: Any,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    layout: Layout,
-    options: dict[str, Any],
-) -> Reading:
-    """Read a call whose bias is an object."""
+        added = None if bias is None else _four_dims(bias, 1)
+        reading = batch_reading(tensors, causal=False, bias=added, **options)
+        return Reading(reading.fields, lambda tensor: reading.rows(_four_dims(tensor)))
     kind = type(bias)
-    known = _ALIGNED.get(kind.__name__)
-    if known is None or not kind.__module__.startswith(_LIBRARIES):
+    if kind.__name__ not in _ALIGNED or not kind.__module__.startswith(_LIBRARIES):
         raise ValueError(
             f"{arguments.function} with attn_bias of class {kind.__name__} cannot be read"
         )
-    causal, at_end = known
-    left, right = getattr(bias, "window_left", None), getattr(bias, "window_right", None)
-    size = getattr(bias, "_window_size", None)  # the row's own key is one of them
-    window = (left if size is None else int(size) - 1, right)
-    if not hasattr(bias, "q_seqinfo"):
+    options["causal"], options["at_end"] = _ALIGNED[kind.__name__]
+    left, size = getattr(bias, "window_left", None), getattr(bias, "_window_size", None)
+    left = left if size is None else int(size) - 1  # the row's own key is one of them
+    options["window"] = left, getattr(bias, "window_right", None)
+    if hasattr(bias, "q_seqinfo"):
+        if len(query) != 1:
+            raise ValueError(f"{kind.__name__} needs a batch of 1")
+        queries, keys = _sequences(bias.q_seqinfo, query), _sequences(bias.k_seqinfo, key)
+        reading = sequence_reading(tensors, queries, keys, **options)
+    else:
         added = getattr(bias, "_bias", None)
-        if added is not None and added.dim() == 3:
-            added = added.unsqueeze(1)
-        return batch_reading(
-            tensors, layout, causal=causal, window=window, at_end=at_end, bias=added, **options
-        )
-    if tensors[0].shape[0] != 1:
-        raise ValueError(f"{kind.__name__} needs a batch of 1")
-    query, key, value = (layout.read(part)[0].transpose(0, 1) for part in tensors)  # (T, H, E)
-    reading = sequence_reading(
-        (query, key, value),
-        _intervals(bias.q_seqinfo, query),
-        _intervals(bias.k_seqinfo, key),
-        causal=causal,
-        window=window,
-        at_end=at_end,
-        flat=lambda output: layout.read(output)[0].transpose(0, 1),
-        **options,
-    )
-    return Reading(
-        reading.fields,
-        reading.output,
-        lambda factor: layout.write(reading.place(factor).transpose(0, 1).unsqueeze(0)),
-    )
+        added = None if added is None else _four_dims(added, 1)
+        reading = batch_reading(tensors, bias=added, **options)
+    return Reading(reading.fields, lambda tensor: reading.rows(_four_dims(tensor)))
 
 
-def _intervals(info: Any, tensor: Tensor) -> Sequences:
+def _four_dims(tensor: Tensor, heads: int = 2) -> Tensor:
+    """A tensor whose dimension ``heads`` are all heads, as groups of heads or one head may be."""
+    if tensor.dim() == 5:
+        return tensor.flatten(heads, heads + 1)
+    return tensor.unsqueeze(heads) if tensor.dim() == 3 else tensor
+
+
+def _sequences(info: Any, tensor: Tensor) -> Sequences:
     """The sequences that a ``seqinfo`` describes; ``seqlen`` is there where they have gaps."""
-    starts = torch.as_tensor(info.seqstart, device=tensor.device).long()
+    starts = torch.as_tensor(info.seqstart, device=tensor.device)
     lengths = getattr(info, "seqlen", None)
-    if lengths is None:
-        return packed(starts[:-1], starts.diff(), len(tensor))
-    lengths = torch.as_tensor(lengths, device=tensor.device).long()
-    return packed(starts[: len(lengths)], lengths, len(tensor))
+    return packed(starts, None if lengths is None else torch.as_tensor(lengths))
 
+
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+_VARIANTS = ("", "_forward", "_forward_requires_grad")
 
 #: The functions of xFormers.
 XFORMERS = tuple(
-    Kernel(name, _read, "query")
-    for name in (
-        "memory_efficient_attention",
-        "memory_efficient_attention_forward",
-        "memory_efficient_attention_forward_requires_grad",
-    )
+    Kernel(f"memory_efficient_attention{variant}", _read, _NAMES) for variant in _VARIANTS
 )

@@ -107,13 +107,13 @@ def _wrap_function(function: Callable[..., Any], implementation: str) -> Callabl
         compiling = torch.compiler.is_compiling()
         handlers = tuple(_changing) if compiling else (*_changing, *_looking)
         call = InterfaceCall(function, implementation, args, kwargs)
-        return _pass_on(call, handlers, 0)
+        return pass_on(call, handlers)
 
     return attend
 
 
-def _pass_on(call: InterfaceCall, handlers: tuple[Handler, ...], number: int) -> Any:
-    """Run a call through its handlers from one of them on."""
+def pass_on(call: Any, handlers: tuple[Callable[..., Any], ...], number: int = 0) -> Any:
+    """Run a call through its handlers from one of them on, and compute it after the last."""
     if number == len(handlers):
         return call.compute()
-    return handlers[number](call, functools.partial(_pass_on, call, handlers, number + 1))
+    return handlers[number](call, functools.partial(pass_on, call, handlers, number + 1))

@@ -38,7 +38,7 @@ from acutance.capture.head_axis import (
     heads_of,
 )
 from acutance.capture.intercept import ATTENTION_FUNCTIONS
-from acutance.capture.kernel_functions.calls import never_called, observe_operator, operator_kernel
+from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.acutance_attention import ACUTANCE, acutance_call
 from acutance.capture.readers.interface_call import is_cross
@@ -241,7 +241,7 @@ class FunctionCapture(TorchFunctionMode):
 
         if substitute is not None and arguments.get("need_weights", True):
             reason = "its weights are requested: call it with need_weights=False"
-            substitute.provide(never_called, name, never_called, reason)
+            substitute.provide(_never_called, name, _never_called, reason)
         with observer.mute(), watch_sdpa(replacement=replacement) as sdpa_calls:
             result = func(*args, **kwargs)
         if provided:
@@ -277,8 +277,8 @@ class FunctionCapture(TorchFunctionMode):
             return self._sdpa(func, args, kwargs)
         if operator_name in OPERATORS or operator_name in LOG_OPERATORS:
             return self._softmax(func, args, kwargs, log=operator_name in LOG_OPERATORS)
-        if (kernel := operator_kernel(func)) is not None:
-            return observe_operator(self.observer, kernel, func, args, kwargs)
+        if (call := operator_call(func, args, kwargs)) is not None:
+            return self.observer.on_kernel_call(call, call.compute)
         attends = ("attention" in name or "attn" in name) and "backward" not in name
         module = self.observer.running() if attends and namespace != "acutance" else None
         if module is not None:
@@ -396,6 +396,11 @@ class FunctionCapture(TorchFunctionMode):
         output = result[0] if isinstance(result, tuple) else result
         self.observer.observe(lambda: read(args, kwargs, name), name, lambda: output)
         return result
+
+
+def _never_called() -> Any:
+    """Stands for the functions passed to ``provide`` with a refusal, which are not called."""
+    raise AssertionError("a call that is refused cannot be read")
 
 
 def _enclosing_captures() -> list[FunctionCapture]:
