@@ -130,10 +130,8 @@ class AppliedPlan(CountedChange):
         name = None if self._running.depth else module_of_method(self._names)
         if name is None:
             return run()
-        raise ApplyError(
-            f"the plan cannot be applied to {name}: it calls {call.kernel.name}: it has no cache "
-            "of the plan"
-        )
+        reason = call.refusal("it has no cache of the plan")
+        raise ApplyError(f"the plan cannot be applied to {name}: {reason}")
 
     def _on_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
         """Run a call of transformers' interface under the plan.

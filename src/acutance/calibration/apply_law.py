@@ -377,9 +377,7 @@ class Applied(Interception, CountedChange):
                     factor = factor_of_call(plan.laws, call.read(name))
                 call.scale_queries(factor.unsqueeze(-1))
             except ValueError as error:
-                kernel, reason = call.kernel.name, str(error)
-                reason = reason if kernel in reason else f"it calls {kernel}: {reason}"
-                raise self.unreachable(name, reason) from error
+                raise self.unreachable(name, call.refusal(str(error))) from error
             self._count(name)
         with self.mute():
             return run()

@@ -48,6 +48,11 @@ class KernelCall:
             fields["cross"] = True
         return AttentionCall(module=module, source=self.kernel.name, **fields)
 
+    def refusal(self, reason: str) -> str:
+        """Why the call cannot be changed, with the name of the kernel."""
+        name = self.kernel.name
+        return reason if name in reason else f"it calls {name}: {reason}"
+
     def scale_queries(self, factor: Tensor) -> None:
         """Multiply the queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.
 
