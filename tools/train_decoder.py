@@ -71,7 +71,7 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.decoder = ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=trained.POSITIONS,
+        model_max_length=trained.configuration().max_position_embeddings,
         clean_up_tokenization_spaces=False,
     )
 

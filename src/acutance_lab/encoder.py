@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acutance.nn import rotate
-from acutance.scaling import LearnedScaling, NoScaling, Scaling
+from acutance.scaling import NoScaling, Scaling
 
 
 class Attention(nn.Module):
@@ -22,9 +20,7 @@ class Attention(nn.Module):
         base: of rotary positions; None uses none.
     """
 
-    def __init__(
-        self, width: int, heads: int, law: Scaling | LearnedScaling, base: float | None
-    ) -> None:
+    def __init__(self, width: int, heads: int, law: Scaling, base: float | None) -> None:
         super().__init__()
         self.heads, self.law, self.base = heads, law, base
         self.inputs = nn.Linear(width, 3 * width)
@@ -55,9 +51,8 @@ class Attention(nn.Module):
         """
         batch, n, width = x.shape
         query, key, value = self.queries_keys_values(x)
-        if not isinstance(self.law, NoScaling):
-            seen = n if counts is None else int(counts[0].sum())
-            query = query * self.law.factor(torch.tensor([seen])).unsqueeze(-1)
+        seen = n if counts is None else int(counts[0].sum())
+        query = query * self.law.factor(torch.tensor([seen])).unsqueeze(-1)
         mask = None if counts is None else counts.log().to(x.dtype)[:, None, None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.output(out.transpose(1, 2).reshape(batch, n, width))  # type: ignore[no-any-return]
@@ -97,7 +92,7 @@ class Encoder(nn.Module):
         heads: of each layer.
         hidden: of the feed-forward networks.
         layers: how many.
-        law: one for all layers, or one for each.
+        law: the scaling law of all layers.
         base: of rotary positions; None has none.
         kinds: number of position embeddings: the first ``kinds - 1`` positions have one each, all
             others share the last. 0 embeds no positions.
@@ -113,18 +108,17 @@ class Encoder(nn.Module):
         heads: int,
         hidden: int,
         layers: int,
-        law: Scaling | Sequence[LearnedScaling] = NoScaling(),  # noqa: B008 - a frozen record
+        law: Scaling = NoScaling(),  # noqa: B008 - a frozen record
         base: float | None = None,
         kinds: int = 0,
         norm_first: bool = False,
     ) -> None:
         super().__init__()
-        laws = [law] * layers if isinstance(law, Scaling) else list(law)
         self.symbols = nn.Embedding(symbols, width)
         self.kinds = nn.Embedding(kinds, width) if kinds else None
         self.blocks = nn.ModuleList(
-            Block(Attention(width, heads, scaling, base), width, hidden, norm_first=norm_first)
-            for scaling in laws
+            Block(Attention(width, heads, law, base), width, hidden, norm_first=norm_first)
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.output = nn.Linear(width, outputs)

@@ -190,19 +190,17 @@ def _measured(quick: bool, seed: int) -> Measured:
     run = Run("", quick, seed)
     subject = reader(run, windows=run.size(32, 6), length=run.size(128, 2048))
     windows: dict[Any, list[Tensor]] = {}
-    for ids in subject.windows.split(run.size(32, 1)):
-        layers: list[dict[Any, Tensor]] = []
+    layers: list[dict[Any, Tensor]] = []
 
-        def see(
-            layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
-            layers: list[dict[Any, Tensor]] = layers,
-        ) -> None:  # fmt: skip
-            layers.append(_layer(query, key, scale))
+    def see(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        layers.append(_layer(query, key, scale))
 
-        with attending(subject.model, see):
+    with attending(subject.model, see):
+        for ids in subject.windows.split(run.size(32, 1)):
+            layers.clear()
             subject.model(input_ids=ids)
-        for name in layers[0]:
-            windows.setdefault(name, []).append(torch.cat([layer[name] for layer in layers], 1))
+            for name in layers[0]:
+                windows.setdefault(name, []).append(torch.cat([layer[name] for layer in layers], 1))
     stacked = {name: torch.cat(parts) for name, parts in windows.items()}
     return Measured(
         subject,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,16 +35,8 @@ if TYPE_CHECKING:
 SEEDS = (0,)
 #: Bytes of context in training.
 TRAIN_LENGTH = 128
-#: What its configuration allows; it is evaluated up to 8 times the training length.
-POSITIONS = 4096
 
 _STEPS = 3000
-#: What all of these decoders have in common.
-_BYTES: dict[str, Any] = {
-    "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def directory(seed: int = 0) -> Path:
@@ -87,13 +79,16 @@ def decoder(seed: int = 0) -> LlamaForCausalLM:
         >>> bytes(model(input_ids=ids).logits[0, -1:].argmax(-1).tolist())
         b'g'
     """
-    transformers, folder = _transformers(), directory(seed)
-    with seeded(0):  # initial weights that are then replaced; the caller's random numbers stay
-        model: LlamaForCausalLM = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig.from_pretrained(folder)
-        )
-    weights = load_file(folder / "model.safetensors")
+    try:
+        from transformers import LlamaForCausalLM
+    except ImportError as error:
+        raise ImportError(
+            f"acutance.reproduce.decoder() needs transformers; install it with: {install('hf')}"
+        ) from error
+    weights = load_file(directory(seed) / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied, stored once
+    with seeded(0):  # initial weights that are then replaced; the caller's random numbers stay
+        model = LlamaForCausalLM(configuration())
     model.load_state_dict(weights)
     return model.eval()
 
@@ -107,15 +102,9 @@ def record(seed: int = 0) -> dict[str, Any]:
 
 def configuration() -> LlamaConfig:
     """The bundled decoder's configuration: 3 layers, 4 query heads on 2 key heads, width 96."""
-    config: LlamaConfig = _transformers().LlamaConfig(
-        hidden_size=96,
-        intermediate_size=240,
-        num_hidden_layers=3,
-        max_position_embeddings=POSITIONS,
-        # the slowest rotation, base^(-11/12) a position, goes round once in the training length
-        rope_parameters={"rope_type": "default", "rope_theta": 27.0},
-        **_BYTES,
-    )
+    from transformers import LlamaConfig
+
+    config: LlamaConfig = LlamaConfig.from_pretrained(directory())
     return config
 
 
@@ -128,10 +117,13 @@ def train(seed: int, text: Tensor, *, steps: int = _STEPS, **how: Any) -> LlamaF
         steps: of 32 windows each.
         how: ``keep`` and ``note`` of :func:`acutance_lab.training.fit`.
     """
+    from transformers import LlamaForCausalLM
+
     with seeded(seed):
-        model: LlamaForCausalLM = _transformers().LlamaForCausalLM(configuration())
+        model = LlamaForCausalLM(configuration())
     size = Size(length=TRAIN_LENGTH, width=96, steps=steps, batch=32)
-    return _fit("decoder", model, size, seed, text, **how)
+    _fit("decoder", model, size, seed, text, **how)
+    return model
 
 
 class Size(NamedTuple):
@@ -167,6 +159,13 @@ def hybrid_configuration(size: Size, *, position_free: bool) -> SmolLM3Config:
 
     rotary = [1, 1, 1, 0 if position_free else 1]
     return SmolLM3Config(
+        vocab_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
         hidden_size=size.width,
         intermediate_size=5 * size.width // 2,
         num_hidden_layers=len(rotary),
@@ -179,7 +178,6 @@ def hybrid_configuration(size: Size, *, position_free: bool) -> SmolLM3Config:
             "sliding_attention" if position_free and rotates else "full_attention"
             for rotates in rotary
         ],
-        **_BYTES,
     )
 
 
@@ -199,10 +197,13 @@ def train_hybrid(
 
     with seeded(seed):
         model = SmolLM3ForCausalLM(hybrid_configuration(size, position_free=position_free))
-    return _fit("hybrid", model, size, seed, text, **how)
+    _fit("hybrid", model, size, seed, text, **how)
+    return model
 
 
-def _fit(name: str, model: _Model, size: Size, seed: int, text: Tensor, **how: Any) -> _Model:
+def _fit(
+    name: str, model: torch.nn.Module, size: Size, seed: int, text: Tensor, **how: Any
+) -> None:
     """Train a decoder on random windows of a text."""
 
     def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
@@ -212,7 +213,6 @@ def _fit(name: str, model: _Model, size: Size, seed: int, text: Tensor, **how: A
     warm = min(50, size.steps)
     plan = Plan(name, size.steps, 4e-3, seed=seed, warm=warm, fall=0.6, decay=0.1, clip=1.0)
     fit(model, loss, plan, **how)
-    return model
 
 
 def next_byte_losses(model: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -227,14 +227,3 @@ def next_byte_losses(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """
     logits = model(input_ids=ids[:, :-1]).logits.float()
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-
-
-def _transformers() -> Any:
-    """Import and return transformers; ImportError says how to install it if it is missing."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"acutance.reproduce.decoder() needs transformers; install it with: {install('hf')}"
-        ) from error
-    return transformers

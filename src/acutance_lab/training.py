@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from acutance.plugins import write_whole
-
-#: Progress, a line at a time.
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def fit(
     *,
     keep: Path | None = None,
     every: float = 30.0,
-    note: Note | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> torch.nn.Module:
     """Train a model, continuing from a checkpoint of the same plan if there is one.
 
@@ -103,7 +100,7 @@ def fit(
         "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         "code": source_hash(loss), "torch": str(torch.__version__),
     }  # fmt: skip
-    trained = {"model": model, "optimizer": optimizer}
+    trained: dict[str, Any] = {"model": model, "optimizer": optimizer}
     start = _resume(keep, identity, trained)
     saved, seconds = time.perf_counter(), 0.0
     model.train()
@@ -127,7 +124,10 @@ def fit(
                 left = seconds / (done - start) * (plan.steps - done)
                 note(f"{plan.name}: step {done}/{plan.steps}, loss {latest:.3f}, {left:.0f} s left")
         if keep is not None and (time.perf_counter() - saved > every or done == plan.steps):
-            _save(keep, identity, trained, done)
+            state: dict[str, Any] = {"identity": identity, "step": done}
+            state |= {name: subject.state_dict() for name, subject in trained.items()}
+            keep.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(keep, partial(torch.save, state))
             saved = time.perf_counter()
     return model.eval()
 
@@ -141,25 +141,18 @@ def source_hash(function: Callable[..., Any]) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def _save(keep: Path, identity: dict[str, Any], trained: dict[str, Any], step: int) -> None:
-    """Write a training checkpoint atomically."""
-    state = {name: subject.state_dict() for name, subject in trained.items()}
-    keep.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(keep, lambda path: torch.save({"identity": identity, "step": step, **state}, path))
-
-
 def _resume(keep: Path | None, identity: dict[str, Any], trained: dict[str, Any]) -> int:
     """Load a checkpoint into the model and optimizer; return the number of steps done.
 
     0, with nothing loaded, if there is no checkpoint, it is damaged, or has another ``identity``.
     """
-    if keep is None or not os.path.isfile(keep):
+    if keep is None:
         return 0
     try:
         state = torch.load(keep, weights_only=True)
         same = state["identity"] == identity
-    except Exception:  # whatever a damaged file makes of the reader: it is then trained again
-        return 0
+    except Exception:  # no file, or whatever a damaged one makes of the reader
+        same = False
     if not same:
         return 0
     for name, subject in trained.items():
