@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from acutance.extending import Extension, extend
     from acutance.judging import LossComparison, apply, judge
     from acutance.mechanisms import MECHANISMS, Mechanism
-    from acutance.probing.open_probe import Probe, ProbeError, probe
+    from acutance.probing.probe import Probe, ProbeError, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
     from acutance.summary.head_summary import HeadSummary
     from acutance.summary.state import load

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from acutance.probing import Diff, HeadSummary, Layer, Run, Shard, State, diff
-from acutance.summary.diff.records import ORDER, VERDICTS
+from acutance.summary.diff import ORDER, VERDICTS
 
 DRAWN = runpy.run_path(str(Path(__file__).with_name("drawn.py")))
 rows_of, summary_of = DRAWN["rows_of"], DRAWN["summary_of"]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.probing.spans import Span
+from acutance.probing.settings import Span
 from acutance.summary.readouts.spans import Spans
 
 transformers = pytest.importorskip("transformers")

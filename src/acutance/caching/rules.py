@@ -14,7 +14,7 @@ from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import LayerShape
 from acutance.calibration.fit.windows import evaluating
 from acutance.calibration.loss_table import LossTable, Reading, Saving, Unit, Windows
-from acutance.probing.open_probe import probe
+from acutance.probing.probe import probe
 from acutance.summary.head_summary import HeadSummary
 
 #: Rows of each window that are read, drawn at random.

@@ -54,7 +54,7 @@ def diff(options: DiffOptions) -> None:
     from acutance.report.diff_figures import draw_diff
     from acutance.report.exports import put_csv
     from acutance.report.terminal import headline
-    from acutance.summary.diff.diff import diff as diff_summaries
+    from acutance.summary.diff import diff as diff_summaries
 
     changes = diff_summaries(_read(options.before), _read(options.after), equal_n=options.equal_n)
     shown = list(dict.fromkeys(options.metric or [])) or [headline(changes.metrics)]

@@ -320,7 +320,7 @@ def _judge_and_show(
 
 def _show(outcome: "Outcome", options: ProbeOptions, judged: Judged | None) -> None:
     """Show and write the results of a run, whose state is written already."""
-    from acutance.probing.open_probe import ProbeError
+    from acutance.probing.probe import ProbeError
     from acutance.report.exports import summary_view
     from acutance.report.screen import note
 

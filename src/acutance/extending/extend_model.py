@@ -19,7 +19,7 @@ from acutance.extending.candidates import proposals
 from acutance.extending.record import Extension
 from acutance.extending.search import Advance, Search
 from acutance.judging.remedies import PlanRemedy, Remedy, as_remedies, check_fit, for_train_length
-from acutance.probing.open_probe import probe
+from acutance.probing.probe import probe
 from acutance.shapes import check_count, check_number
 
 #: Rise of the loss up to the trained length that is allowed, nats a token.

@@ -8,10 +8,9 @@ from acutance.capture.tap import Tap, tap
 from acutance.diagnose.classes import CLASSES, HeadClass, classify
 from acutance.diagnose.thresholds import THRESHOLDS, Threshold
 from acutance.lazy import lazy
-from acutance.probing.open_probe import Probe, ProbeError, probe
+from acutance.probing.probe import Probe, ProbeError, probe
 from acutance.probing.query_key_sample import QueryKeySample, load_queries_keys
-from acutance.summary.diff.diff import diff
-from acutance.summary.diff.records import Diff, HeadChange, LayerChange
+from acutance.summary.diff import Diff, HeadChange, LayerChange, diff
 from acutance.summary.head_summary import SCHEMA, HeadSummary
 from acutance.summary.layer import STATUSES, Layer
 from acutance.summary.readouts.by_octave import Profile, Slope

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
 from acutance.capture.module_names import class_name
+from acutance.probing.settings import ProbeSettings
 from acutance.probing.structure import kernel_call, token_text
 from acutance.probing.tokens import (
-    InputPlaces,
+    Reader,
     Sample,
     SelectedCall,
-    Tokens,
     take_heads,
     take_rows,
 )
@@ -30,8 +30,6 @@ from acutance.summary.readouts.head_maps import MOST_SEQUENCES, HeadMap
 #: Rows of a head in each sequence, at most.
 MOST_MAP_ROWS = 64
 _LAST_ROW = 2**63 - 1  # of int64
-#: Which rows: one, several, or a slice with an end.
-MapRows: TypeAlias = "int | Sequence[int] | slice"
 _HEAD_NAME = re.compile(
     r"layer (?P<layer>\S+) head (?P<head>\S+)|(?P<short>\S+)\.(?P<number>-?\d+)"
 )
@@ -79,81 +77,71 @@ class _SequenceMap:
         self.ids = torch.empty(0, dtype=torch.int64)
 
 
-class MapReader:
+class MapReader(Reader):
     """Records rows of attention weights of the heads named in ``maps``.
-
-    Args:
-        model: the probed model.
-        maps: heads and rows, as for :func:`acutance.probe`.
-        tokenizer: names tokens; None for no names.
-        tokens: records the token ids that the model's embedding receives.
 
     Raises:
         TypeError: if a head or its rows have the wrong type.
         ValueError: if the model has no such head, or rows are negative or more than 64.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, maps: Mapping[Any, MapRows], tokenizer: Any, tokens: Tokens
-    ) -> None:
+    option = "maps"
+    needs_tokens = True
+
+    def __init__(self, model: torch.nn.Module, settings: ProbeSettings, *others: Any) -> None:
+        super().__init__(model, settings, *others)
         self._requests = [
             (
                 request,
                 LayerChoice.from_model(request.layer, model, "maps"),
                 HeadChoice(request.head),
             )
-            for request in check_maps(maps)
+            for request in check_maps(settings.maps)
         ]
         if (most := max_heads(model)) is not None:
             for _, _, heads in self._requests:
                 heads.check(most, class_name(model))
-        self._tokenizer, self.tokens = tokenizer, tokens
         self._maps: dict[tuple[str, str, int, int], _SequenceMap] = {}
         #: by module: number of the first sequence of its last call, and of the next call
         self._sequences: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
-    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+    def read(self, selected: SelectedCall, rows: CallRows) -> CallRows:
         """Record the requested rows that a call contains, of all its heads and rows."""
-        self._record(selected.whole, places, selected.rows.counted)
-        return rows
-
-    def _record(self, whole: AttentionCall, places: InputPlaces, real: Tensor | None) -> None:
-        """Record the requested rows; ``real`` (B, L) is False on padding, or None for none."""
+        whole, real = selected.whole, selected.rows.counted
         name = whole.module.partition("#")[0]
         requests = [(request, heads) for request, layers, heads in self._requests if name in layers]
         if not requests:
-            return
+            return rows
         batch, total, queries, _ = whole.query.shape
         with self._lock:
             first, following = self._sequences.get(whole.module, (0, 0))
-            if places.begins or following - first != batch:
+            if selected.begins or following - first != batch:
                 first, following = following, following + batch
             self._sequences[whole.module] = first, following
         if first >= MOST_SEQUENCES:
-            return
-        positions = places.in_input
-        positions = torch.arange(queries)[None] if positions is None else positions.cpu()
+            return rows
+        positions, ids = torch.arange(queries)[None], None
+        if selected.queries is not None:
+            positions = selected.queries.cpu() + selected.before
+            ids = self.tokens.keys(batch, queries, whole.key.shape[2], selected.last)
         positions = positions.expand(batch, -1)
-        ids = None
-        if places.queries is not None:
-            ids = self.tokens.keys(batch, queries, whole.key.shape[2], places.last)
         for request, choice in requests:
-            selected = torch.isin(positions, torch.tensor(sorted(request.rows)))
+            wanted = torch.isin(positions, torch.tensor(sorted(request.rows)))
             if real is not None:
-                selected &= real.cpu()
+                wanted &= real.cpu()
             heads = choice.of(total)
             if not heads:
                 raise ValueError(
                     f"maps: {request.name!r} names a head that the layer does not have: "
                     f"it has {total} heads"
                 )
-            if not bool(selected.any()):
+            if not bool(wanted.any()):
                 continue
-            weights, rows, known = _compute_rows(whole, heads, selected)
-            dropped = torch.zeros(places.before)  # keys that a sliding cache has dropped
+            weights, computed, known = _compute_rows(whole, heads, wanted)
+            dropped = torch.zeros(selected.before)  # keys that a sliding cache has dropped
             for b in range(min(batch, MOST_SEQUENCES - first)):
-                recorded = positions[b, rows[b, known[b]]].tolist()
+                recorded = positions[b, computed[b, known[b]]].tolist()
                 for h, head in enumerate(heads):
                     key = request.name, whole.module, head, first + b
                     with self._lock:
@@ -161,7 +149,8 @@ class MapReader:
                     for position, row in zip(recorded, weights[b, h, known[b]], strict=True):
                         stored.rows[position] = torch.cat([dropped, row])
                     if ids is not None:
-                        stored.ids = torch.cat([stored.ids[: places.before], ids[b].cpu()])
+                        stored.ids = torch.cat([stored.ids[: selected.before], ids[b].cpu()])
+        return rows
 
     def unrecorded(self) -> list[str]:
         """One sentence for each request of which no sequence had a row."""
@@ -189,9 +178,11 @@ class MapReader:
                 row = stored_map.rows[position]
                 weights[index, : len(row)] = row
             tokens: tuple[str, ...] = ()
-            if self._tokenizer is not None and len(stored_map.ids):
+            if self.settings.tokenizer is not None and len(stored_map.ids):
                 ids = stored_map.ids[:keys].tolist() + [-1] * (keys - len(stored_map.ids))
-                tokens = tuple(token_text(self._tokenizer, i) if i >= 0 else "" for i in ids)
+                tokens = tuple(
+                    token_text(self.settings.tokenizer, i) if i >= 0 else "" for i in ids
+                )
             maps[name].append(
                 HeadMap(name, module, head, sequence, tuple(positions), weights, tokens)
             )

@@ -1,19 +1,19 @@
-"""Probe: records the attention calls that a listener captures, and summarises them."""
+"""``probe``: a context in which a model's attention is measured while the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import NOT_READ, looks_like_weights
 from acutance.capture.head_axis import heads_of
+from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
@@ -21,65 +21,22 @@ from acutance.capture.tap import Tap, tap
 from acutance.probing.accumulate import LayerRecords, join_calls
 from acutance.probing.causes import is_untrained
 from acutance.probing.head_maps import MapReader, RecordedMaps
-from acutance.probing.query_key_sample import QueryKeyRecorder, QueryKeySample
+from acutance.probing.query_key_sample import QueryKeyReader, QueryKeySample
 from acutance.probing.read_call import CallReader
-from acutance.probing.settings import ProbeSettings
-from acutance.probing.spans import Span, SpanReader
+from acutance.probing.settings import MapRows, ProbeSettings, Span
+from acutance.probing.spans import SpanReader, check_spans
 from acutance.probing.structure import StructureReader
-from acutance.probing.tokens import Tokens
+from acutance.probing.tokens import Reader, Tokens
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.readouts import READOUTS
-from acutance.summary.readouts.call_rows import CallRows
 
+__all__ = ["READERS", "Probe", "ProbeError", "probe"]
+
+#: What a probe can read of each call beside the statistics of its rows, in this order.
+READERS: tuple[type[Reader], ...] = (StructureReader, MapReader, SpanReader, QueryKeyReader)
+_Kind = TypeVar("_Kind", bound=Reader)
 #: Methods for runs over a corpus; ``dir`` leaves them out.
 _OF_A_CORPUS = ("number_passes", "expect_tokens", "read_passes")
-
-
-class _Recorder:
-    """Reads each call that a probe's listener captures and adds it to the probe's records.
-
-    Attributes:
-        records: the accumulated statistics of each layer.
-        reader: reads the statistics of one call.
-        listener: captures the calls, and lists those whose rows are not reliable.
-    """
-
-    reader: CallReader
-    listener: Listener
-
-    def __init__(self, records: LayerRecords) -> None:
-        self.records = records
-
-    def on_call(
-        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
-    ) -> None:
-        """Record a call that the model computed; ``output`` returns the model's (B, Hq, L, Ev)."""
-        self._record(self.reader.call(call, output, module), call.module)
-
-    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Record rows whose scores (B, H, L, S) are known, but not their queries and keys."""
-        self._record(self.reader.scores(scores, name, doubt), name)
-
-    def compute(
-        self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """Compute a call's output in place of the model.
-
-        Returns:
-            The output (B, Hq, L, Ev), and a function that records the call's statistics.
-        """
-        provided = self.reader.provide(call, model_output)
-
-        def record() -> None:
-            self._record(self.reader.provided(call, provided, module), call.module)
-
-        return provided.output, record
-
-    def _record(self, rows: CallRows, name: str) -> None:
-        """Add what was read of a call to the records, and list it if it is doubtful."""
-        self.records.add(rows)
-        if rows.doubt is not None:
-            self.listener.unreadable(name, rows.doubt)
 
 
 class Probe:
@@ -97,10 +54,8 @@ class Probe:
         settings.check_heads(model)
         self.metrics = settings.recorded
         self._model = model
-        self._spans = None if settings.spans is None else SpanReader(model, settings.spans)
-        texts: dict[str, dict[str, Any]] = {}
-        if self._spans is not None:
-            texts["spans"] = {"names": self._spans.names}
+        texts: dict[str, Any]
+        texts = {} if settings.spans is None else {"spans": {"names": check_spans(settings.spans)}}
         self._records = LayerRecords(
             self.metrics,
             {
@@ -111,40 +66,30 @@ class Probe:
                 if not readout.option or getattr(settings, readout.option)
             },
         )
-        self._structure: StructureReader | None = None
-        if settings.structure:
-            self._structure = StructureReader(
-                model,
-                settings.tokenizer,
-                settings.special,
-                settings.examples,
-                self._records.so_far,
-            )
-        self._tokens = None if self._structure is None else self._structure.tokens
-        self._maps: MapReader | None = None
-        if settings.maps is not None:
-            self._tokens = self._tokens or Tokens()
-            self._maps = MapReader(model, settings.maps, settings.tokenizer, self._tokens)
-        self._queries_keys = QueryKeyRecorder() if settings.keep else None
-        readers = (self._structure, self._maps, self._spans, self._queries_keys)
-        recorder = _Recorder(self._records)
-        self._listener = recorder.listener = Listener(
+        tokens = Tokens()
+        self._readers = {
+            kind: kind(model, settings, tokens, self._records)
+            for kind in READERS
+            if getattr(settings, kind.option) not in (None, False)
+        }
+        follows = any(reader.needs_tokens for reader in self._readers)
+        reader = CallReader(settings, list(self._readers.values()), self._records)
+        self._listener = reader.listener = Listener(
             model,
-            recorder,
+            reader,
             layers=settings.layers,
             every=settings.every,
             attention_mask=settings.attention_mask,
             rows=settings.rows,
             provides=settings.provide,
-            context=self._follow_tokens,
+            context=partial(tokens.follow, model) if follows else nullcontext,
         )
-        recorder.reader = CallReader(
-            settings,
-            readers=[reader for reader in readers if reader is not None],
-            spans=self._spans,
-            thread=self._listener.modules.thread,
-            rows=self._listener.rows,
-        )
+
+    def _reader(self, kind: type[_Kind]) -> _Kind | None:
+        """What reads this of each call; None if it was not requested."""
+        reader = self._readers.get(kind)
+        assert reader is None or isinstance(reader, kind)
+        return reader
 
     # -- the context ------------------------------------------------------------------------------
 
@@ -168,12 +113,8 @@ class Probe:
             self._listener.__exit__()
         if kind is None and not self._listener.calls:
             raise ProbeError(self._listener.nothing_captured())
-        if kind is None and self._spans is not None:
-            self._spans.check_length()
-
-    def _follow_tokens(self) -> AbstractContextManager[None]:
-        """Context that records the model's input token ids, if an option needs them."""
-        return nullcontext() if self._tokens is None else self._tokens.follow(self._model)
+        if kind is None and (spans := self._reader(SpanReader)) is not None:
+            spans.check_length()
 
     @property
     def unread(self) -> list[str]:
@@ -204,13 +145,14 @@ class Probe:
 
         None if the probe was opened without spans.
         """
-        return None if self._spans is None else self._spans.original
+        reader = self._reader(SpanReader)
+        return None if reader is None else reader.original
 
     @spans.setter
     def spans(self, spans: Mapping[str, Span]) -> None:
-        if self._spans is None:
+        if (reader := self._reader(SpanReader)) is None:
             raise ValueError("spans can be set only if the probe was opened with spans=")
-        self._spans.original = spans
+        reader.original = spans
 
     @property
     def maps(self) -> RecordedMaps:
@@ -220,7 +162,8 @@ class Probe:
 
         Rows of different sequences are not averaged. Only the first eight sequences are recorded.
         """
-        return RecordedMaps() if self._maps is None else self._maps.maps()
+        reader = self._reader(MapReader)
+        return RecordedMaps() if reader is None else reader.maps()
 
     def number_passes(self, pass_number: int | None) -> None:
         """Set the number of the next forward pass, which seeds row sampling; None counts passes."""
@@ -236,8 +179,8 @@ class Probe:
         Raises:
             ValueError: if a span ends beyond that.
         """
-        if self._spans is not None:
-            self._spans.expect(longest)
+        if (reader := self._reader(SpanReader)) is not None:
+            reader.expect(longest)
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
         """Record attention that the model computes itself, from its queries and keys.
@@ -270,12 +213,13 @@ class Probe:
             ProbeError: if nothing was recorded.
         """
         records, modules = self._records.finished(), self._listener.modules
-        if self._structure is not None:
+        if (structure := self._reader(StructureReader)) is not None:
             for record in records.values():
-                self._structure.name_tokens(record.parts)
+                structure.name_tokens(record.parts)
         records = join_calls(records, lambda name: heads_of(modules.module_of(name)))
         if not records:
             raise ProbeError(self._listener.nothing_captured())
+        maps = self._reader(MapReader)
         return HeadSummary.of_layers(
             [records[name] for name in sorted(records, key=modules.order)],
             self.metrics,
@@ -288,7 +232,7 @@ class Probe:
             unread=(
                 *self.unread,
                 *self._not_read(records),
-                *(() if self._maps is None else self._maps.unrecorded()),
+                *(() if maps is None else maps.unrecorded()),
             ),
             not_provided=tuple(self.not_provided),
             maps=tuple(head_map for maps in self.maps.values() for head_map in maps),
@@ -299,19 +243,17 @@ class Probe:
         mentioned = {name.partition("#")[0] for name in records}
         mentioned |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
         listener, modules = self._listener, self._listener.modules
-        for name in sorted(listener.modules_ran, key=modules.order):
-            kind = type(modules.module_of(name)).__name__
+        kinds = {name: type(modules.module_of(name)).__name__ for name in listener.modules_ran}
+        attentive = {kind for kind in set(kinds.values()) if looks_like_weights(kind)}
+        names = [name for name, kind in kinds.items() if kind in attentive]
+        for name in sorted(names, key=modules.order):
             already_mentioned = any(
                 other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.")
                 for other in mentioned
             )
-            if (
-                looks_like_weights(kind)
-                and not already_mentioned
-                and listener.captures_module(name)
-            ):
+            if not already_mentioned and listener.captures_module(name):
                 mentioned.add(name)
-                yield f"{name}: {kind} ran, and {NOT_READ}"
+                yield f"{name}: {kinds[name]} ran, and {NOT_READ}"
 
     def queries_keys(self) -> QueryKeySample:
         """The recorded queries, keys and values: four heads per layer, one sequence.
@@ -319,11 +261,11 @@ class Probe:
         Raises:
             ProbeError: if the probe was not opened with ``keep=True``, or recorded none.
         """
-        if self._queries_keys is None:
+        if (reader := self._reader(QueryKeyReader)) is None:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
         order = sorted(self._records.names(), key=self._listener.modules.order)
         try:
-            return self._queries_keys.sample(order)
+            return reader.sample(order)
         except ValueError as error:
             raise ProbeError(str(error)) from error
 
@@ -372,3 +314,105 @@ class Probe:
         if path is not None:
             page.save(path)
         return page
+
+
+def probe(
+    model: torch.nn.Module,
+    *,
+    metrics: Sequence[str] | None = None,
+    verify: bool | Literal["first"] = "first",
+    noise: bool = False,
+    gaps: bool = False,
+    keep: bool = False,
+    every: int = 1,
+    layers: Chosen | None = None,
+    heads: Chosen | None = None,
+    max_rows: int | None = None,
+    seed: int = 0,
+    provide: bool = False,
+    structure: bool = False,
+    tokenizer: Any = None,
+    special: Iterable[int] | None = None,
+    examples: int = 0,
+    profile: bool = True,
+    spans: Mapping[str, Span] | None = None,
+    maps: Mapping[Any, MapRows] | None = None,
+    attention_mask: Tensor | None = None,
+    rows: Tensor | str = "real",
+) -> Probe:
+    """Measure a model's attention while it runs, without changing its output.
+
+    Args:
+        model: any module; calls inside it are read, whatever else runs.
+        metrics: names from :data:`acutance.METRICS`; None is all of them (``noise_gain`` only with
+            ``noise``, ``keys_50`` and its like only with ``gaps``).
+        verify: recompute outputs from the captured arguments and compare them with the model's. A
+            capture that misses something then shows, but outputs are computed twice. ``"first"``
+            checks the first call of each kind in each layer, True every call, False none.
+        noise: also record ``noise_gain``, which needs a third matrix product.
+        gaps: also record how many keys hold 50, 90, 95 and 99 % of a row's weight (``keys_90``),
+            from counts of keys by the distance of their logit below the row's maximum. With
+            ``structure``, ``critical_ratio`` is then computed on every row, from these counts, and
+            not only on about sixteen rows of a sequence.
+        keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
+        every: read the first of every ``every`` forward passes.
+        layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
+            patterns of module names, or text of several (``"0-3,-1,decoder.*"``).
+        heads: read these heads of each layer only: numbers and ranges.
+        max_rows: read at most this many rows of a call, drawn at random; the summary has the
+            standard error of each mean that results from it.
+        seed: random seed for the choice of rows.
+        provide: let acutance's kernel compute attention and its statistics in one pass, in place of
+            the model's function. Outputs are then equal up to rounding, not bit for bit;
+            :attr:`Probe.not_provided` lists calls that the model computed itself, with the reason.
+        structure: also record where each row's weight lies: the metrics of
+            :data:`acutance.structure.STRUCTURE`, and the weight by octave of distance. Costs a
+            second pass over the scores.
+        tokenizer: gives ``structure`` the ids of special tokens, and examples and maps their words.
+        special: ids of special tokens instead of the tokenizer's; without both, those of the
+            model's configuration.
+        examples: keep this many of each head's sharpest rows, with the tokens they attend to
+            (implies ``structure``).
+        profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which
+            standard errors and slopes against n need. False saves time and memory.
+        spans: named parts of the input, as ``{"system": (0, 31), "document": (31, 800)}``: also
+            record how much weight the rows of each part, and all rows, put on each part
+            (:attr:`HeadSummary.spans`). A part is a pair of the first token and one past the last
+            (None: to the end), a list of such pairs, one for each sequence of the batch, or a
+            boolean (B, S). Tokens are counted from the first column of the input, padding included,
+            also while a cache is decoded. Set :attr:`Probe.spans` for each batch. Costs a second
+            pass over the scores.
+        maps: rows of attention weights to keep, as ``{"layer 5 head 3": [0, 10, 511]}``: for each
+            head the positions of its rows in the input, a number, several or a slice, at most 64
+            (:attr:`Probe.maps`). A head is named ``"layer 5 head 3"``, ``"5.3"`` or ``(5, 3)``;
+            layers are named as for ``layers``.
+        attention_mask: which tokens are real, (B, T), 1 or True; their rows count, those of padding
+            do not. Needed only where the model is called without such a mask: one that a module
+            gets as ``attention_mask``, ``mask``, ``key_padding_mask`` or ``padding_mask`` is read
+            from the call. Set :attr:`Probe.attention_mask` for each batch. Calls of other sizes are
+            read as if there were none.
+        rows: which rows count: ``"real"``, all but padding; ``"all"``; or a boolean tensor, (L,) or
+            (B, L), for some of the real ones. Calls of other sizes are then listed as not read.
+
+    Returns:
+        A context manager. Leaving it raises :class:`ProbeError` if the model ran no attention the
+        probe can see; results are in :meth:`Probe.summary`.
+
+    Raises:
+        TypeError: if ``model`` is not a module, or an option has a wrong type.
+        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, heads
+            are more than the model has, a number is too small, ``attention_mask`` or ``rows`` has
+            another shape or other values, or ``spans`` are empty, negative or overlap. Leaving the
+            context raises it if a span ends beyond the longest sequence that the model got.
+
+    Example:
+        >>> import torch, acutance
+        >>> model = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
+        >>> with acutance.probe(model) as probe:
+        ...     _ = model(torch.randn(2, 10, 16))
+        >>> frame = probe.summary().columns()
+        >>> frame["head"], frame["rows"]
+        ([0, 1, 2, 3], [20, 20, 20, 20])
+    """
+    settings = dict(locals())
+    return Probe(settings.pop("model"), ProbeSettings(**settings))

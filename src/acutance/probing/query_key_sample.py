@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
 from acutance.files import write_bytes
 from acutance.masks import hides
-from acutance.probing.tokens import InputPlaces, SelectedCall
+from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.files import parse, read, sealed
 from acutance.summary.readouts.call_rows import CallRows
 
@@ -181,23 +180,22 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
     return QueryKeySample(query, key, value, tuple(heads), causal)
 
 
-class QueryKeyRecorder:
+class QueryKeyReader(Reader):
     """Records queries, keys and values of each module's first self-attention call."""
 
-    def __init__(self) -> None:
+    option = "keep"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._layers: dict[str, QueryKeySample] = {}
 
-    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+    def read(self, selected: SelectedCall, rows: CallRows) -> CallRows:
         """Record the longest sequence of the first self-attention call of each module."""
-        self._record(selected.whole, selected.rows.counted)
-        return rows
-
-    def _record(self, call: AttentionCall, real: Tensor | None) -> None:
-        """Record a call; ``real`` (B, L) is False on padding, or None if there is no padding."""
+        call, real = selected.whole, selected.rows.counted
         query, key, value = call.query, call.key, call.value
         is_self_attention = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
         if call.module in self._layers or call.cross or not is_self_attention:
-            return
+            return rows
         sequence, tokens = 0, torch.arange(query.shape[2], device=query.device)
         if real is not None:
             sequence = int(real.sum(1).argmax())
@@ -212,6 +210,7 @@ class QueryKeyRecorder:
         query, key, value = (part[:, tokens].detach().float().cpu() for part in parts)
         names = tuple(f"{call.module}/{head}" for head in heads)
         self._layers[call.module] = QueryKeySample(query, key, value, names, causal)
+        return rows
 
     def sample(self, order: list[str]) -> QueryKeySample:
         """Combine the recorded queries and keys into one sample, layers in model order.

@@ -5,26 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, observe_scores
-from acutance.capture.counted_rows import RowReader
 from acutance.capture.head_axis import first_head
-from acutance.capture.intercept import Running
 from acutance.capture.layer_choice import HeadChoice
+from acutance.capture.listener import Listener
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
+from acutance.probing.accumulate import LayerRecords
 from acutance.probing.causes import differences, likely_cause
-from acutance.probing.replace_attention import Provided, Provider
+from acutance.probing.replace_attention import Provider
 from acutance.probing.settings import ProbeSettings
-from acutance.probing.spans import SpanReader
 from acutance.probing.tokens import (
-    InputPlaces,
     PlaceReader,
+    Reader,
     SelectedCall,
     draw,
     take_heads,
@@ -49,94 +48,86 @@ MOVED = (
 _ORDINARY = 1e3  # no score beyond it is beside a mask of −1e4
 
 
-class Reader(Protocol):
-    """What is read of a call beside the statistics of its rows."""
-
-    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
-        """Read a call, and return its rows with what they now also hold."""
-
-
 class CallReader:
-    """Reads the calls of one probe according to its settings.
+    """Reads the calls that a probe's listener captures, and adds their rows to its records.
 
     Attributes:
-        rows: decides which rows count.
-        provider: computes calls in place of the model; None if not requested.
+        listener: captures the calls, and lists those whose rows are not reliable.
     """
 
+    listener: Listener
+
     def __init__(
-        self,
-        settings: ProbeSettings,
-        *,
-        readers: Sequence[Reader],
-        spans: SpanReader | None,
-        thread: Running,
-        rows: RowReader,
+        self, settings: ProbeSettings, readers: Sequence[Reader], records: LayerRecords
     ) -> None:
         """Create a reader.
 
         Args:
             settings: the probe's options.
-            readers: what else is read of each call, such as its structure; ``spans`` among them.
-            spans: measures rows' weight on spans of the input; None if not requested.
-            thread: the modules that are running.
-            rows: decides which rows are padding.
+            readers: what else is read of each call, such as its structure.
+            records: the accumulated statistics of each layer.
         """
-        self._settings = settings
-        self._readers, self._spans = readers, spans
+        self._settings, self._readers, self._records = settings, readers, records
         self._places = PlaceReader()
         self._verify = settings.verify
         self._moments_wanted = settings.noise, settings.gaps
         self._agreed_kinds: set[tuple[object, ...]] = set()
         self._verified_modules: set[str] = set()
         self._heads = None if settings.heads is None else HeadChoice(settings.heads)
-        self.provider = Provider(settings.verify is True) if settings.provide else None
+        self._provider = Provider(settings.verify is True)
         self._doubted_modules: set[str] = set()
         self._warned: set[bool] = set()
-        self.thread, self.rows = thread, rows
 
-    def provide(self, call: AttentionCall, model_output: Callable[[], Tensor]) -> Provided:
-        """Compute a call in place of the model.
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
+    ) -> None:
+        """Record a call that the model computed; ``output`` returns the model's (B, Hq, L, Ev)."""
+        self._record(self._read(call, output, module), call.module)
+
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+        """Record rows whose scores (B, H, L, S) are known, but not their queries and keys."""
+        self._record(self._read_scores(scores, name, doubt), name)
+
+    def compute(
+        self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Compute a call's output in place of the model.
+
+        Returns:
+            The output (B, Hq, L, Ev), and a function that records the call's statistics.
 
         Raises:
-            ValueError: if it cannot be provided; the message is the reason.
+            ValueError: if it cannot be computed; the message is the reason.
         """
-        if self.provider is None:
-            raise ValueError("the probe was opened without provide=True")
         if self._with_deep_masks(call) is not call:
             raise ValueError("its mask hides keys with a number above -1e9")
-        return self.provider.provide(call, model_output, *self._moments_wanted)
+        output, stats, error = self._provider.provide(call, model_output, *self._moments_wanted)
 
-    def provided(
-        self, call: AttentionCall, provided: Provided, module: torch.nn.Module | None
+        def record() -> None:
+            selected, selected_stats = self._select(call, module), stats
+            if selected.heads is not None or selected.sample is not None:
+                state = RowState(*(selected.select(field) for field in stats.state))
+                selected_stats = RowStatistics(state, stats.backend)
+            status: Status = "checked" if error is None else "verified"
+            rows = _result(selected, selected_stats, status, error, provided=True)
+            self._record(self._read_more(selected, rows, module), call.module)
+
+        return output, record
+
+    def _record(self, rows: CallRows, name: str) -> None:
+        """Add what was read of a call to the records, and list it if it is doubtful."""
+        self._records.add(rows)
+        if rows.doubt is not None:
+            self.listener.unreadable(name, rows.doubt)
+
+    def _read(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> CallRows:
-        """Read a call that :meth:`provide` computed."""
-        selected = self._select(call, module)
-        stats = provided.stats
-        if selected.heads is not None or selected.sample is not None:
-            state = RowState(*(selected.select(field) for field in stats.state))
-            stats = RowStatistics(state, stats.backend)
-        status: Status = "checked" if provided.error is None else "verified"
-        rows = _result(selected, stats, status, provided.error, provided=True)
-        return self._read_more(selected, rows, module)
-
-    def call(
-        self,
-        call: AttentionCall,
-        output: Callable[[], Tensor] | None,
-        module: torch.nn.Module | None,
-    ) -> CallRows:
-        """Read a call that the model computes.
-
-        Args:
-            call: the captured call.
-            output: returns the model's output (B, Hq, L, Ev); None if it is unknown.
-            module: the attention module; None if unknown.
-        """
+        """Read a call that the model computes; the arguments are those of :meth:`on_call`."""
         _check_not_batched(call.query, call.key, call.value)
         call = self._with_deep_masks(call)
         selected = _restricted(self._select(call, module))
-        doubted = self.provider is not None and call.module in self.provider.suspects
+        doubted = call.module in self._provider.suspects
         comparable = output is not None and call.dropout_p == 0.0
         kind = call.kind() if comparable and self._verify == "first" else None
         already_agreed = not doubted and kind in self._agreed_kinds
@@ -168,11 +159,7 @@ class CallReader:
         return self._read_more(selected, rows, module)
 
     def _cause(
-        self,
-        selected: SelectedCall,
-        output: Tensor,
-        counted: Tensor,
-        module: torch.nn.Module | None,
+        self, selected: SelectedCall, output: Tensor, counted: Tensor, module: torch.nn.Module
     ) -> str:
         """Likely cause of a differing output, tested on all rows of the selected heads.
 
@@ -190,22 +177,22 @@ class CallReader:
         return likely_cause(call, output, counted, module)
 
     def _read_more(
-        self, selected: SelectedCall, rows: CallRows, module: torch.nn.Module | None
+        self, selected: SelectedCall, rows: CallRows, module: torch.nn.Module
     ) -> CallRows:
         """Add what needs the call's queries and keys: structure, maps, spans, a sample of them."""
         if not self._readers:
             return rows
-        if selected.whole.moved and any(reader is not self._spans for reader in self._readers):
+        if selected.whole.moved and any(reader.option != "spans" for reader in self._readers):
             raise ValueError(MOVED)
         if rows.layer.provided:  # computed whole: cut only now
             selected = _restricted(selected)
-        places = self._places.of(selected.whole, module)
+        selected = self._places.placed(selected, module)
         for reader in self._readers:
-            rows = reader.read(selected, places, rows)
+            rows = reader.read(selected, rows)
         return rows
 
-    def scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    def _read_scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None
     ) -> CallRows:
         """Read rows whose scores are known, but not their queries and keys.
 
@@ -220,7 +207,7 @@ class CallReader:
         heads = self._chosen(total)
         chosen = scores if heads is None else scores[:, heads]
         stats, visible = observe_scores(chosen, self._settings.gaps)
-        counting = self.rows.rows_of_scores(scores, module, stats.state.n, visible)
+        counting = self.listener.rows.rows_of_scores(scores, module, stats.state.n, visible)
         empty = scores[..., :0]
         call = AttentionCall(module, "softmax", empty, empty, empty)
         numbers = _head_numbers(0, range(total) if heads is None else heads)
@@ -235,7 +222,9 @@ class CallReader:
             stats.state.first.fill_(torch.nan)
             doubt_text = doubt_text or SORTED
         rows = _result(selected, stats, status)._replace(doubt=doubt_text)
-        return rows if self._spans is None else self._spans.read_scores(chosen, rows)
+        for reader in self._readers:
+            rows = reader.read_scores(chosen, rows)
+        return rows
 
     def _with_deep_masks(self, call: AttentionCall) -> AttentionCall:
         """The call with its additive masks as :meth:`_with_deep_mask` reads them."""
@@ -290,21 +279,17 @@ class CallReader:
             raise ValueError(f"heads: none of the requested heads exists, the layer has {total}")
         return heads
 
-    def _select(self, call: AttentionCall, module: torch.nn.Module | None) -> SelectedCall:
+    def _select(self, call: AttentionCall, module: torch.nn.Module) -> SelectedCall:
         """Choose the heads and rows of a call to read; the call itself is not yet restricted."""
         batch, total, queries, _ = call.query.shape
-        counting = self.rows.rows_of_call(call)
+        counting = self.listener.rows.rows_of_call(call)
         split = dist.is_available() and dist.is_initialized()
         first = first_head(module, call.query) if split else 0
         sample = None
         if (max_rows := self._settings.max_rows) is not None:
-            thread = self.thread
-            seed = (
-                self._settings.seed,
-                call.module,
-                thread.pass_number,
-                thread.call_number(call.module),
-            )
+            thread = self.listener.modules.thread
+            number = thread.call_number(call.module)
+            seed = (self._settings.seed, call.module, thread.pass_number, number)
             device = call.query.device
             sample = draw(batch, queries, counting.counted, max_rows, seed, device)
         heads = self._chosen(total)

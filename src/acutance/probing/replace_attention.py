@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +18,6 @@ from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall
 from acutance.capture.torch_modes import unwatched
 from acutance.probing.causes import relative_error
 from acutance.rowstats import RowState, RowStatistics
-
-
-class Provided(NamedTuple):
-    """An attention output that replaces the model's, and the statistics of its rows.
-
-    Attributes:
-        output: (B, Hq, L, Ev), differentiable.
-        stats: row statistics of the same call, detached.
-        error: largest relative difference from the model's output; None if that was not computed.
-    """
-
-    output: Tensor
-    stats: RowStatistics
-    error: float | None
 
 
 class Provider:
@@ -51,7 +36,7 @@ class Provider:
 
     def provide(
         self, call: AttentionCall, model_output: Callable[[], Tensor], noise: bool, gaps: bool
-    ) -> Provided:
+    ) -> tuple[Tensor, RowStatistics, float | None]:
         """Compute the output and row statistics of a captured call.
 
         Args:
@@ -59,6 +44,10 @@ class Provider:
             model_output: runs the model's function and returns its output (B, Hq, L, Ev).
             noise: also measure ``noise_gain``.
             gaps: also count keys by their distance below the maximum.
+
+        Returns:
+            The output (B, Hq, L, Ev), differentiable; row statistics, detached; and the largest
+            relative difference from the model's output, None if that was not computed.
 
         Raises:
             ValueError: if the call cannot be replaced; the message is the reason.
@@ -86,7 +75,7 @@ class Provider:
                 )
             with self._lock:
                 self._equal[kind] = True
-        return Provided(output, stats, error)
+        return output, stats, error
 
 
 def reason_not_provided(call: AttentionCall) -> str | None:

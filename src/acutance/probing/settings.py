@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,13 +12,18 @@ from torch import Tensor
 from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_names import class_name
-from acutance.probing.head_maps import MapRows
-from acutance.probing.spans import Span
 from acutance.rowstats import METRICS, metric
 from acutance.rowstats.metrics import metric_names
 from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
 from acutance.summary.readouts.examples import MOST_ROWS
+
+#: First token and one past the last; None is the end of the sequence.
+Range: TypeAlias = tuple[int, "int | None"]
+#: One range for all sequences, one for each, or a boolean (B, S).
+Span: TypeAlias = "Range | Sequence[Range] | Tensor"
+#: Which rows: one, several, or a slice with an end.
+MapRows: TypeAlias = "int | Sequence[int] | slice"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,24 +6,20 @@ span. One more pass of the kernel gives it for all rows in O(n) memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import weights_on
 from acutance.capture.module_names import module_name, unwrap
-from acutance.probing.tokens import InputPlaces, SelectedCall
+from acutance.probing.settings import ProbeSettings, Range, Span
+from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.cells import Parts
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.spans import ALL_ROWS, MOST_SPANS, OTHER, Spans
-
-#: First token and one past the last; None is the end of the sequence.
-_Range: TypeAlias = tuple[int, "int | None"]
-#: One range for all sequences, one for each, or a boolean (B, S).
-Span: TypeAlias = "_Range | Sequence[_Range] | Tensor"
 
 
 class _CheckedSpans:
@@ -129,20 +125,22 @@ class _CheckedSpans:
         return labels
 
 
-class SpanReader:
+class SpanReader(Reader):
     """Measures the weight of a probe's calls on named spans of the input.
 
-    Args:
-        model: the probed model; keys of a decoder that has an encoder are not part of the input.
-        spans: as for :func:`acutance.probe`.
+    Keys of a decoder that has an encoder are not part of the input.
 
     Raises:
         TypeError: if a span is neither ranges nor a tensor.
         ValueError: if a span is empty, negative, overlaps another or has a reserved name.
     """
 
-    def __init__(self, model: torch.nn.Module, spans: Mapping[str, Span]) -> None:
-        self._spans, self._original = _CheckedSpans(spans), spans
+    option = "spans"
+
+    def __init__(self, model: torch.nn.Module, settings: ProbeSettings, *others: Any) -> None:
+        super().__init__(model, settings, *others)
+        self._original = settings.spans or {}
+        self._spans = _CheckedSpans(settings.spans)
         self._decoder_prefix = _decoder_prefix(model)
         self._longest = 0
 
@@ -188,7 +186,7 @@ class SpanReader:
                 f"{self._longest} tokens"
             )
 
-    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+    def read(self, selected: SelectedCall, rows: CallRows) -> CallRows:
         """Add the weights of a call's rows on the spans, if its keys are part of the input.
 
         The rows are doubtful if the spans are for another batch size or length than the call's.
@@ -197,7 +195,7 @@ class SpanReader:
         prefix = self._decoder_prefix
         if prefix is not None and not selected.whole.cross and name.startswith(prefix):
             return rows
-        return self._add(rows, partial(self._weigh, selected, places.of(selected.sample)))
+        return self._add(rows, partial(self._weigh, selected))
 
     def read_scores(self, scores: Tensor, rows: CallRows) -> CallRows:
         """Add the weights on the spans of self-attention with known scores (B, H, L, S)."""
@@ -215,9 +213,7 @@ class SpanReader:
             return rows._replace(doubt=doubt)
         return rows._replace(parts=Parts(rows.parts, spans=spans))
 
-    def _weigh(
-        self, selected: SelectedCall, places: InputPlaces
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _weigh(self, selected: SelectedCall) -> tuple[Tensor, Tensor, Tensor | None]:
         """Weights on the spans, those of even weights, and the queries' spans; see :class:`Spans`.
 
         Raises:
@@ -225,14 +221,14 @@ class SpanReader:
         """
         call, whole = selected.call, selected.whole
         batch, keys = whole.query.shape[0], whole.key.shape[2]
-        tokens = keys if places.queries is None else places.last + 1
-        sizes = {keys, tokens} if places.begins else None
-        self._check_call(batch, places.before + tokens, sizes)
-        labels = self._spans.labels(places.before, keys, call.query.device)
+        tokens = keys if selected.queries is None else selected.last + 1
+        sizes = {keys, tokens} if selected.begins else None
+        self._check_call(batch, selected.before + tokens, sizes)
+        labels = self._spans.labels(selected.before, keys, call.query.device)
         one_hot = torch.nn.functional.one_hot(labels, len(self.names) + 1)
         query_labels = None
-        if places.queries is not None:
-            positions = places.queries.clamp(min=0)
+        if (positions := selected.positions) is not None:
+            positions = positions.clamp(min=0)
             size = torch.broadcast_shapes(positions.shape[:1], labels.shape[:1])[0]
             query_labels = labels.expand(size, -1).gather(1, positions.expand(size, -1))
         return call.weight_on(one_hot), call.uniform_weight_on(one_hot), query_labels
@@ -265,9 +261,9 @@ class SpanReader:
         self._longest = max(self._longest, tokens)
 
 
-def check_spans(spans: Mapping[str, Span]) -> None:
-    """Check the option ``spans`` without a model; raises what :class:`SpanReader` raises."""
-    _CheckedSpans(spans)
+def check_spans(spans: Mapping[str, Span]) -> tuple[str, ...]:
+    """Check the option ``spans`` and return its names; raises what :class:`SpanReader` raises."""
+    return _CheckedSpans(spans).names
 
 
 def _is_per_sequence(span: Any) -> bool:
@@ -284,7 +280,7 @@ def _is_range(span: Any) -> bool:
     )
 
 
-def _parse_span(name: str, span: Any) -> Tensor | list[_Range]:
+def _parse_span(name: str, span: Any) -> Tensor | list[Range]:
     """Check one span: a boolean (B, S), or ranges, one for all sequences or one for each."""
     if isinstance(span, Tensor):
         if span.dtype != torch.bool or span.dim() != 2:
@@ -302,7 +298,7 @@ def _parse_span(name: str, span: Any) -> Tensor | list[_Range]:
             "boolean mask (B, S), got "
             f"{span!r:.60}"
         )
-    ranges: list[_Range] = []
+    ranges: list[Range] = []
     for start, stop in span if per_sequence else [span]:
         if start is None or start < 0 or (stop is not None and stop <= start):
             raise ValueError(f"spans: {name!r} must have 0 <= start < stop, got ({start}, {stop})")

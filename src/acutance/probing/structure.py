@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Region
-from acutance.probing.tokens import InputPlaces, SelectedCall, Tokens, special_ids
+from acutance.probing.settings import ProbeSettings
+from acutance.probing.tokens import Reader, SelectedCall, special_ids
 from acutance.rowstats.state import has_gaps
 from acutance.structure.blocks import Places, blocks, exact
 from acutance.structure.statistics import observe_structure, tokens_at
-from acutance.summary.cells import Cells, Parts
+from acutance.summary.cells import Parts
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.examples import Examples
 
@@ -28,54 +29,41 @@ CRITICAL_ROWS = 16
 _BLANK = "\u2581"  # SentencePiece's sign for a blank
 
 
-class StructureReader:
+class StructureReader(Reader):
     """Measures where the weight of each row of a probe's calls lies, and keeps the sharpest rows.
 
-    Args:
-        model: the probed model; its configuration names the special tokens if neither
-            ``tokenizer`` nor ``special`` does.
-        tokenizer: any object with ``all_special_ids`` and ``decode``, or None.
-        special: ids of special tokens; None for the tokenizer's.
-        examples: number of sharpest rows to keep of each head.
-        so_far: returns a layer's readout of the rows summarised so far, by their names.
+    Special tokens are those of the option ``special``, else the tokenizer's, else those that the
+    model's configuration names.
 
     Raises:
         TypeError: if ``special`` contains anything but integers.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        tokenizer: Any,
-        special: Iterable[int] | None,
-        examples: int,
-        so_far: Callable[[str, str], Cells | None],
-    ) -> None:
+    option = "structure"
+    needs_tokens = True
+
+    def __init__(self, model: torch.nn.Module, settings: ProbeSettings, *others: Any) -> None:
+        super().__init__(model, settings, *others)
+        special = settings.special
         if special is None:
-            tokenizer_ids = getattr(tokenizer, "all_special_ids", None)
+            tokenizer_ids = getattr(settings.tokenizer, "all_special_ids", None)
             special = special_ids(model) if tokenizer_ids is None else tokenizer_ids
         self._special = tuple(special)
         if not all(isinstance(token, int) for token in self._special):
             raise TypeError(f"special must contain token ids, got {self._special!r}")
-        self._word: Callable[[int], str] | None = None
-        if tokenizer is not None:
-            self._word = lambda token: token_text(tokenizer, token)
-        self._n_examples, self._so_far = examples, so_far
-        self.tokens = Tokens()
 
-    def read(self, selected: SelectedCall, places: InputPlaces, rows: CallRows) -> CallRows:
+    def read(self, selected: SelectedCall, rows: CallRows) -> CallRows:
         """Measure the structure of a call's rows, and keep those among the sharpest so far.
 
         With a gap histogram the rows' statistics give ``critical_ratio``.
         """
         call, whole = selected.call, selected.whole
         kernel = kernel_call(call)
-        positions = places.of(selected.sample).queries
+        positions = selected.positions
         tokens = query_tokens = special = None
         batch, _, queries, _ = whole.query.shape
         if positions is not None and positions.numel():
-            last = places.of(selected.sample).last
-            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], last)
+            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], selected.last)
         if tokens is not None and positions is not None:
             tokens = tokens.to(call.query.device)
             query_tokens = tokens_at(tokens, positions)
@@ -89,7 +77,10 @@ class StructureReader:
         if has_histogram:
             structure = replace(structure, critical_ratio=rows.stats.critical_ratio())
         rows = rows._replace(structure=structure, positions=positions)
-        if self._n_examples and (examples := self._sharpest(kernel, rows, tokens)) is not None:
+        if (
+            self.settings.examples
+            and (examples := self._sharpest(kernel, rows, tokens)) is not None
+        ):
             rows = rows._replace(parts=Parts(rows.parts, examples=examples))
         return rows
 
@@ -105,15 +96,15 @@ class StructureReader:
         """
         stats, positions = rows.stats, rows.positions
         heads, queries = rows.counted.shape[1:]
-        earlier = self._so_far(rows.layer.module, "examples")
+        earlier = self.records.so_far(rows.layer.module, "examples")
         threshold = [-math.inf] * heads
         if isinstance(earlier, Examples):
             threshold = earlier.threshold.tolist()
         entropy, n = stats.entropy, stats.state.n
         sharpness = torch.where(rows.counted & (n > 1), stats.information, -torch.inf)
         flat = sharpness.transpose(0, 1).flatten(1)
-        best = flat.topk(min(self._n_examples, flat.shape[1]), dim=1)
-        examples = Examples.none(heads, self._n_examples)
+        best = flat.topk(min(self.settings.examples, flat.shape[1]), dim=1)
+        examples = Examples.none(heads, self.settings.examples)
         for head, (values, indices) in enumerate(
             zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ):
@@ -136,8 +127,9 @@ class StructureReader:
 
     def name_tokens(self, parts: Parts) -> None:
         """Give a layer's sharpest rows the texts of their tokens, if a tokenizer is known."""
-        if self._word is not None and isinstance(examples := parts.get("examples"), Examples):
-            parts["examples"] = examples.named(self._word)
+        tokenizer, examples = self.settings.tokenizer, parts.get("examples")
+        if tokenizer is not None and isinstance(examples, Examples):
+            parts["examples"] = examples.named(partial(token_text, tokenizer))
 
 
 def token_text(tokenizer: Any, token: int) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import CountedRows
 from acutance.capture.intercept import follow_results, is_rerun
 from acutance.capture.module_names import unwrap
+from acutance.probing.accumulate import LayerRecords
+from acutance.probing.settings import ProbeSettings
 from acutance.structure.blocks import last_visible
+from acutance.summary.readouts.call_rows import CallRows
 
 #: Tokens of each sequence that are remembered, for the keys of a cache.
 _MAX_REMEMBERED = 1 << 17
@@ -116,71 +120,41 @@ def special_ids(model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(sorted(special))
 
 
-@dataclass(frozen=True)
-class InputPlaces:
-    """Positions of a call's queries and keys in the model's input.
-
-    Attributes:
-        queries: (1 or B, L), index of the key at each query's position; None in cross-attention.
-        last: index of the key at the position of the call's last query; −1 if not known.
-        before: number of input tokens before key 0, dropped by a sliding-window cache.
-        begins: whether the call's queries start at the first token of the input.
-    """
-
-    queries: Tensor | None
-    last: int = -1
-    before: int = 0
-    begins: bool = True
-
-    @property
-    def in_input(self) -> Tensor | None:
-        """Position of each query in the input, (1 or B, L); None in cross-attention."""
-        return None if self.queries is None else self.queries + self.before
-
-    def of(self, sample: Sample | None) -> InputPlaces:
-        """The places of the rows that were drawn; all of them if ``sample`` is None."""
-        if sample is None or self.queries is None:
-            return self
-        positions = sample.positions.to(self.queries.device)
-        queries = self.queries.expand(len(positions), -1).gather(1, positions)
-        return replace(self, queries=queries)
-
-
 class PlaceReader(threading.local):
-    """Computes :class:`InputPlaces` of calls, counting the tokens of each layer's cache."""
+    """Finds where calls are in the model's input, counting the tokens of each layer's cache."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
 
-    def of(self, call: AttentionCall, module: Any = None) -> InputPlaces:
-        """Positions of a call's queries and keys.
+    def placed(self, selected: SelectedCall, module: torch.nn.Module) -> SelectedCall:
+        """A copy with the positions of a call's queries and keys.
 
         If the call has as many queries as keys, or states the first query's position, positions
         follow from that. Otherwise the keys come from a cache, and each query is at the position of
         the last key it sees.
 
         Args:
-            call: the call with all its heads and rows. Pass each call once, since the next may
-                continue it.
+            selected: the call. Pass each call once, since the next may continue it.
             module: the attention module; its ``sliding_window`` reveals a cache that drops keys.
         """
+        call = selected.whole
         if call.cross:
-            return InputPlaces(None)
+            return selected
         queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
         if queries >= keys or call.is_causal or call.query_offset:
             first = call.query_offset
             last = first + queries - 1
-            places = torch.arange(first, first + queries, device=device)[None]
+            positions = torch.arange(first, first + queries, device=device)[None]
         else:
-            places = last_visible(call.masking())
-            last = int(places.max()) if places.numel() else -1
+            positions = last_visible(call.masking())
+            last = int(positions.max()) if positions.numel() else -1
         begins = last < queries
         tokens = queries if begins else self._tokens.get(call.module, 0) + queries
         self._tokens[call.module] = tokens
         window = _window(call, module)
         slides = window is not None and queries < keys == window - 1 + queries
         before = max(0, tokens - 1 - last) if slides and not begins else 0
-        return InputPlaces(places, last, before, begins)
+        return replace(selected, queries=positions, last=last, before=before, begins=begins)
 
 
 def _window(call: AttentionCall, module: Any) -> int | None:
@@ -261,7 +235,7 @@ def draw(
 
 @dataclass(frozen=True)
 class SelectedCall:
-    """The heads and rows of a call that a probe reads.
+    """The heads and rows of a call that a probe reads, and where they are in the model's input.
 
     Attributes:
         whole: the call with all its heads and rows.
@@ -270,6 +244,11 @@ class SelectedCall:
         heads: indices of the selected heads; None for all.
         chosen: their numbers in the layer; empty if they are 0, 1, 2, ….
         sample: how the rows were sampled; None if every row is read.
+        queries: (1 or B, L), index of the key at the position of each query of the whole call; None
+            in cross-attention.
+        last: index of the key at the position of the last query; −1 if not known.
+        before: number of input tokens before key 0, dropped by a sliding-window cache.
+        begins: whether the queries start at the first token of the input.
     """
 
     whole: AttentionCall
@@ -278,6 +257,18 @@ class SelectedCall:
     heads: list[int] | None
     chosen: tuple[int, ...]
     sample: Sample | None
+    queries: Tensor | None = None
+    last: int = -1
+    before: int = 0
+    begins: bool = True
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Index of the key at the position of each row that is read, (1 or B, r)."""
+        if self.sample is None or self.queries is None:
+            return self.queries
+        rows = self.sample.positions.to(self.queries.device)
+        return self.queries.expand(len(rows), -1).gather(1, rows)
 
     def select(self, rows: Tensor) -> Tensor:
         """Restrict a tensor (B, H, L, ...) of the whole call to the selected heads and rows."""
@@ -337,3 +328,38 @@ def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
         cu_seqlens=None,
         real=sample.real,
     )
+
+
+class Reader(ABC):
+    """What a probe reads of each call beside the statistics of its rows.
+
+    Args:
+        model: the probed model.
+        settings: the probe's options.
+        tokens: records the token ids that the model's embedding receives.
+        records: the statistics accumulated so far.
+
+    Attributes:
+        option: the option of a probe that asks for it.
+        needs_tokens: whether it reads token ids.
+    """
+
+    option: ClassVar[str]
+    needs_tokens: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        settings: ProbeSettings,
+        tokens: Tokens,
+        records: LayerRecords,
+    ) -> None:
+        self.settings, self.tokens, self.records = settings, tokens, records
+
+    @abstractmethod
+    def read(self, selected: SelectedCall, rows: CallRows) -> CallRows:
+        """Read a call, and return its rows with what they now also hold."""
+
+    def read_scores(self, scores: Tensor, rows: CallRows) -> CallRows:
+        """Read rows whose scores (B, H, L, S) are known, but not their queries and keys."""
+        return rows

@@ -12,7 +12,7 @@ from rich.console import Group
 from acutance.report.screen import Wrapped
 from acutance.report.table import Column, Table, figures, styled
 from acutance.structure import describe
-from acutance.summary.diff.records import CONFIDENCE, VERDICTS, Diff
+from acutance.summary.diff import CONFIDENCE, VERDICTS, Diff
 from acutance.summary.layer import notices
 
 _WIDE = 100  # columns from which on intervals and modules have room

@@ -24,7 +24,7 @@ from acutance.report.plot_style import (
     save,
 )
 from acutance.structure import describe
-from acutance.summary.diff.records import Diff
+from acutance.summary.diff import Diff
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

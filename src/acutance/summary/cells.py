@@ -313,6 +313,8 @@ class Parts(dict[str, Cells]):
     @staticmethod
     def join(sets: list[Parts]) -> Parts:
         """Concatenate the records of different heads, where all sets have them."""
+        if len(sets) == 1:
+            return Parts(sets[0])
         names = [name for name in sets[0] if all(name in other for other in sets)] if sets else []
         return Parts({name: sets[0][name].join([each[name] for each in sets]) for name in names})
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from acutance.files import check_regular
+from acutance.from_json import checked
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
 from acutance.summary.cells import MOST, Parts
-from acutance.summary.layer import COUNTS, STATUSES, Layer
+from acutance.summary.layer import COUNTS, Layer
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.moments import Moments
 
@@ -119,7 +120,7 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
 
 
 def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
-    """Check the types in the header of a summary: layers, metrics, about, unread.
+    """Check the header of a summary: layers, as :class:`Layer`; metrics, about, unread.
 
     Raises:
         ValueError: naming the first thing that does not fit.
@@ -142,14 +143,13 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
             raise ValueError(f"{_short(name)} is not a metric of this version")
     if len(set(metrics)) != len(metrics):
         raise ValueError(f"'metrics' must name each metric once, got {_short(metrics)}")
-    for index, layer in enumerate(record["layers"]):
-        _check_layer(f"layers[{index}]", layer)
-    if (heads := sum(layer["heads"] for layer in record["layers"])) > MOST_HEADS:
+    layers = [_layer(f"layers[{index}]", layer) for index, layer in enumerate(record["layers"])]
+    if (heads := sum(layer.heads for layer in layers)) > MOST_HEADS:
         raise ValueError(f"a state can hold at most {MOST_HEADS} heads, got {heads}")
-    modules = [layer["module"] for layer in record["layers"]]
+    modules = [layer.module for layer in layers]
     if len(set(modules)) != len(modules):
         raise ValueError(f"'layers' must name each layer once, got {_short(modules)}")
-    return record
+    return record | {"layers": tuple(layers)}
 
 
 def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
@@ -161,38 +161,28 @@ def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
     return parse(header, field, kind) if field in header else kind()
 
 
-def _check_layer(place: str, layer: Any) -> None:
-    """Check the fields of one layer of a state file; ``place`` names it in messages."""
-    if not isinstance(layer, dict):
-        raise ValueError(f"{place} must be a JSON object, got {_short(layer)}")
-    missing = [name for name in ("module", "heads") if name not in layer]
-    if missing:
-        raise ValueError(f"{place} lacks the field {missing[0]!r}")
-    if unknown := sorted(set(layer) - {field.name for field in fields(Layer)}):
-        raise ValueError(f"{place} has an unknown field {_short(unknown[0])}")
-    for name in ("module", "source", "padded_by"):
-        if not isinstance(layer.get(name, ""), str):
-            raise ValueError(f"{name!r} of {place} must be a string, got {_short(layer[name])}")
-    if layer.get("status", "captured") not in tuple(STATUSES):
-        raise ValueError(f"'status' of {place} is unknown: {_short(layer['status'])}")
+def _layer(place: str, record: Any) -> Layer:
+    """Check and build one layer of a state file; ``place`` names it in messages."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} must be a JSON object, got {_short(record)}")
+    error = record.get("error")  # infinite for an output that is NaN where the model's is not
+    layer = checked(Layer, {name: record[name] for name in record if name != "error"}, place)
     for name in ("heads", *COUNTS):
-        value = layer.get(name, 0)
-        if type(value) is not int or not (name == "heads") <= value <= MOST:
-            raise ValueError(f"{name!r} of {place} must be a whole number, got {_short(value)}")
-    chosen = layer.get("chosen", [])
-    if not isinstance(chosen, list) or not all(
-        type(head) is int and 0 <= head <= MOST for head in chosen
+        if (value := getattr(layer, name)) < (name == "heads"):
+            raise ValueError(f"{name} of {place} must be a whole number, got {value}")
+    if layer.chosen and (
+        len(layer.chosen) != layer.heads
+        or layer.chosen[0] < 0
+        or sorted(set(layer.chosen)) != list(layer.chosen)
     ):
-        raise ValueError(f"'chosen' of {place} must be whole numbers, got {_short(chosen)}")
-    if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
         raise ValueError(
-            f"'chosen' of {place} must be {layer['heads']} ascending numbers, one for each "
-            f"head, got {_short(chosen)}"
+            f"chosen of {place} must be {layer.heads} ascending numbers, one for each head, got "
+            f"{_short(list(layer.chosen))}"
         )
-    error = layer.get("error")
-    size = type(error) is float or (type(error) is int and error <= MOST)
-    if error is not None and not (size and error >= 0):
-        raise ValueError(f"'error' of {place} must be a number, 0 or more, got {_short(error)}")
+    known = type(error) is float or (type(error) is int and error <= MOST)
+    if error is not None and not (known and error >= 0):
+        raise ValueError(f"error of {place} must be a number, 0 or more, got {_short(error)}")
+    return replace(layer, error=error)
 
 
 def checked_cells(

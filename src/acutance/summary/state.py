@@ -13,7 +13,6 @@ from torch import Tensor
 from acutance.summary.cells import MOST
 from acutance.summary.files import checked_cells, checked_record, expand, optional, parse, read
 from acutance.summary.head_summary import SCHEMA, HeadSummary
-from acutance.summary.layer import Layer
 from acutance.summary.readouts.head_maps import checked_maps
 
 Ranges = tuple[tuple[int, int], ...]
@@ -306,15 +305,12 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
         ValueError: naming the first thing that does not fit.
     """
     record, tensors = checked_record(header), expand(header, tensors)
-    layers = tuple(
-        Layer(**layer | {"chosen": tuple(layer.get("chosen", ()))}) for layer in record["layers"]
-    )
-    metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
+    layers, metrics = record["layers"], tuple(record["metrics"])
     heads = sum(layer.heads for layer in layers)
     rows = {name[5:]: tensors.pop(name) for name in list(tensors) if name.startswith("maps.")}
     maps = checked_maps(optional(header, "maps", list), rows)
     moments, parts = checked_cells(header, tensors, heads, len(metrics))
-    left = tuple(record.get("not_provided", ()))
+    unread, left = tuple(record["unread"]), tuple(record.get("not_provided", ()))
     return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left, maps)
 
 

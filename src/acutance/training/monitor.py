@@ -16,7 +16,7 @@ from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import ProbeError
 from acutance.capture.torch_modes import unwatched
 from acutance.corpus.ranks import all_reduce_summary
-from acutance.probing.open_probe import Probe, probe
+from acutance.probing.probe import Probe, probe
 from acutance.rowstats import METRICS, metric
 from acutance.shapes import check_count, check_flag
 from acutance.summary.head_summary import HeadSummary

@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.interface_call import packed_lengths
 from acutance.masks import hides
-from acutance.probing.faults import visible_keys
+from acutance.probing.causes import visible_keys
 from acutance.verification.expectation import Expectation
 
 _SCALE_TOLERANCE = 1e-5

@@ -13,8 +13,7 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.interface_call import is_cross
 from acutance.masks import hides
-from acutance.probing.causes import differences, find_cause
-from acutance.probing.faults import visible_keys
+from acutance.probing.causes import differences, find_cause, visible_keys
 from acutance.verification.arguments import (
     Difference,
     Pass,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.probing.changed_arguments import changes_of
-from acutance.probing.faults import dense_scores, visible_keys
+from acutance.probing.causes import changes_of, dense_scores, visible_keys
 from acutance.verification.arguments import Comparison, Difference
 
 #: Rounding of scores above which a softmax says nothing about gradients.

@@ -25,33 +25,24 @@ BINS = 64
 _ROUNDING = 1e-9
 Scale = Literal["unit", "nats", "keys", "positive", "signed"]
 
-#: Scale of each metric's histogram; a metric not named here has scale "unit", 0 to 1.
-SCALES: dict[str, Scale] = {
-    "n_keys": "keys",
-    "effective_keys": "keys",
-    "keys_50": "keys",
-    "keys_90": "keys",
-    "keys_95": "keys",
-    "keys_99": "keys",
-    "entropy": "nats",
-    "information": "nats",
-    "gaussian_entropy": "nats",
-    "jensen_gap": "positive",
-    "max_gap": "positive",
-    "logit_std": "positive",
-    "rest_logit_std": "positive",
-    "rest_jensen_gap": "positive",
-    "varentropy": "positive",
-    "noise_gain": "positive",
-    "attention_distance": "positive",
-    "critical_ratio": "positive",
-    "entropy_slope": "signed",
-    "mean_field_entropy": "signed",
-    "max_logit": "signed",
-    "first_gap": "signed",
-    "lse": "signed",
-    "logit_mean": "signed",
+_METRICS_OF: dict[Scale, tuple[str, ...]] = {
+    "keys": ("n_keys", "effective_keys", "keys_50", "keys_90", "keys_95", "keys_99"),
+    "nats": ("entropy", "information", "gaussian_entropy"),
+    "positive": (
+        *("jensen_gap", "max_gap", "logit_std", "rest_logit_std", "rest_jensen_gap"),
+        *("varentropy", "noise_gain", "attention_distance", "critical_ratio"),
+    ),
+    "signed": (
+        "entropy_slope",
+        "mean_field_entropy",
+        "max_logit",
+        "first_gap",
+        "lse",
+        "logit_mean",
+    ),
 }
+#: Scale of each metric's histogram; a metric not named here has scale "unit", 0 to 1.
+SCALES = {name: scale for scale, names in _METRICS_OF.items() for name in names}
 
 _MOST_NATS, _OCTAVES, _DECADES, _MOST_SIGNED = 16.0, 32.0, 6.0, 1e5
 

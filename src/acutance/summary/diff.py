@@ -1,0 +1,707 @@
+"""Compare two summaries head by head: two checkpoints, lengths, texts or shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from acutance.escapes import ranges
+from acutance.files import finite
+from acutance.summary.columns import Columns
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.layer import Layer
+from acutance.summary.readouts.by_octave import Profile
+from acutance.summary.readouts.moments import Moments
+from acutance.summary.standard_errors import HOW, How, Uncertainty, between, uncertainty, worst
+from acutance.summary.state import Run, State, brief
+
+SCHEMA = "acutance.diff/1"
+Verdict = Literal["moved", "unclear", "within noise", "equal"]
+VERDICTS: dict[Verdict, str] = {
+    "moved": "the change is larger than that from choosing another text of the same kind",
+    "unclear": (
+        "larger than for independent rows, but the variation between sequences is not known "
+        "well enough to say more"
+    ),
+    "within noise": "no larger than the change from choosing another text of the same kind",
+    "equal": "no change except rounding",
+}
+#: Verdicts by what ``Diff.verdicts`` holds.
+ORDER = tuple(reversed(VERDICTS))
+#: The intervals of all heads of one metric hold together with this probability, or more.
+CONFIDENCE = 0.95
+
+
+#: Two float32 means that differ by less, relative to their size, are the same.
+ROUNDING = 2.0**-20
+#: Rows of an octave see as many keys in both states if the means of log n differ by no more.
+ALIKE = math.log(1.1)
+#: Mean numbers of keys that differ by less, relative to the larger, are not mentioned.
+_SAME_KEYS = 0.01
+#: Other facts that a change may be due to, with what they are called.
+_SETTINGS = {
+    "attention": "attention implementations",
+    "dtype": "dtypes",
+    "torch": "releases of torch",
+    "transformers": "releases of transformers",
+    "acutance": "releases of acutance",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One head that both summaries have.
+
+    Attributes:
+        layer: index of its layer in the first summary.
+        other_layer: index of its layer in the second summary.
+        head: its number in the layer.
+        module: qualified name of the layer's module in the first summary.
+    """
+
+    layer: int
+    other_layer: int
+    head: int
+    module: str
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The heads that two summaries share, and what only one of them has.
+
+    Attributes:
+        places: the shared heads, in the first summary's order.
+        rows: for each side, indices of the shared heads in its arrays, (heads,) int64.
+        only: for each side, descriptions of layers, heads and metrics that only it has.
+        by_order: True if layers were matched by order, since no module name is shared.
+    """
+
+    places: tuple[Place, ...]
+    rows: tuple[Tensor, Tensor]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    by_order: bool = False
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """The change of one metric of one head.
+
+    Attributes:
+        metric: its name.
+        layer: index of the layer in the first state.
+        head: number of the head in its layer.
+        module: qualified name of the layer's module in the first state.
+        before: mean over rows in the first state, NaN where no row counts.
+        after: the same in the second.
+        change: ``after − before``.
+        error: standard error of the change, between sequences; NaN where it is not known.
+        low: lower end of the interval of the change; see :class:`Diff`.
+        high: upper end.
+        size: the change in units of the rows' standard deviation.
+        rows: rows of both states that count.
+        verdict: one of :data:`VERDICTS`; None where a side has no row.
+    """
+
+    metric: str
+    layer: int
+    head: int
+    module: str
+    before: float
+    after: float
+    change: float
+    error: float
+    low: float
+    high: float
+    size: float
+    rows: tuple[int, ...]
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """The change of one metric over the shared heads of a layer.
+
+    Attributes:
+        metric: name of the metric.
+        layer: index of the layer in the first summary.
+        module: qualified name of its module there.
+        before: mean over heads in the first summary.
+        after: the same in the second.
+        change: mean change of a head.
+        error: upper bound on the standard error of ``change``, since heads may err in common.
+        heads: number of heads that both summaries have.
+        moved: number of heads whose verdict is "moved".
+        most: number, in the layer of the first summary, of the head with the largest absolute
+            change; None if no head has rows on both sides.
+    """
+
+    metric: str
+    layer: int
+    module: str
+    before: float
+    after: float
+    change: float
+    error: float
+    heads: int
+    moved: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class Diff(Columns):
+    """The result of :func:`diff`: (heads, metrics) arrays over the shared heads, in model order.
+
+    The interval of a change, ``low`` to ``high``, is t-distributed with Welch's degrees of freedom
+    and widened (Bonferroni), so that the intervals of all heads of a metric hold together with
+    probability :data:`CONFIDENCE`. A head whose interval excludes 0 has moved.
+
+    Attributes:
+        about: the facts stored in both summaries.
+        matched: which layers and heads both have, and what only one of them has.
+        metrics: the metrics that both recorded.
+        before: means of the first.
+        after: means of the second.
+        error: standard error of ``after − before``; NaN if not known.
+        floor: the standard error if rows were independent.
+        low: lower end of the interval.
+        high: upper end.
+        verdicts: int8, index in ("equal", "within noise", "unclear", "moved"); −1 if a side has no
+            rows.
+        rows: (2, heads, metrics) int64, number of rows.
+        deviation: standard deviation over the rows of both.
+        shift: total variation distance of the two histograms, from 0 (equal) to 1 (disjoint); it
+            also shows changes that leave the mean unchanged, and is larger for few rows. NaN at
+            equal n.
+        how: source of ``error``: a key of :data:`acutance.summary.standard_errors.HOW`.
+        keys: smallest and largest mean number of keys of the compared octaves; None for all rows.
+        warnings: sentences on what makes the two hard to compare.
+    """
+
+    about: tuple[Mapping[str, Any], Mapping[str, Any]]
+    matched: Matched
+    metrics: tuple[str, ...]
+    before: Tensor
+    after: Tensor
+    error: Tensor
+    floor: Tensor
+    low: Tensor
+    high: Tensor
+    verdicts: Tensor
+    rows: Tensor
+    deviation: Tensor
+    shift: Tensor
+    how: How
+    keys: tuple[float, float] | None
+    warnings: tuple[str, ...]
+
+    @property
+    def change(self) -> Tensor:
+        """``after − before``."""
+        return self.after - self.before
+
+    @property
+    def assumes(self) -> str:
+        """What the standard errors assume, as a sentence."""
+        return HOW[self.how]
+
+    def _column(self, metric: str) -> int:
+        """Index of a shared metric.
+
+        Raises:
+            ValueError: if the two do not share it.
+        """
+        if metric not in self.metrics:
+            raise ValueError(
+                f"{metric!r} is not in both states; they share {', '.join(self.metrics)}"
+            )
+        return self.metrics.index(metric)
+
+    def of(self, metric: str) -> list[HeadChange]:
+        """The change of a metric in every shared head, in model order.
+
+        Raises:
+            ValueError: if the two do not share the metric.
+        """
+        column = self._column(metric)
+        size = self.change / self.deviation.masked_fill(self.deviation == 0, math.nan)
+        names = ("before", "after", "change", "error", "low", "high")
+        arrays = [getattr(self, name) for name in names]
+        numbers = torch.stack([array[:, column] for array in (*arrays, size)], 1).tolist()
+        rows, verdicts = self.rows[:, :, column].T.tolist(), self.verdicts[:, column].tolist()
+        return [
+            HeadChange(
+                metric,
+                place.layer,
+                place.head,
+                place.module,
+                **dict(zip((*names, "size"), numbers[index], strict=True)),
+                rows=tuple(rows[index]),
+                verdict=None if verdicts[index] < 0 else ORDER[verdicts[index]],
+            )
+            for index, place in enumerate(self.matched.places)
+        ]
+
+    def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
+        """Heads whose change is significant first, then the others, each group by size of change.
+
+        Args:
+            metric: a shared metric.
+            limit: largest number of heads to return; None for all.
+        """
+        judged = [head for head in self.of(metric) if head.verdict is not None]
+        judged.sort(key=lambda head: (head.verdict != "moved", -abs(head.change)))
+        return judged[:limit]
+
+    def count(self, metric: str, verdict: Verdict) -> int:
+        """Number of heads with a given verdict."""
+        return int((self.verdicts[:, self._column(metric)] == ORDER.index(verdict)).sum())
+
+    def layers(self, metric: str) -> list[LayerChange]:
+        """The change of each shared layer, in model order.
+
+        Raises:
+            ValueError: if the two do not share the metric.
+        """
+        heads = self.of(metric)
+        return [
+            _layer(metric, [head for head in heads if head.layer == layer])
+            for layer in dict.fromkeys(head.layer for head in heads)
+        ]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """One row for each metric and shared head, as columns: the fields of :class:`HeadChange`.
+
+        ``rows`` becomes two columns, ``floor`` and ``shift`` are added, and unknown values are
+        None.
+        """
+        table: dict[str, list[Any]] = {}
+        for column, metric in enumerate(self.metrics):
+            floors, shifts = self.floor[:, column].tolist(), self.shift[:, column].tolist()
+            for head, floor, shift in zip(self.of(metric), floors, shifts, strict=True):
+                record = asdict(head)
+                record["rows_before"], record["rows_after"] = record.pop("rows")
+                record |= {"floor": floor, "shift": shift, "verdict": record.pop("verdict")}
+                for name, value in record.items():
+                    table.setdefault(name, []).append(finite(value))
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values; unknown values are None."""
+        columns = self.columns()
+        names = list(columns)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        record = {
+            "schema": SCHEMA,
+            "before": dict(self.about[0]),
+            "after": dict(self.about[1]),
+            "warnings": self.warnings,
+            "only_before": self.matched.only[0],
+            "only_after": self.matched.only[1],
+            "equal_n": self.keys,
+            "errors": self.how,
+            "assumes": self.assumes,
+            "confidence": CONFIDENCE,
+            "verdicts": VERDICTS,
+            "layers": [asdict(layer) for name in self.metrics for layer in self.layers(name)],
+            "heads": rows,
+        }
+        return {name: finite(value) for name, value in record.items()}
+
+
+def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
+    """The mean change of one layer's heads."""
+    judged = [head for head in heads if head.verdict is not None]
+
+    def mean(name: str) -> float:
+        values = [getattr(head, name) for head in judged]
+        return math.fsum(values) / len(values) if values else math.nan
+
+    return LayerChange(
+        metric,
+        heads[0].layer,
+        heads[0].module,
+        before=mean("before"),
+        after=mean("after"),
+        change=mean("change"),
+        error=mean("error"),
+        heads=len(heads),
+        moved=sum(head.verdict == "moved" for head in judged),
+        most=max(judged, key=lambda head: abs(head.change)).head if judged else None,
+    )
+
+
+def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bool = False) -> Diff:
+    """Compare two summaries head by head.
+
+    Layers are matched by module name. If no name is shared and both have the same layers and heads,
+    they are matched by order, with a warning. The summaries are treated as independent: if both
+    read the same text, a change is more certain than its interval says.
+
+    Args:
+        before: a summary, or a state, which also knows the windows it covers.
+        after: another one.
+        equal_n: compare only rows with similar numbers of visible keys, octave by octave, each
+            octave weighted equally in both. This separates a change from the effect of a different
+            length.
+
+    Returns:
+        The changes, what only one of the two has, and warnings about their comparability.
+
+    Raises:
+        ValueError: if they share no head or no metric; with ``equal_n``, if they share no octave of
+            n or one of them has no profile.
+
+    Example:
+        >>> import torch, acutance
+        >>> def state(factor):
+        ...     torch.manual_seed(0)
+        ...     layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        ...     layer.in_proj_weight.data[:4].mul_(factor)  # the first head's queries
+        ...     with acutance.probe(layer) as probe:
+        ...         _ = [layer(*[torch.randn(4, 10, 8)] * 3) for _ in range(6)]
+        ...     return probe.summary()
+        >>> found = diff(state(1.0), state(9.0))
+        >>> [(head.head, head.verdict) for head in found.moved("logit_std")]
+        [(0, 'moved'), (1, 'equal')]
+    """
+    states = _state(before), _state(after)
+    summaries = [state.summary for state in states]
+    matched = match(*summaries)
+    metrics = tuple(name for name in summaries[0].metrics if name in summaries[1].metrics)
+    if not metrics:
+        raise ValueError(
+            "the two states have no metric in common: one has "
+            f"{', '.join(summaries[0].metrics)}, the other {', '.join(summaries[1].metrics)}"
+        )
+    cells = [
+        (rows, [summary.metrics.index(name) for name in metrics])
+        for summary, rows in zip(summaries, matched.rows, strict=True)
+    ]
+    keys = None
+    if equal_n:
+        (first, errors), (second, other_errors), keys = _at_equal_n(summaries, cells)
+    else:
+        first, second = (
+            summary.moments.select(*cell) for summary, cell in zip(summaries, cells, strict=True)
+        )
+        errors, other_errors = (
+            uncertainty(state.summary, state.run).select(*cell)
+            for state, cell in zip(states, cells, strict=True)
+        )
+    error = (errors.error.square() + other_errors.error.square()).sqrt()
+    floor = (errors.floor.square() + other_errors.floor.square()).sqrt()
+    how = worst(errors.how, other_errors.how)
+    means = [side.mean.masked_fill(side.count == 0, math.nan) for side in (first, second)]
+    change = means[1] - means[0]
+    reach = _quantile(_welch(errors, other_errors), len(matched.places)) * error
+    rounding = ROUNDING * torch.maximum(means[0].abs(), means[1].abs())
+    fewest = torch.minimum(first.count, second.count).to(torch.float64) - 1
+    least = _quantile(fewest, len(matched.places)) * floor
+    verdicts = torch.full(change.shape, ORDER.index("within noise"), dtype=torch.int8)
+    guessed = error.isnan() if how == "sequences" else torch.ones_like(error, dtype=torch.bool)
+    verdicts[guessed & (change.abs() > least)] = ORDER.index("unclear")
+    verdicts[change.abs() > reach] = ORDER.index("moved")
+    verdicts[change.abs() <= rounding] = ORDER.index("equal")
+    verdicts[change.isnan()] = -1
+    rows = torch.stack([first.count, second.count])
+    return Diff(
+        about=(summaries[0].about, summaries[1].about),
+        matched=matched,
+        metrics=metrics,
+        before=means[0],
+        after=means[1],
+        error=error,
+        floor=floor,
+        low=change - reach,
+        high=change + reach,
+        verdicts=verdicts,
+        rows=rows,
+        deviation=((first.M2 + second.M2) / rows.sum(0).clamp(min=1)).sqrt(),
+        shift=_distance(first, second),
+        how=how,
+        keys=keys,
+        warnings=tuple(warnings(states, matched, equal_n=equal_n)),
+    )
+
+
+def _state(source: HeadSummary | State) -> State:
+    """The state to compare; that of a summary has a run without settings or windows.
+
+    Raises:
+        TypeError: if ``source`` is neither a summary nor a state.
+    """
+    if isinstance(source, HeadSummary):
+        return State(source, Run({}, 0))
+    if not isinstance(source, State):
+        raise TypeError(f"diff needs summaries or states, got {type(source).__name__}")
+    return source
+
+
+def _welch(first: Uncertainty, second: Uncertainty) -> Tensor:
+    """Degrees of freedom of the difference of two means (Welch 1947)."""
+    a, b = first.error.square(), second.error.square()
+    total = (a + b).square() / (a.square() / first.dof + b.square() / second.dof)
+    return torch.where((a + b) == 0, torch.minimum(first.dof, second.dof), total)
+
+
+def _quantile(dof: Tensor, heads: int) -> Tensor:
+    """Half width of a confidence interval for ``heads`` comparisons, in standard errors."""
+    from scipy.special import stdtrit
+
+    tail = (1 - CONFIDENCE) / (2 * max(1, heads))
+    return torch.from_numpy(stdtrit(dof.numpy(), 1 - tail))
+
+
+def _distance(first: Moments, second: Moments) -> Tensor:
+    """Total variation distance between two histograms; NaN where one is empty or unknown."""
+    shares = []
+    for part in (first.histogram, second.histogram):
+        rows = part.sum(-1, keepdim=True).to(torch.float64)
+        shares.append(part / rows.masked_fill(rows == 0, math.nan))
+    return (shares[0] - shares[1]).abs().sum(-1) / 2
+
+
+def _at_equal_n(
+    summaries: Sequence[HeadSummary], cells: Sequence[tuple[Tensor, list[int]]]
+) -> tuple[tuple[Moments, Uncertainty], tuple[Moments, Uncertainty], tuple[float, float]]:
+    """Statistics of both sides over their common octaves of n, each octave weighted equally.
+
+    Args:
+        summaries: the two summaries.
+        cells: for each side, indices of the heads and metrics.
+
+    Returns:
+        The moments of both sides, without histograms, and their standard errors; the smallest and
+        largest mean number of keys of the compared octaves.
+
+    Raises:
+        ValueError: if a side has no profile, or they share no octave.
+    """
+    profiles = []
+    for which, summary, cell in zip(("first", "second"), summaries, cells, strict=True):
+        if summary.profile is None:
+            raise ValueError(
+                f"the {which} state does not record how metrics depend on n, because an older "
+                "version wrote it: probe the model again"
+            )
+        profiles.append(summary.profile.select(*cell))
+    octaves = max(profile.octaves for profile in profiles)
+    first, second = (profile.padded(octaves) for profile in profiles)
+    both = (first.rows > 0) & (second.rows > 0)
+    near = both & ((first.log_n - second.log_n).abs() <= ALIKE)
+    if not bool(near.any()):
+        seen = [profile.log_n[profile.rows > 0].exp() for profile in profiles]
+        spans = [
+            f"{float(n.min()):.0f} to {float(n.max()):.0f}" if n.numel() else "no" for n in seen
+        ]
+        raise ValueError(
+            f"the two states have no number of keys in common: by octaves, rows see {spans[0]} "
+            f"keys in one and {spans[1]} in the other"
+        )
+    shared = near[:, None] & (first.count > 0) & (second.count > 0)
+    weight = torch.where(shared, torch.minimum(first.count, second.count), 0).double()
+    share = weight / weight.sum(-1, keepdim=True).masked_fill(~shared.any(-1, keepdim=True), 1.0)
+    n = torch.stack([first.log_n[near], second.log_n[near]]).exp()
+    return (
+        _weighted_octaves(first, share, shared),
+        _weighted_octaves(second, share, shared),
+        (float(n.min()), float(n.max())),
+    )
+
+
+def _weighted_octaves(
+    profile: Profile, share: Tensor, shared: Tensor
+) -> tuple[Moments, Uncertainty]:
+    """Moments over the octaves of n of one side, weighted so that both sides have equal n.
+
+    Args:
+        profile: metrics by octave.
+        share: weight of each octave, summing to 1, (heads, 1 or metrics, octaves).
+        shared: whether both sides have rows in the octave, same shape.
+    """
+    rows = profile.count.double()
+    each = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)
+    error, dof = between(profile, share)
+    floor = (share.square() * each).sum(-1).sqrt()
+    moments = replace(
+        Moments.none(*error.shape),
+        count=torch.where(shared, profile.count, 0).sum(-1),
+        mean=(share * profile.mean).sum(-1),
+        M2=torch.where(shared, profile.M2, 0.0).sum(-1),
+    )
+    floor = floor.masked_fill(moments.count == 0, math.nan)
+    return moments, Uncertainty(error, floor, dof, "sequences")
+
+
+def match(first: HeadSummary, second: HeadSummary) -> Matched:
+    """Match the heads of two summaries by module name and head number, else by layer order.
+
+    Raises:
+        ValueError: if no heads can be matched.
+    """
+    other = {layer.module: index for index, layer in enumerate(second.layers)}
+    pairs = {
+        index: other[layer.module]
+        for index, layer in enumerate(first.layers)
+        if layer.module in other
+    }
+    by_order = not pairs and [layer.numbers for layer in first.layers] == [
+        layer.numbers for layer in second.layers
+    ]
+    if by_order:
+        pairs = {index: index for index in range(len(first.layers))}
+    rows_of = [
+        {place: row for row, place in enumerate(summary.places)} for summary in (first, second)
+    ]
+    places = [
+        Place(layer, pairs[layer], head, first.layers[layer].module)
+        for layer, head in first.places
+        if layer in pairs and (pairs[layer], head) in rows_of[1]
+    ]
+    if not places:
+        raise ValueError(
+            f"the two states have no head in common: one has {_layers_of(first.layers)}, the other "
+            f"{_layers_of(second.layers)}"
+        )
+    back = {theirs: mine for mine, theirs in pairs.items()}
+    return Matched(
+        tuple(places),
+        (
+            torch.tensor([rows_of[0][place.layer, place.head] for place in places]),
+            torch.tensor([rows_of[1][place.other_layer, place.head] for place in places]),
+        ),
+        (tuple(_only_in_first(first, second, pairs)), tuple(_only_in_first(second, first, back))),
+        by_order,
+    )
+
+
+def _only_in_first(
+    first: HeadSummary, second: HeadSummary, pairs: Mapping[int, int]
+) -> Iterator[str]:
+    """Descriptions of the layers, heads and metrics that only the first summary has."""
+    for index, layer in enumerate(first.layers):
+        if index not in pairs:
+            yield f"layer {index}, {layer.module} ({ranges(layer.numbers, 'head')})"
+            continue
+        theirs = set(second.layers[pairs[index]].numbers)
+        if heads := [head for head in layer.numbers if head not in theirs]:
+            yield f"{ranges(heads, 'head')} of layer {index}, {layer.module}"
+    metrics = [name for name in first.metrics if name not in second.metrics]
+    if metrics:
+        yield f"the metric{'s' * (len(metrics) > 1)} {', '.join(metrics)}"
+
+
+def _layers_of(layers: tuple[Layer, ...]) -> str:
+    """Number and first names of layers, as text."""
+    names = [layer.module for layer in layers]
+    text = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} layers ({text})" if names else "no layer"
+
+
+def warnings(
+    states: tuple[State, State], matched: Matched, *, equal_n: bool = False
+) -> Iterator[str]:
+    """Sentences on everything that makes two summaries hard to compare."""
+    abouts = [state.summary.about for state in states]
+    settings = [state.run.settings for state in states]
+
+    def facts(name: str, setting: str = "") -> list[Any]:
+        pairs = zip(abouts, settings, strict=True)
+        return [known.get(setting, about.get(name)) for about, known in pairs]
+
+    kinds = [about.get("architecture", about.get("model")) for about in abouts]
+    if _differ(kinds):
+        yield (
+            f"The models are of different kinds, {brief(kinds[0])} and "
+            f"{brief(kinds[1])}: heads with the same number need not correspond."
+        )
+    if matched.by_order:
+        yield (
+            "No module has the same name in both, so layers are matched by order, which may "
+            "be wrong."
+        )
+    texts = facts("text")
+    same_cut = settings[0].get("length") == settings[1].get("length")
+    other_text = True
+    if _differ(texts):
+        yield (
+            f"They read different texts, {brief(texts[0])} and {brief(texts[1])}: part "
+            "of each change may be due to the text."
+        )
+    elif same_cut and _differ([known.get("text") for known in settings]):
+        yield (
+            "They read different texts or different tokens of the same text: part of each "
+            "change may be due to that."
+        )
+    else:
+        other_text = False
+    lengths = facts("window_length", "length")
+    if _differ(lengths) and equal_n:
+        yield (
+            f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens); rows with the "
+            "same number of keys are comparable."
+        )
+    elif _differ(lengths):
+        profiles = [state.summary.profile for state in states]
+        octaves = [0 if each is None else int((each.rows > 0).any(0).sum()) for each in profiles]
+        hint = ", or rows at equal n (--equal-n)" if min(octaves) > 2 else ""
+        yield (
+            f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens): entropy, "
+            "information and effective keys change with the number of keys even if a head "
+            f"does not. Compare normalized_entropy{hint}."
+        )
+    elif not equal_n and all("n_keys" in state.summary.metrics for state in states):
+        keys = [
+            float(state.summary.mean("n_keys")[rows].nanmean())
+            for state, rows in zip(states, matched.rows, strict=True)
+        ]
+        if abs(keys[0] - keys[1]) > _SAME_KEYS * max(keys):
+            yield (
+                f"Rows see {keys[0]:.4g} and {keys[1]:.4g} keys on average: metrics that depend on "
+                "n differ even if a head does not."
+            )
+    if _differ(facts("model", "model")) and (other_text or _differ(lengths)):
+        difference = "text" if other_text else "length"
+        yield f"Model and {difference} differ, so changes cannot be attributed to one of them."
+    for name, label in _SETTINGS.items():
+        values = facts(name)
+        if _differ(values):
+            yield f"The {label} differ: {brief(values[0])} and {brief(values[1])}."
+    before, after = (state.run for state in states)
+    both = sum(
+        max(0, min(stop, other_stop) - max(start, other_start))
+        for start, stop in before.done
+        for other_start, other_stop in after.done
+    )
+    if both and before.difference(after, "", "") is None:
+        yield f"Both belong to one run and share {both} windows, which show no change."
+    yield from _problems("first", states[0].summary)
+    yield from _problems("second", states[1].summary)
+
+
+def _problems(which: str, summary: HeadSummary) -> Iterator[str]:
+    """Sentences on problems of one side."""
+    about = summary.about
+    wrong = [str(at) for at, layer in enumerate(summary.layers) if layer.status == "mismatch"]
+    if wrong:
+        names = ", ".join(wrong[:8]) + (", …" if len(wrong) > 8 else "")
+        yield (
+            f"In the {which} state layer{'s' * (len(wrong) > 1)} {names} did not pass "
+            "verification: do not trust changes there."
+        )
+    if about.get("complete") is False:
+        done = f"{about.get('windows')} of {about.get('windows_in_all')} windows"
+        shard = f", shard {about['shard']}" if "shard" in about else ""
+        yield f"The {which} state holds {done}{shard}."
+    if count := len(summary.unread):
+        yield f"The {which} state lists {count} piece{'s' * (count > 1)} of attention as unread."
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether both of two values are known and differ."""
+    return None not in values and values[0] != values[1]
