@@ -20,6 +20,7 @@ from acutance.caching.frontier import sentences
 from acutance.caching.growing import quantise
 from acutance.caching.rules import HeadReach, Option, cheapest, propose, read_reach
 from acutance.calibration.loss_table import read_windows
+from acutance.calibration.losses import MaskedTokens
 from acutance.capture.attention_call import AttentionCall
 from acutance_lab.trained import decoder
 from tests.contract.caching.conftest import build
@@ -96,6 +97,22 @@ def test_how_far_heads_read_is_that_of_their_weights() -> None:
                 for odds in (19 * math.exp(-0.25), 19 * math.exp(0.25))
             )  # fmt: skip
             assert least <= one.keys_95 <= more
+
+
+@pytest.mark.parametrize("several", ["cuts of a masked model", "batches"])
+def test_reach_is_a_mean_over_the_batches_of_a_window(several: str) -> None:
+    """All weight of a row lies in some octave: sums over the batches would count it repeatedly."""
+    model, tokens = decoder(), windows(2)
+    given: Any = (
+        tokens if several == "cuts of a masked model" else {64: tokens.view(4, 64).split(2)}
+    )
+    given = given if isinstance(given, torch.Tensor) else {**given, 128: tokens.split(1)}
+    read = read_windows(model, given, None, MaskedTokens(0))
+    assert {len(unit.turns) for unit in read.units} == {4 if len(read.lengths) == 4 else 2}
+    for head in read_reach(read, read.units, cache_shapes(model)).values():
+        assert sum(head.octaves) == pytest.approx(1.0, abs=1e-4)
+        assert head.first <= 1.0
+        assert head.keys_95 <= 128
 
 
 def test_a_rule_lets_the_nearest_heads_stream_and_rounds_the_rest() -> None:

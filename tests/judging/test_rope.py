@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from acutance.judging import RopeRemedy
-from acutance.judging.remedies import named_remedy
+from acutance.judging.changes import named_change
 from acutance_lab.trained import decoder
 from tests.contract.judging.test_rope import TRAINED, ids
 
@@ -31,7 +31,7 @@ def test_the_remedy_is_the_configuration_it_writes(name: str) -> None:
     import transformers as hf
 
     model, tokens = decoder(), ids(300)
-    remedy = named_remedy(f"rope:{name}")
+    remedy = named_change(f"rope:{name}")
     assert isinstance(remedy, RopeRemedy)
     before = model(input_ids=tokens).logits
     with remedy.applied(model):
@@ -60,6 +60,6 @@ def test_the_remedy_is_the_configuration_it_writes(name: str) -> None:
 def test_bad_settings_are_one_sentence(name: str, kind: Any, match: str) -> None:
     model = decoder()
     rotary = model.model.rotary_emb
-    with pytest.raises(kind, match=match), named_remedy(f"rope:{name}").applied(model):
+    with pytest.raises(kind, match=match), named_change(f"rope:{name}").applied(model):
         pass
     assert model.model.rotary_emb is rotary

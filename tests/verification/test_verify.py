@@ -9,6 +9,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import acutance
+from acutance import testing
 from acutance.verification.expectation import configured_rope, windows_of
 from acutance.verification.inputs import KINDS
 from tests.contract.verification.models import IDS, build
@@ -55,3 +56,9 @@ def test_a_configuration_with_two_texts_has_no_window() -> None:
             raise ValueError("there are two")
 
     assert windows_of(Config()) == set()
+
+
+def test_the_command_names_implementations_with_one_option() -> None:
+    done = testing.run(["verify", "--attention", "sdpa"])
+    assert done.exit_code == 2
+    assert "--implementations" in done.err

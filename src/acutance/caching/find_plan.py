@@ -290,7 +290,7 @@ def _measure(
     different |= {plan.words: plan for _, plan in proposals}
     settings = {**read.settings(), "plans": [*different][1:], "shown": {"plans": asked}}
     measured: dict[str, list[Reading]] = {}
-    with LossTable(settings, saving) as table:
+    with LossTable(settings, saving, "search for a plan to resume") as table:
         for words, plan in different.items():
 
             def loss(batch: dict[str, Any], plan: CachePlan | None = plan) -> Reading:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from acutance.caching.head_plan import HeadPlan
-from acutance.caching.plan import CachePlan
+from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
 from acutance.calibration.by_loss.result import GateSlope
 from acutance.files import as_json, finite, write_text
 from acutance.report.table import Cell, Column, Table
@@ -114,7 +114,7 @@ class Budget:
         """Everything but the plans of other points as plain JSON values."""
         chosen, frontier = self.chosen, self.frontier
         return {
-            "schema": "acutance.budget/1",
+            "schema": BUDGET_SCHEMA,
             "loss": self.loss,
             "n": self.n,
             "windows": self.windows,

@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["CachePlan"]
 
 SCHEMA = "acutance.cache_plan/1"
+#: Of files that :meth:`acutance.caching.Budget.to_json` writes, with a plan inside.
+BUDGET_SCHEMA = "acutance.budget/1"
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +50,7 @@ class CachePlan:
         search: what :func:`acutance.budget` measured of it: ``n`` tokens of its windows, the full
             cache's ``mean_loss``, the change ``delta`` with its ``error``, and ``recall`` of
             planted spans by cache. None if it was not searched for. No part of the plan's identity.
+        title: its name in tables, instead of what its heads keep; no part of its identity either.
 
     Raises:
         PlanError: if layers and shapes do not fit each other.
@@ -68,6 +70,7 @@ class CachePlan:
     group: int = 32
     residual: int = 32
     search: Mapping[str, Any] | None = field(default=None, compare=False)
+    title: str = field(default="", compare=False, kw_only=True)
 
     def __repr__(self) -> str:
         heads = Counter(head.kind for layer in self.layers.values() for head in layer)
@@ -201,10 +204,12 @@ class CachePlan:
 
     @property
     def name(self) -> str:
-        """Its name in tables: how many of its key heads keep what.
+        """Its name in tables: its title, or how many of its key heads keep what.
 
         Full heads in fewer than 16 bits are counted by their bits, keys before values.
         """
+        if self.title:
+            return self.title
         heads = [one for some in self.layers.values() for one in some]
         rounded = Counter(one.symbol for one in heads if one.quantised)
         kinds = Counter(one.kind for one in heads if not one.quantised)
@@ -301,7 +306,9 @@ class CachePlan:
         """
         try:
             record = read_json(path)
-            return cls._read(record["plan"] if _is_budget(record) else record)
+            is_budget = str(record.get("schema")).startswith("acutance.budget/")
+            inside = record.get("plan")
+            return cls._read(inside if is_budget and isinstance(inside, dict) else record)
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:400]
             raise PlanError(f"{os.fspath(path)} contains no cache plan: {reason}") from error
@@ -338,19 +345,3 @@ class CachePlan:
             Identity.from_dict(record["model"]), shapes, layers, record["group"],
             record["residual"], search,
         )  # fmt: skip
-
-
-def _is_budget(record: Mapping[str, Any]) -> bool:
-    """Whether a record is one of ``acutance budget``, whose plan is inside it."""
-    known = str(record.get("schema")).startswith("acutance.budget/")
-    return known and isinstance(record.get("plan"), dict)
-
-
-def holds_plan(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says that it holds a plan, or its search; False if it cannot be read."""
-    if not os.path.isfile(path):
-        return False
-    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        start = file.read(200)
-        return any(f'"{kind}/' in start for kind in (SCHEMA.partition("/")[0], "acutance.budget"))
-    return False

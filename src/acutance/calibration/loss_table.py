@@ -40,6 +40,9 @@ _EARLIER = _FIT, _SEARCH, _COMPARISON = (
     "acutance.judgement_state/1",
 )
 
+#: What states of earlier versions are, where their schema says it.
+_WRITTEN = {_SEARCH: "search to resume", _COMPARISON: "comparison to resume"}
+
 #: Called after each run of the model: tokens just read, the pass from 1, and passes at most.
 Advance = Callable[[int, int, int], None]
 
@@ -165,13 +168,13 @@ class LossTable:
         what: str = "fit to the loss that can be resumed",
         rows: Sequence[int] = (),
     ) -> None:
-        self._settings, self._saving = dict(settings), saving
+        self._settings, self._saving, self._what = dict(settings), saving, what
         self._unsaved, self._made = 0, False
         #: readings by change and window
         self.readings: dict[tuple[str, int], Reading] = {}
         self._unnamed: list[Reading] = []  # of an earlier version, in the order of their making
         if saving.resume and saving.path is not None and os.path.exists(saving.path):
-            self._resume(saving.path, what, rows)
+            self._resume(saving.path, rows)
 
     def __bool__(self) -> bool:
         return bool(self.readings or self._unnamed)
@@ -224,6 +227,7 @@ class LossTable:
         tensors = {name: torch.cat(parts) for name, parts in numbers.items()}
         header = {
             "schema": SCHEMA,
+            "what": self._what,
             "settings": json.dumps(self._settings),
             "changes": json.dumps(changes),
             "rows": json.dumps(rows),
@@ -231,13 +235,16 @@ class LossTable:
         write_bytes(self._saving.path, save(tensors, metadata=sealed(header, tensors)))
         self._unsaved, self._made = 0, False
 
-    def _resume(self, path: str, what: str, rows: Sequence[int]) -> None:
+    def _resume(self, path: str, rows: Sequence[int]) -> None:
         """Take the readings of a file."""
-        with _refusing(path, what):
+        with _refusing(path, self._what):
             header, tensors = read(path, (SCHEMA, *_EARLIER), "table of losses")
+            written = header.get("what", _WRITTEN.get(header["schema"], self._what))
+            if written != self._what:
+                raise ValueError(f"it contains a {written}")
             before = parse(header, "settings")
         check_settings(path, before, self._settings)
-        with _refusing(path, what):
+        with _refusing(path, self._what):
             if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
                 raise ValueError("a reading is not a number")
             if bool((tensors["count"] < 0).any()):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from acutance.capture.head_axis import HEADS, attribute, heads_of
-from acutance.capture.module_names import class_name, module_name, named_modules
+from acutance.capture.module_names import class_name, named_modules
 
 __all__ = [
     "NOT_READ",
@@ -77,6 +77,7 @@ def scripted_attention(module: torch.nn.Module) -> str:
     return "torch.jit compiled it, so it cannot be captured: probe the model before compilation"
 
 
+_HEADS = frozenset(HEADS)
 _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
 
@@ -97,24 +98,34 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         ['self_attn', 'multihead_attn']
     """
     modules = dict(model.named_modules())
-    called = [
-        name for name, module in modules.items() if looks_like_attention(type(module).__name__)
-    ]
+    kinds = {type(module) for module in modules.values()}
+    named = {kind for kind in kinds if looks_like_attention(kind.__name__)}
+    called = [name for name, module in modules.items() if type(module) in named]
+    counting = {  # classes by which a module may have a number of heads
+        kind
+        for kind in kinds
+        if getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__
+        or not _HEADS.isdisjoint(dir(kind))
+    }
     innermost = set(called) - {outer for name in called for outer in _parents(name)}
     holding = {outer for name in innermost for outer in _parents(name)}
     for name in reversed(modules):  # innermost first
-        if name in innermost or name in holding or not _has_head_count(modules[name]):
+        if name in innermost or name in holding:
+            continue
+        module = modules[name]
+        if _HEADS.isdisjoint(vars(module)) and type(module) not in counting:
+            continue
+        if all(type(attribute(module, heads)) is not int for heads in HEADS):
             continue
         around = _parents(name)
         if innermost.isdisjoint(around):
             innermost.add(name)
             holding |= around
-    return {module_name(model, name): modules[name] for name in modules if name in innermost}
-
-
-def _has_head_count(module: torch.nn.Module) -> bool:
-    """Whether a module has an integer attribute for its number of heads."""
-    return any(type(attribute(module, heads)) is int for heads in HEADS)
+    return {
+        shown: module
+        for name, (shown, module) in zip(modules, named_modules(model), strict=True)
+        if name in innermost
+    }
 
 
 def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:

@@ -56,7 +56,7 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     A wrapper has the same name as the module inside it.
     """
     modules = list(model.named_modules())
-    if not any(_wrapper(kind) for kind in {type(module) for _, module in modules}):
+    if not any(map(_wrapper, {type(module) for _, module in modules})):
         return [(name or class_name(model), module) for name, module in modules]
     return [(module_name(model, name), module) for name, module in modules]
 

@@ -273,8 +273,8 @@ def _judge(
     lengths: tuple[int, ...],
 ) -> "Calibration":
     """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
+    from acutance.judging.changes import LawRemedy
     from acutance.judging.paired import verdict_sentence
-    from acutance.judging.remedies import LawRemedy
     from acutance.judging.text_windows import loss_of, text_windows
     from acutance.report.screen import note
 

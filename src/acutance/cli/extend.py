@@ -119,7 +119,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     from acutance.extending.candidates import proposals
     from acutance.extending.extend_model import extend, trained_length
     from acutance.extending.search import planned_runs
-    from acutance.judging.remedies import for_train_length
+    from acutance.judging.changes import for_train_length
     from acutance.judging.text_windows import loss_of
 
     laws = None if options.law is None else read_laws(options.law)

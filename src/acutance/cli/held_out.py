@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from acutance.corpus.load_model import TextModel
+    from acutance.judging.changes import Change
     from acutance.judging.judge_model import Windows
     from acutance.judging.paired import LawComparison, LossComparison
     from acutance.judging.proposed import Proposals
-    from acutance.judging.remedies import Remedy
     from acutance.judging.text_windows import HeldOut
     from acutance.summary.head_summary import HeadSummary
 
@@ -50,7 +50,7 @@ class Judged:
             law["reason"] = reason
         return record | {"sentences": self.sentences}
 
-    def helping(self, kind: "type[Remedy]") -> "list[tuple[LawComparison, Any]]":
+    def helping(self, kind: "type[Change]") -> "list[tuple[LawComparison, Any]]":
         """The changes of a kind that lower the loss, each behind what was measured of it."""
         from acutance.judging.paired import HELPS
 
@@ -68,7 +68,7 @@ class Judged:
         Heads that are switched off are no law. Without a path, or a law that helps, say so.
         """
         from acutance.calibration.law import Law
-        from acutance.judging.remedies import HeadsOff, LawRemedy
+        from acutance.judging.changes import HeadsOff, LawRemedy
         from acutance.report.screen import note
 
         lines = []
@@ -102,7 +102,7 @@ def record_of(law: "LawComparison", comparison: "LossComparison") -> dict[str, A
 
 
 def compare_held_out(
-    options: RunOptions, headed: "TextModel", windows: "Windows", remedies: "Sequence[Remedy]",
+    options: RunOptions, headed: "TextModel", windows: "Windows", remedies: "Sequence[Change]",
     **given: Any,
 ) -> "LossComparison":  # fmt: skip
     """Compare losses on held-out windows, with progress on standard error.

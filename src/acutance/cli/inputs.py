@@ -15,8 +15,8 @@ from acutance.cli.shared import bar, console, misuse
 if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
     from acutance.corpus.texts import Text
+    from acutance.judging.changes import Change
     from acutance.judging.judge_model import Windows
-    from acutance.judging.remedies import Remedy
 
 
 @contextmanager
@@ -52,19 +52,19 @@ def about_run(loaded: TextModel, texts: Iterable[Text]) -> dict[str, Any]:
     return about | {name: version(name) for name in ("acutance", "transformers")}
 
 
-def read_laws(texts: Iterable[str]) -> list[Remedy]:
+def read_laws(texts: Iterable[str]) -> list[Change]:
     """Parse each ``--law``; what is no law is misuse, a damaged file is not."""
-    from acutance.judging.remedies import as_remedies, named_remedy
+    from acutance.judging.changes import as_changes, named_change
     from acutance.judging.rope import RopeRemedy
 
-    remedies: list[Remedy] = []
+    remedies: list[Change] = []
     for text in texts:
         with nullcontext() if os.path.exists(text) else misuse():
-            remedies.append(found := named_remedy(text))
+            remedies.append(found := named_change(text))
             if isinstance(found, RopeRemedy):
                 found.check_kind()
     with misuse():
-        return as_remedies(remedies)
+        return as_changes(remedies)
 
 
 def noted(text: str, *, sign: str = "note") -> None:
@@ -85,12 +85,12 @@ def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:
         noted(str(warning.message))
 
 
-def note_searches(remedies: Iterable[Remedy], longest: int) -> None:
+def note_searches(remedies: Iterable[Change], longest: int) -> None:
     """Note plans that were searched on shorter windows."""
-    from acutance.judging.remedies import PlanRemedy
+    from acutance.caching.plan import CachePlan
 
     for remedy in remedies:
-        search = getattr(remedy.plan, "search", None) if isinstance(remedy, PlanRemedy) else None
+        search = remedy.search if isinstance(remedy, CachePlan) else None
         if search is not None and search["n"] < longest:
             noted(f"{remedy.name} was searched on windows of {search['n']} tokens, not {longest}")
 

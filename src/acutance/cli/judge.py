@@ -100,8 +100,8 @@ def judge(options: JudgeOptions) -> None:
 
 def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     """Load the model, read the texts, and compare; progress is shown on standard error."""
+    from acutance.judging.changes import for_train_length
     from acutance.judging.judge_model import judge_windows
-    from acutance.judging.remedies import for_train_length
     from acutance.judging.text_windows import loss_of
 
     remedies = read_laws(laws)

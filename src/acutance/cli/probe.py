@@ -200,7 +200,7 @@ def probe(options: ProbeOptions) -> None:
     )  # fmt: skip
     law = None
     if options.law is not None:
-        from acutance.judging.apply_change import applying
+        from acutance.judging.changes import applying
 
         with nullcontext() if os.path.exists(options.law) else misuse():
             law = applying(options.law)

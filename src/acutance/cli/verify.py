@@ -76,6 +76,10 @@ def verify(options: VerifyOptions) -> None:
     is compared with the RoPE settings. Exits with code 1 if something differs, and with 2 if
     nothing could be compared.
     """
+    if options.attention is not None:
+        raise typer.BadParameter(
+            "verify runs the implementations of --implementations", param_hint="--attention"
+        )
     found = _verified(options)
     write_and_show(found.table, json=(options.json, found.to_dict))
     if not found.ok:

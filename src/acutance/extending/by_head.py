@@ -22,7 +22,7 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.readers import huggingface
 from acutance.capture.rotary import Rotary, find_rotary
-from acutance.judging.remedies import LawRemedy, Remedy
+from acutance.judging.changes import Change, LawRemedy
 from acutance.scaling import HeadTable, Window
 
 #: Temperatures that are tried: 1 ± this times ln(n / T), as YaRN's 1 + 0.1 ln factor.
@@ -31,11 +31,11 @@ _TEMPERATURE = 0.1
 _PIECES = 16
 
 
-def law_part(remedy: Remedy | None) -> LawPart | None:
-    """The window of a remedy, or its pair of scaling and window, for all heads; else None."""
-    if not isinstance(remedy, LawRemedy) or remedy.windowed:
+def law_part(change: Change | None) -> LawPart | None:
+    """The window of a change, or its pair of scaling and window, for all heads; else None."""
+    if not isinstance(change, LawRemedy) or change.windowed:
         return None
-    law: Any = remedy.law
+    law: Any = change.law
     is_pair = isinstance(law, tuple) and len(law) == 2 and isinstance(law[1], Window)
     return law if is_pair or isinstance(law, Window) else None
 

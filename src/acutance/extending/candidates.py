@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from acutance.calibration.apply_law import ApplyError
-from acutance.judging.remedies import Remedy, named_remedy
+from acutance.judging.changes import Change, named_change
 from acutance.judging.rope import RopeRemedy, rope_modules
 from acutance.shapes import check_count
 
 
-def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Remedy]:
+def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Change]:
     """Changes to try, in the order in which they are tried.
 
     The factor of RoPE settings is ``to / train_length``, and groups of windows are so large, that
@@ -40,14 +40,14 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Remedy
             f"to must be above train_length, the length that the model reads already, got to={to} "
             f"and train_length={train_length}"
         )
-    rope: list[Remedy] = []
+    rope: list[Change] = []
     with suppress(ApplyError):  # positions are not rotary
         config: Any = rope_modules(model)[0][2].config
         own = config.max_position_embeddings == train_length  # then nothing has to say it
         trained = {} if own else {"original_max_position_embeddings": train_length}
         rope = _rope(trained, to / train_length, config.rope_parameters.get("rope_theta"))
     names = [f"clip_log_n:train_length={train_length}", *_windows(train_length, to, bool(rope))]
-    return [*rope, *(named_remedy(name) for name in names)]
+    return [*rope, *(named_change(name) for name in names)]
 
 
 def _windows(train_length: int, to: int, moved: bool) -> list[str]:
@@ -69,7 +69,7 @@ def _windows(train_length: int, to: int, moved: bool) -> list[str]:
     return [f"window:{one},beyond={train_length}" for one in found]
 
 
-def _rope(trained: dict[str, int], ratio: float, base: float | None) -> list[Remedy]:
+def _rope(trained: dict[str, int], ratio: float, base: float | None) -> list[Change]:
     """RoPE settings to try.
 
     Args:
@@ -78,7 +78,7 @@ def _rope(trained: dict[str, int], ratio: float, base: float | None) -> list[Rem
         base: the model's ``rope_theta``; None if layers have different settings.
     """
     factor = int(ratio) if ratio.is_integer() else round(ratio, 4)
-    found: list[Remedy] = [
+    found: list[Change] = [
         RopeRemedy("yarn", {"factor": factor, **trained}),
         RopeRemedy("dynamic", {"factor": 1, **trained}),
         RopeRemedy("dynamic", {"factor": factor, **trained}),

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.caching.import_plan import ForeignPlan
+from acutance.caching.plan import CachePlan
 from acutance.calibration.fit.windows import evaluating
 from acutance.calibration.identity import longest, positions_are_learned
 from acutance.calibration.loss_table import LossTable, Saving
@@ -18,7 +20,7 @@ from acutance.corpus.texts import model_digest, text_digest
 from acutance.extending.candidates import proposals
 from acutance.extending.record import Extension
 from acutance.extending.search import Advance, Search
-from acutance.judging.remedies import PlanRemedy, Remedy, as_remedies, check_fit, for_train_length
+from acutance.judging.changes import Change, as_changes, check_fit, for_train_length
 from acutance.probing.probe import probe
 from acutance.shapes import check_count, check_number
 
@@ -106,16 +108,16 @@ def extend(
         check_number("budget", budget, above=0.0)
     saving = Saving.to(save, resume=resume, overwrite=overwrite)
     if laws is None:
-        remedies = proposals(model, trained, to)
+        changes = proposals(model, trained, to)
     else:
-        remedies = for_train_length(model, as_remedies(laws), train_length)
-        for one in remedies:
-            if isinstance(one, PlanRemedy):
+        changes = for_train_length(model, as_changes(laws), train_length)
+        for one in changes:
+            if isinstance(one, CachePlan | ForeignPlan):
                 raise ValueError(
                     f"law: {one.name} is a plan for the cache, which extends no model; 'acutance "
                     "judge --law' measures what it does to the loss"
                 )
-    check_fit(model, remedies)
+    check_fit(model, changes)
     measured = choose_loss(model, loss)
     windows = windows[:, :to]
     settings = {
@@ -126,19 +128,19 @@ def extend(
         "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
         "train_length": trained,
         "to": to,
-        "laws": [one.words for one in remedies],
+        "laws": [one.words for one in changes],
         "windows": count,
         "final": last,
         "max_cost": max_cost,
         "by_head": by_head,
         "shown": {
-            "laws": [one.name for one in remedies] if laws is not None else "acutance's proposals"
+            "laws": [one.name for one in changes] if laws is not None else "acutance's proposals"
         },
     }
     ranges = _ranges(trained, to)
     table = LossTable(settings, saving, "search to resume")
     search = Search(
-        model, windows, measured, table, remedies, ranges=ranges, train_length=trained, final=last,
+        model, windows, measured, table, changes, ranges=ranges, train_length=trained, final=last,
         max_cost=max_cost, budget=None if budget is None else 60.0 * budget, by_head=by_head,
         advance=advance,
     )  # fmt: skip
@@ -221,13 +223,13 @@ def _ranges(train_length: int, to: int) -> list[tuple[int, int]]:
 
 
 def entropy_by_n(
-    model: torch.nn.Module, remedy: Remedy | None, ids: Tensor
+    model: torch.nn.Module, change: Change | None, ids: Tensor
 ) -> tuple[tuple[float, float, float], ...]:
     """Mean entropy of all heads by octave of n, while a model reads a window.
 
     Args:
         model: the model.
-        remedy: the change that it is read under.
+        change: the change that it is read under.
         ids: tokens, (1, L).
 
     Returns:
@@ -246,7 +248,7 @@ def entropy_by_n(
     base = getattr(model, "base_model", model)
     tokens = ids.to(next(model.parameters()).device)
     with (
-        nullcontext() if remedy is None else remedy.applied(model),
+        nullcontext() if change is None else change.applied(model),
         probe(model, metrics=["entropy"], verify=False) as measured,
     ):
         (base if isinstance(base, torch.nn.Module) else model)(tokens, use_cache=False)

@@ -11,8 +11,8 @@ import torch
 
 from acutance.calibration.law import Law
 from acutance.files import as_json, finite, write_text
+from acutance.judging.changes import Change, HeadsOff, LawRemedy
 from acutance.judging.paired import Part
-from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 from acutance.report.table import Column, Table, styled
 
@@ -107,7 +107,7 @@ class Extension:
 
     to: int
     train_length: int
-    chosen: Remedy | None
+    chosen: Change | None
     finals: tuple[Final, ...]
     gain: Part | None
     tried: tuple[Tried, ...]

@@ -20,9 +20,9 @@ from acutance.capture.find_layers import attention_layers
 from acutance.capture.model_cache import cache_argument
 from acutance.extending.by_head import head_slopes, law_part, mixed, with_temperature
 from acutance.extending.record import AS_IS, Final, Tried
+from acutance.judging.changes import Change, LawRemedy
 from acutance.judging.judge_model import measure_batch
 from acutance.judging.paired import Part, compare_losses
-from acutance.judging.remedies import LawRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 
 #: Called after each run of the model: tokens, windows that are now done, and whether it ran now
@@ -46,7 +46,7 @@ class Search:
         windows: tokens, (windows, L) int64; those of the search come first.
         loss: the loss.
         table: where losses are kept, by change and window.
-        remedies: the changes of the model to try.
+        changes: the changes of the model to try.
         ranges: first and last n, the tokens that a prediction could read, of each range; one ends
             at the trained length.
         train_length: n up to which a change should not raise the loss; changes that begin beyond
@@ -69,7 +69,7 @@ class Search:
         windows: Tensor,
         loss: Loss,
         table: LossTable,
-        remedies: Sequence[Remedy],
+        changes: Sequence[Change],
         *,
         ranges: Sequence[tuple[int, int]],
         train_length: int,
@@ -80,7 +80,7 @@ class Search:
         advance: Advance | None,
     ) -> None:
         self._model, self._loss, self._table = model, loss, table
-        self._tokens, self._remedies = windows, list(remedies)
+        self._tokens, self._changes = windows, list(changes)
         self._prefix, self._ranges = Prefix(model, loss, train_length), ranges
         self._within = torch.tensor([last <= train_length for _, last in ranges])
         self._search = len(windows) - final
@@ -88,7 +88,7 @@ class Search:
         self._max_cost, self._budget, self._by_head = max_cost, budget, by_head
         self._advance = advance
         self._reached: dict[str, int] = {}  # windows of the search, by the words of a change
-        self.chosen: Remedy | None = None
+        self.chosen: Change | None = None
         self.complete = True
 
     # -- losses of windows -------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Search:
         return sum(one.seconds for one in self._table.readings.values())
 
     def _longest(self, words: str | None = None) -> float:
-        """Seconds of the longest run under the remedy of these words, or any; 0 before a run."""
+        """Seconds of the longest run under the change of these words, or any; 0 before a run."""
         seconds = (
             reading.seconds
             for (change, window), reading in self._table.readings.items()
@@ -107,51 +107,51 @@ class Search:
         )
         return max(seconds, default=0.0)
 
-    def _known(self, remedy: Remedy | None, window: int) -> bool:
-        """Whether the loss of a window under a remedy (None: the unchanged model) is known."""
-        return (_words(remedy), window) in self._table.readings
+    def _known(self, change: Change | None, window: int) -> bool:
+        """Whether the loss of a window under a change (None: the unchanged model) is known."""
+        return (_words(change), window) in self._table.readings
 
-    def _measure(self, remedy: Remedy | None, window: int) -> None:
-        """Run the model on a window under a remedy, unless that is done, and report progress."""
-        known = self._known(remedy, window)
+    def _measure(self, change: Change | None, window: int) -> None:
+        """Run the model on a window under a change, unless that is done, and report progress."""
+        known = self._known(change, window)
         if not known:
-            self._run(remedy, window)
-        if remedy is not None and window < self._search:
-            self._reached[remedy.words] = max(window + 1, self._windows(remedy))
+            self._run(change, window)
+        if change is not None and window < self._search:
+            self._reached[change.words] = max(window + 1, self._windows(change))
         if self._advance is not None:
             self._advance(self._tokens.shape[1], 1, not known)
 
-    def _run(self, remedy: Remedy | None, window: int) -> None:
-        """Run the model on a window under a remedy.
+    def _run(self, change: Change | None, window: int) -> None:
+        """Run the model on a window under a change.
 
-        Tokens up to the trained length are not run under a remedy that begins beyond it: their
+        Tokens up to the trained length are not run under a change that begins beyond it: their
         losses are those of the unchanged model, which is measured first.
         """
         ids, before, past = self._ids(window), None, 0
         batch = {"input_ids": ids}
-        if remedy is not None:
+        if change is not None:
             before = self._table.readings["", window]
-            if self._prefix.serves(remedy, ids):
+            if self._prefix.serves(change, ids):
                 batch, past = self._prefix.after(window, ids), self._prefix.length
         measure = functools.partial(
-            measure_batch, self._model, self._loss, batch, remedy, self._ranges, before, past
+            measure_batch, self._model, self._loss, batch, change, self._ranges, before, past
         )
-        self._table.get(_words(remedy), window, measure)
+        self._table.get(_words(change), window, measure)
 
     def _ids(self, window: int) -> Tensor:
         """The tokens of a window, (1, L), on the model's device."""
         device = next((part.device for part in self._model.parameters()), None)
         return self._tokens[window : window + 1].to(device)
 
-    def _sums(self, remedy: Remedy | None, windows: Sequence[int]) -> Tensor:
+    def _sums(self, change: Change | None, windows: Sequence[int]) -> Tensor:
         """Sums of the losses of measured windows, (windows, ranges) float64."""
-        return torch.cat([self._table.readings[_words(remedy), window].loss for window in windows])
+        return torch.cat([self._table.readings[_words(change), window].loss for window in windows])
 
     def _counts(self, windows: Sequence[int]) -> Tensor:
         """Number of predictions, (windows, ranges) float64."""
         return torch.cat([self._table.readings["", window].count for window in windows])
 
-    def _mixes(self, best: Remedy, others: Sequence[Remedy], deciding: int) -> list[Remedy]:
+    def _mixes(self, best: Change, others: Sequence[Change], deciding: int) -> list[Change]:
         """Laws by head, from one backward pass on a window, unless that was done before.
 
         There are none if the heads have nothing to choose from.
@@ -195,14 +195,14 @@ class Search:
 
     def run(self) -> None:
         """Try all changes on one window, then repeatedly the best third on twice the windows."""
-        left, before, used = list(self._remedies), 0, 1
+        left, before, used = list(self._changes), 0, 1
         while True:
             for window in range(before, used):  # what changes share in a window is read once
-                for remedy in (None, *left):
-                    if self.complete and not self._has_time(remedy, window):
+                for change in (None, *left):
+                    if self.complete and not self._has_time(change, window):
                         self.complete = False
-                    if self.complete or remedy is None:
-                        self._measure(remedy, window)
+                    if self.complete or change is None:
+                        self._measure(change, window)
             known = [one for one in left if self._windows(one) >= used]
             left = sorted(known or [one for one in left if self._windows(one)], key=self._rank)
             if not self.complete or len(left) <= 1 or used == self._search:
@@ -225,7 +225,7 @@ class Search:
         best, deciding = self.chosen, range(self._search - 1)
         if len(deciding) < 2:
             return
-        windows = [one for one in self._remedies if self._windows(one) and law_part(one)]
+        windows = [one for one in self._changes if self._windows(one) and law_part(one)]
         others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
         if not self._has_time(best, 0, more=_BACKWARD * self._longest(best.words)):
             self.complete = False
@@ -233,49 +233,49 @@ class Search:
         found = self._mixes(best, others, len(deciding))
         if not found:
             return
-        self._remedies += found
+        self._changes += found
         for window in deciding:
-            for remedy in (None, best, *found):
-                if not self._has_time(remedy, window):
+            for change in (None, best, *found):
+                if not self._has_time(change, window):
                     self.complete = False
                     return
-                self._measure(remedy, window)
-        for remedy in found:  # the simpler ones come first
-            gain = self._part(self.chosen, remedy, deciding, ~self._within)
+                self._measure(change, window)
+        for change in found:  # the simpler ones come first
+            gain = self._part(self.chosen, change, deciding, ~self._within)
             if -gain.delta > _ERRORS * gain.error:
-                self.chosen = remedy
+                self.chosen = change
 
-    def _has_time(self, remedy: Remedy | None, window: int, more: float = 0.0) -> bool:
-        """Whether the budget allows a run under this remedy on a window, or ``more`` seconds."""
-        if self._budget is None or (self._known(remedy, window) and not more):
+    def _has_time(self, change: Change | None, window: int, more: float = 0.0) -> bool:
+        """Whether the budget allows a run under this change on a window, or ``more`` seconds."""
+        if self._budget is None or (self._known(change, window) and not more):
             return True
         reserved = (3 * len(self._finals) + 1) * self._longest() + more
         return self.seconds + reserved <= self._budget
 
-    def _windows(self, remedy: Remedy) -> int:
-        """Number of windows of the search that a remedy was measured on."""
-        return self._reached.get(remedy.words, 0)
+    def _windows(self, change: Change) -> int:
+        """Number of windows of the search that a change was measured on."""
+        return self._reached.get(change.words, 0)
 
-    def _rank(self, remedy: Remedy) -> tuple[bool, float]:
-        """Sort key of a remedy: accepted ones first, then by the loss beyond the trained length."""
-        within, beyond, _ = self._seen(remedy)
+    def _rank(self, change: Change) -> tuple[bool, float]:
+        """Sort key of a change: accepted ones first, then by the loss beyond the trained length."""
+        within, beyond, _ = self._seen(change)
         return within > self._max_cost, beyond
 
-    def _seen(self, remedy: Remedy) -> tuple[float, float, float | None]:
+    def _seen(self, change: Change) -> tuple[float, float, float | None]:
         """Differences of the mean loss from the unchanged model, in nats a token.
 
         Returns:
             The difference up to the trained length, that beyond it, and the standard error of the
             latter (None for a single window).
         """
-        windows = range(self._windows(remedy))
-        beyond = self._part(None, remedy, windows, ~self._within)
-        within = self._part(None, remedy, windows, self._within)
+        windows = range(self._windows(change))
+        beyond = self._part(None, change, windows, ~self._within)
+        within = self._part(None, change, windows, self._within)
         return within.delta, beyond.delta, beyond.error if math.isfinite(beyond.error) else None
 
     def tried(self) -> list[Tried]:
         """All changes that were measured: those on most windows first, and of them the best."""
-        found = [one for one in self._remedies if self._windows(one)]
+        found = [one for one in self._changes if self._windows(one)]
         rows = []
         for one in sorted(found, key=lambda one: (-self._windows(one), self._rank(one))):
             within, beyond, error = self._seen(one)
@@ -294,15 +294,15 @@ class Search:
 
     # -- the final windows ------------------------------------------------------------------------
 
-    def measure_finals(self) -> list[Remedy | None]:
+    def measure_finals(self) -> list[Change | None]:
         """Run the final windows under the changes that are reported.
 
         Returns:
             None for the unchanged model, then the chosen change and the best RoPE setting, if any.
         """
-        rope = [one for one in self._remedies if isinstance(one, RopeRemedy) and self._windows(one)]
+        rope = [one for one in self._changes if isinstance(one, RopeRemedy) and self._windows(one)]
         best = min(rope, key=lambda one: self._seen(one)[1], default=None)
-        shown: list[Remedy | None] = [None]
+        shown: list[Change | None] = [None]
         for one in (self.chosen, best):
             if one is not None and one not in shown:
                 shown.append(one)
@@ -312,25 +312,25 @@ class Search:
         return shown
 
     def final(
-        self, remedy: Remedy | None, entropy: Sequence[tuple[float, float, float]] = ()
+        self, change: Change | None, entropy: Sequence[tuple[float, float, float]] = ()
     ) -> Final:
         """The record of one change on the final windows.
 
         Args:
-            remedy: the change; None is the unchanged model.
+            change: the change; None is the unchanged model.
             entropy: as in :attr:`Final.entropy`.
         """
-        mean, error = ratio(self._sums(remedy, self._finals), self._counts(self._finals))
+        mean, error = ratio(self._sums(change, self._finals), self._counts(self._finals))
         return Final(
-            AS_IS if remedy is None else remedy.name,
-            self._part(None, remedy, self._finals, self._within),
-            self._part(None, remedy, self._finals, ~self._within),
+            AS_IS if change is None else change.name,
+            self._part(None, change, self._finals, self._within),
+            self._part(None, change, self._finals, ~self._within),
             tuple(mean.tolist()),
             tuple(error.tolist()),
             tuple(entropy),
         )
 
-    def gain(self, shown: Sequence[Remedy | None]) -> Part | None:
+    def gain(self, shown: Sequence[Change | None]) -> Part | None:
         """Difference of the loss beyond the trained length, chosen change minus best RoPE setting.
 
         Args:
@@ -345,7 +345,7 @@ class Search:
         return self._part(rope[0], self.chosen, self._finals, ~self._within)
 
     def _part(
-        self, before: Remedy | None, after: Remedy | None, windows: Sequence[int], which: Tensor
+        self, before: Change | None, after: Change | None, windows: Sequence[int], which: Tensor
     ) -> Part:
         """The mean loss under ``after`` minus that under ``before``, on the same windows.
 
@@ -388,9 +388,9 @@ def _kept(count: int) -> int:
     return max(1, math.ceil(count / _KEEP))
 
 
-def _words(remedy: Remedy | None) -> str:
-    """What identifies a remedy in the table; None stands for the unchanged model."""
-    return "" if remedy is None else remedy.words
+def _words(change: Change | None) -> str:
+    """What identifies a change in the table; None stands for the unchanged model."""
+    return "" if change is None else change.words
 
 
 _COMPARED = 64  # tokens on which a run with kept keys is compared with one without
@@ -411,11 +411,11 @@ class Prefix:
         self._window: int | None = None
         self._cache: Any = None
 
-    def serves(self, remedy: Remedy, ids: Tensor) -> bool:
+    def serves(self, change: Change, ids: Tensor) -> bool:
         """Whether a window (1, L) under a change need only be read from ``length`` on."""
         if self._usable is None:
             self._usable = _can_continue(self._model, ids)
-        return self._usable and begins_beyond(self._model, remedy, self.length)
+        return self._usable and begins_beyond(self._model, change, self.length)
 
     @torch.no_grad()
     def after(self, window: int, ids: Tensor) -> dict[str, Any]:
@@ -431,19 +431,19 @@ class Prefix:
         return {"input_ids": ids[:, self.length :], **_cached(self._model, self._cache)}
 
 
-def begins_beyond(model: torch.nn.Module, remedy: Remedy, length: int) -> bool:
+def begins_beyond(model: torch.nn.Module, change: Change, length: int) -> bool:
     """Whether a change leaves rows with at most ``length`` keys as they are.
 
     Example:
         >>> from acutance.reproduce import decoder
-        >>> from acutance.judging.remedies import as_remedies
+        >>> from acutance.judging.changes import as_changes
         >>> names = ["window:size=64,beyond=128", "window:size=64", "rope:linear,factor=2"]
-        >>> [begins_beyond(decoder(), one, 128) for one in as_remedies(names)]
+        >>> [begins_beyond(decoder(), one, 128) for one in as_changes(names)]
         [True, False, False]
     """
-    if not isinstance(remedy, LawRemedy):
+    if not isinstance(change, LawRemedy):
         return False
-    rest, layers = by_layer(model, remedy.law)
+    rest, layers = by_layer(model, change.law)
     n = torch.arange(1, length + 1)
     for laws in [*layers.values(), *([] if rest is None else [rest])]:
         if any(window.unchanged < length for window in laws.all_windows()):

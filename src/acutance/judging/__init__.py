@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from acutance.calibration import losses
 from acutance.calibration.losses import *
-from acutance.judging import apply_change, judge_model, paired, proposed, remedies, rope
-from acutance.judging.apply_change import *
+from acutance.judging import changes, judge_model, paired, proposed, rope
+from acutance.judging.changes import *
 from acutance.judging.judge_model import *
 from acutance.judging.paired import *
 from acutance.judging.proposed import *
-from acutance.judging.remedies import *
 from acutance.judging.rope import *
 
 __all__ = [
-    *apply_change.__all__,
+    *changes.__all__,
     *judge_model.__all__,
     *losses.__all__,
     *paired.__all__,
     *proposed.__all__,
-    *remedies.__all__,
     *rope.__all__,
 ]

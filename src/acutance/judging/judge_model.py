@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,8 +25,8 @@ from acutance.calibration.fit.windows import (
 from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range, numbered_change
 from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
 from acutance.corpus.texts import model_digest
+from acutance.judging.changes import Change, as_changes, check_fit, for_train_length
 from acutance.judging.paired import LossComparison, compare_losses, octaves
-from acutance.judging.remedies import Remedy, as_remedies, check_fit, for_train_length
 
 __all__ = ["judge"]
 
@@ -114,7 +113,7 @@ def judge(
             read at once; windows first, tokens second. Errors take windows for independent, and
             there are at least 2.
         laws: a law as :func:`acutance.apply` takes it, a name or file of one, a
-            :class:`~acutance.judging.Remedy`; or a list of these, or a mapping from names to them.
+            :class:`~acutance.judging.Change`; or a list of these, or a mapping from names to them.
         loss: None or ``"next_token"``, the cross-entropy of each token given those before it; a
             :class:`~acutance.judging.MaskedTokens`; or a function of model and batch that returns
             the loss of each token, (B, L), NaN where nothing is predicted.
@@ -171,9 +170,9 @@ def judge(
                 f"{groups} windows"
             )
         found = found.by_text(texts)
-    remedies = for_train_length(model, as_remedies(laws), train_length)
+    changes = for_train_length(model, as_changes(laws), train_length)
     return judge_windows(
-        model, found, remedies, choose_loss(model, loss), advance=advance,
+        model, found, changes, choose_loss(model, loss), advance=advance,
         save=save, save_every=save_every, resume=resume, overwrite=overwrite,
     )  # fmt: skip
 
@@ -181,7 +180,7 @@ def judge(
 def judge_windows(
     model: torch.nn.Module,
     windows: Windows,
-    remedies: Sequence[Remedy],
+    changes: Sequence[Change],
     loss: Loss,
     *,
     save: str | os.PathLike[str] | None = None,
@@ -191,18 +190,18 @@ def judge_windows(
     given: Mapping[str, Any] | None = None,
     advance: Advance | None = None,
 ) -> LossComparison:
-    """:func:`judge` for windows with stated groups, remedies and a loss that are ready to use.
+    """:func:`judge` for windows with stated groups, changes and a loss that are ready to use.
 
     Args:
         model: as for :func:`judge`.
         windows: the windows in batches, with the groups between which errors are estimated.
-        remedies: changes of the model to compare with the unchanged model.
+        changes: changes of the model to compare with the unchanged model.
         loss: the loss.
         save: as for :func:`judge`.
         save_every: as for :func:`judge`.
         resume: as for :func:`judge`.
         overwrite: as for :func:`judge`.
-        given: options that decide about ``remedies``, which a resumed run must share.
+        given: options that decide about ``changes``, which a resumed run must share.
         advance: as for :func:`judge`.
 
     Returns:
@@ -216,27 +215,27 @@ def judge_windows(
             f"{len(groups.unique())}: give more text, or shorter windows"
         )
     check_positions(model, lengths)
-    check_fit(model, remedies)
+    check_fit(model, changes)
     ranges = octaves(lengths[-1])
     settings = {
         "model": model_digest(model),
         "text": digest(windows.turns),
-        "laws": [one.words for one in remedies],
+        "laws": [one.words for one in changes],
         "loss": loss.words,
         "lengths": list(lengths),
         "windows": windows.count,
         "weights": str(next((part.dtype for part in model.parameters()), None)),
         "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
         **(given or {}),
-        "shown": {"laws": [one.name for one in remedies]},
+        "shown": {"laws": [one.name for one in changes]},
     }
     rows = [turn.groups.numel() for turn in windows.turns]
     with LossTable(settings, saving, "comparison to resume", rows) as table:
-        readings = _readings(model, windows, [None, *remedies], loss, ranges, table, advance)
+        readings = _readings(model, windows, [None, *changes], loss, ranges, table, advance)
     sums = torch.stack([torch.cat([one.loss for one in batches]) for batches in readings])
     counts = torch.cat([one.count for one in readings[0]])
     return LossComparison(
-        laws=compare_losses([one.name for one in remedies], sums, counts, groups, ranges),
+        laws=compare_losses([one.name for one in changes], sums, counts, groups, ranges),
         loss=loss.words,
         mean_loss=float(sums[0].sum() / counts.sum()),
         windows=windows.count,
@@ -250,31 +249,35 @@ def judge_windows(
 def _readings(
     model: torch.nn.Module,
     windows: Windows,
-    remedies: Sequence[Remedy | None],
+    changes: Sequence[Change | None],
     loss: Loss,
     ranges: Sequence[tuple[int, int]],
     table: LossTable,
     advance: Advance | None,
 ) -> list[list[Reading]]:
-    """The readings of all batches under each remedy, from the table or measured."""
+    """The readings of all batches under each change, from the table or measured."""
     device = next((part.device for part in model.parameters()), None)
-    readings: list[list[Reading]] = [[] for _ in remedies]
+    words = [numbered_change(k, "" if one is None else one.words) for k, one in enumerate(changes)]
+    readings: list[list[Reading]] = [[] for _ in changes]
     with evaluating(model), torch.inference_mode():
-        if len(table.readings) < len(remedies) * len(windows.turns):
+        if len(table.readings) < len(changes) * len(windows.turns):
             loss.check(model, windows.turns[0].inputs(device))
         for index, turn in enumerate(windows.turns):
-            for number, (remedy, found) in enumerate(zip(remedies, readings, strict=True)):
+            before: Reading | None = None
+            for number, change in enumerate(changes):
+
+                def measure(
+                    turn: Turn = turn, change: Change | None = change, before: Any = before
+                ) -> Reading:
+                    return measure_batch(model, loss, turn.inputs(device), change, ranges, before)
+
                 # windows that are done after this law
-                count = turn.groups.numel() if number == len(remedies) - 1 else 0
-                change = numbered_change(number, "" if remedy is None else remedy.words)
-                known = (change, index) in table.readings
-                before = None if remedy is None else readings[0][index]
-                measure = functools.partial(
-                    measure_batch, model, loss, turn.inputs(device), remedy, ranges, before
-                )
-                found.append(table.get(change, index, measure, count))
+                done = turn.groups.numel() if number == len(changes) - 1 else 0
+                known = (words[number], index) in table.readings
+                readings[number].append(table.get(words[number], index, measure, done))
+                before = readings[0][index]
                 if advance is not None:
-                    advance(turn.tokens, count, not known)
+                    advance(turn.tokens, done, not known)
     return readings
 
 
@@ -282,18 +285,18 @@ def measure_batch(
     model: torch.nn.Module,
     loss: Loss,
     batch: Mapping[str, Any],
-    remedy: Remedy | None,
+    change: Change | None,
     ranges: Sequence[tuple[int, int]],
     before: Reading | None,
     past: int = 0,
 ) -> Reading:
-    """Run a model on a batch under a remedy, and sum the losses by n.
+    """Run a model on a batch under a change, and sum the losses by n.
 
     Args:
         model: the model.
         loss: the loss.
         batch: keywords of the model.
-        remedy: the change of the model; None is none.
+        change: the change of the model; None is none.
         ranges: first and last n of each range.
         before: the reading without a change.
         past: tokens before the batch, which every prediction could read too; up to them the losses
@@ -302,7 +305,7 @@ def measure_batch(
     Raises:
         LossError: if a loss is infinite, or other tokens have a loss than before.
     """
-    with nullcontext() if remedy is None else remedy.applied(model):
+    with nullcontext() if change is None else change.applied(model):
         scored = loss.score(model, batch)
     sums, counts = by_range(Scored(scored.loss, scored.n + past), ranges)
     if before is not None:
@@ -311,7 +314,7 @@ def measure_batch(
         counts = torch.where(read_before, before.count, counts)
     wrong = "NaN" if before is not None and not torch.equal(counts, before.count) else "infinite"
     if wrong == "NaN" or not bool(sums.isfinite().all()):
-        under = "" if remedy is None else f" under {remedy.name}"
+        under = "" if change is None else f" under {change.name}"
         raise LossError(
             f"the loss of some tokens is {wrong}{under}; load the model in a wider dtype, such as "
             "float32"

@@ -14,7 +14,7 @@ from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.diagnose.rules import Judged, Kind
 from acutance.diagnose.thresholds import HeadFacts, facts
-from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
+from acutance.judging.changes import Change, HeadsOff, LawRemedy
 from acutance.scaling import ClipLogN, Window
 
 __all__ = ["Proposals", "proposed_remedies"]
@@ -40,7 +40,7 @@ class Proposals:
         left_out: sentences on what cannot be judged.
     """
 
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Change, ...] = ()
     reasons: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -88,7 +88,7 @@ def proposed_remedies(
         for head, rules in zip(facts(summary), summary.judgements, strict=True)
         if head.layer in layers
     ]
-    found: list[tuple[Remedy, str]] = []
+    found: list[tuple[Change, str]] = []
     left_out = []
     together: list[HeadFacts] = []
     for kind, what in _OFF.items():

@@ -1,4 +1,4 @@
-"""RoPE settings as a remedy: other frequencies for a while, with transformers' own computation."""
+"""RoPE settings as a change: other frequencies for a while, with transformers' own computation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from acutance.calibration.apply_law import ApplyError
 from acutance.calibration.named_law import read_parameters
 from acutance.capture.module_names import class_name, unwrap
+from acutance.judging.applied import AppliedChange
 from acutance.shapes import check_number, did_you_mean
 
 __all__ = ["RopeRemedy"]
@@ -72,14 +73,64 @@ class RopeRemedy:
         """The same as :attr:`name`."""
         return self.name
 
-    @contextmanager
-    def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """The settings in force; the model's rotary modules come back when the context ends.
+    @classmethod
+    def named(cls, text: str) -> RopeRemedy:
+        """The settings of a text ``TYPE,name=value,...``.
+
+        Raises:
+            ValueError: if there is no type, a part is not of the form name=value, or a value is out
+                of range.
+
+        Example:
+            >>> RopeRemedy.named("yarn,factor=2").parameters
+            {'factor': 2}
+        """
+        kind, _, rest = (part.strip() for part in text.partition(","))
+        if not kind or "=" in kind:
+            raise ValueError(
+                f"law: RoPE settings begin with a type, as rope:yarn,factor=2, got {text!r}"
+            )
+        return cls(kind, read_parameters(rest))
+
+    def for_train_length(self, model: torch.nn.Module, train_length: int) -> RopeRemedy:
+        """The settings for a stated trained length, where transformers computes them from it.
+
+        They are the same if they state the trained length themselves, or their type reads none.
+
+        Args:
+            model: the model.
+            train_length: tokens of the windows that it was trained on.
+
+        Raises:
+            ApplyError: if the model has no rotary module of transformers.
+
+        Example:
+            >>> from acutance.reproduce import decoder
+            >>> RopeRemedy.named("yarn,factor=4").for_train_length(decoder(), 128).name
+            'rope:yarn,factor=4,original_max_position_embeddings=128'
+        """
+        reads_it = self.kind in (*_WITH_ORIGINAL, "dynamic")
+        if not reads_it or _ORIGINAL in self.parameters:
+            return self
+        config: Any = rope_modules(model)[0][2].config
+        before = config.rope_parameters
+        before = before.get(_GLOBAL, before)
+        if train_length == (before.get(_ORIGINAL) or config.max_position_embeddings):
+            return self
+        return replace(self, parameters={**self.parameters, _ORIGINAL: train_length})
+
+    def applied(self, model: torch.nn.Module) -> AppliedChange:
+        """The settings in force; the model's rotary modules come back when they end.
 
         Raises:
             ApplyError: if the model has no rotary module of transformers.
             ValueError: if transformers does not know the type, or lacks a parameter of it.
         """
+        return AppliedChange(self.name, self._replaced(model))
+
+    @contextmanager
+    def _replaced(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context of :meth:`applied`."""
         places = rope_modules(model)
         changed = [self._changed(module) for _, _, module in places]
         try:
@@ -190,53 +241,3 @@ def rope_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, tor
             "settings cannot be changed"
         )
     return found
-
-
-def named_rope(text: str) -> RopeRemedy:
-    """The remedy for a text ``TYPE,name=value,...``.
-
-    Raises:
-        ValueError: if there is no type, a part is not of the form name=value, or a value is out of
-            range.
-
-    Example:
-        >>> named_rope("yarn,factor=2").parameters
-        {'factor': 2}
-    """
-    kind, _, rest = (part.strip() for part in text.partition(","))
-    if not kind or "=" in kind:
-        raise ValueError(
-            f"law: RoPE settings begin with a type, as rope:yarn,factor=2, got {text!r}"
-        )
-    return RopeRemedy(kind, read_parameters(rest))
-
-
-def with_train_length(
-    model: torch.nn.Module, remedy: RopeRemedy, train_length: int | None
-) -> RopeRemedy:
-    """RoPE settings for a stated trained length, where transformers computes them from it.
-
-    Args:
-        model: the model.
-        remedy: the settings; the same ones are returned if they state the trained length
-            themselves, or their type reads none.
-        train_length: tokens of the windows that the model was trained on; None leaves the settings
-            as they are, and with them the length of the model's configuration.
-
-    Raises:
-        ApplyError: if the model has no rotary module of transformers.
-
-    Example:
-        >>> from acutance.reproduce import decoder
-        >>> with_train_length(decoder(), named_rope("yarn,factor=4"), 128).name
-        'rope:yarn,factor=4,original_max_position_embeddings=128'
-    """
-    reads_it = remedy.kind in (*_WITH_ORIGINAL, "dynamic")
-    if train_length is None or not reads_it or _ORIGINAL in remedy.parameters:
-        return remedy
-    config: Any = rope_modules(model)[0][2].config
-    before = config.rope_parameters
-    before = before.get(_GLOBAL, before)
-    if train_length == (before.get(_ORIGINAL) or config.max_position_embeddings):
-        return remedy
-    return RopeRemedy(remedy.kind, {**remedy.parameters, _ORIGINAL: train_length})

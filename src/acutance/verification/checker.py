@@ -70,7 +70,6 @@ class Checker:
 
     Args:
         config: configuration to check against; None for that of each module.
-        backward: whether gradients are compared too.
 
     Attributes:
         gradients: whether gradients of the present run are compared.
@@ -82,9 +81,9 @@ class Checker:
             the layers that it was left out of.
     """
 
-    def __init__(self, config: Any = None, backward: bool = False) -> None:
+    def __init__(self, config: Any = None) -> None:
         self._config = config
-        self.gradients = backward
+        self.gradients = False
         self.implementation = ""
         self.facts = Pass("")
         self.measured: list[Measured] = []

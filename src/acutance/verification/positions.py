@@ -71,25 +71,26 @@ def check_rotation(
         way = _Way(given + shift, rope.frequencies(last), rope.attention_factor)
         if (error := compared.error(way, expected.interleaved)) <= tolerance:
             return Comparison(error, tolerance, shift=shift)
-    ways = list(_ways(expected, rope, facts, given, width, ratio, counted))
-    right = expected.interleaved
-    error = compared.error(ways[0], right)
+    untried = _ways(expected, rope, facts, given, width, ratio, counted)
+    configured, right = next(untried), expected.interleaved
+    error = compared.error(configured, right)
     if error <= tolerance:
         return Comparison(error, tolerance)
-    if right is not None and compared.error(ways[0], not right) <= tolerance:
+    if right is not None and compared.error(configured, not right) <= tolerance:
         pairs = ("neighbouring components", "components of the two halves")
         text = f"it pairs {pairs[right]}, but this architecture pairs {pairs[not right]}"
         return Comparison(error, tolerance, Difference("wrong pairs", text))
     if compared.unmoved(0) and compared.unmoved(1):
         return Comparison(0.0, tolerance, problem="its queries and keys have no positions")
-    for way in ways[1:]:
+    ways = list(untried)
+    for way in ways:
         if compared.error(way) <= tolerance:
             if way.cause:
                 return Comparison(error, tolerance, Difference(way.cause, way.sentence))
             first = counted.int().argmax(1, keepdim=True)
             moved = (way.positions - given).expand(counted.shape).gather(1, first)
             return Comparison(0.0, tolerance, shift=moved)
-    one = _one_only(ways, compared)
+    one = _one_only(configured, ways, compared)
     return Comparison(error, tolerance, one, "" if one else "its rotation is of no known form")
 
 
@@ -144,14 +145,14 @@ class _Compared(NamedTuple):
         return _apart(turned, y, self.counted)
 
 
-def _one_only(ways: list[_Way], compared: _Compared) -> Difference | None:
+def _one_only(configured: _Way, ways: list[_Way], compared: _Compared) -> Difference | None:
     """A fault of the queries alone, or of the keys alone."""
     for index, name in enumerate(("queries", "keys")):
-        if compared.error_of(ways[0], 1 - index) > compared.tolerance:
+        if compared.error_of(configured, 1 - index) > compared.tolerance:
             continue
         if compared.unmoved(index):
             return Difference("not rotated", f"the {name} are not rotated")
-        for way in ways[1:]:
+        for way in ways:
             if compared.error_of(way, index) <= compared.tolerance:
                 text = f"{way.sentence} (only in the {name})"
                 return Difference(way.cause or "positions", text)

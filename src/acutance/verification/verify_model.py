@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from acutance.calibration.fit.windows import evaluating
 from acutance.capture.intercept import follow_results
 from acutance.capture.listener import Listener
 from acutance.capture.module_names import class_name, unwrap
@@ -78,26 +80,30 @@ def verify(
     unknown = [name for name in kinds or () if name not in KINDS]
     if unknown:
         raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {unknown[0]!r}")
-    names = [implementation_name(name) for name in implementations or ()]
-    own = _implementation(model)
-    checker = Checker(configuration, backward)
+    names = [_SHORT.get(name, name) for name in implementations or ()]
+    tried = [kind for kind in kinds_for(model, given) if kinds is None or kind.name in kinds]
+    config: Any = getattr(unwrap(model), "config", None)
+    own = str(getattr(config, "_attn_implementation", None) or "the model's own")
+    checker = Checker(configuration)
     notes: list[str] = []
     outputs: dict[tuple[str, str], Tensor] = {}
-    with _evaluating(model):
+    with evaluating(model):
         for name in names or [own]:
             if name != own and (reason := _switch(model, name)):
                 notes.append(f"{name} was not run: {reason}")
                 checker.left_out[f"{name} attention"] = set()
                 continue
             try:
-                for kind in kinds_for(model, given):
-                    if kinds is not None and kind.name not in kinds:
-                        continue
-                    if advance is not None:
-                        advance(name, kind.name)
-                    output = _run(model, checker, name, kind, backward, notes)
-                    if output is not None:
-                        outputs[name, kind.name] = output
+                for cached, group in groupby(tried, key=lambda kind: kind.cached):
+                    gradients = backward and not cached
+                    gradients = gradients and _has_gradients(model, name, checker, notes)
+                    with _checking(model, checker, gradients) as listener:
+                        for kind in group:
+                            if advance is not None:
+                                advance(name, kind.name)
+                            output = _read(model, checker, listener, name, kind, notes)
+                            if output is not None:
+                                outputs[name, kind.name] = output
             finally:
                 if name != own:
                     _switch(model, own)
@@ -106,7 +112,8 @@ def verify(
         raise ValueError(
             f"no attention of {class_name(model)} was read{f': {reason}' if reason else ''}"
         )
-    config = configuration if configuration is not None else getattr(unwrap(model), "config", None)
+    if configuration is not None:
+        config = configuration
     ids, widest = given.get("input_ids"), max(windows_of(config), default=0)
     if isinstance(ids, Tensor) and ids.shape[-1] <= widest:
         notes.append(
@@ -137,44 +144,62 @@ def verify(
     )
 
 
-def implementation_name(name: str) -> str:
-    """The name by which transformers knows an implementation: ``flex`` is ``flex_attention``."""
-    return _SHORT.get(name, name)
+def _has_gradients(
+    model: torch.nn.Module, implementation: str, checker: Checker, notes: list[str]
+) -> bool:
+    """Whether an implementation computes gradients on the model's device; notes it if not."""
+    device = next((part.device.type for part in model.parameters()), "cpu")
+    if implementation != "flex_attention" or device != "cpu":
+        return True
+    notes.append("flex_attention computes no gradients on CPU: only its outputs were compared")
+    checker.left_out["gradients of flex_attention"] = set()
+    return False
 
 
-def _run(
+@contextmanager
+def _checking(model: torch.nn.Module, checker: Checker, gradients: bool) -> Iterator[Listener]:
+    """Context in which a checker gets the model's calls; all parameters require gradients if any.
+
+    Args:
+        model: the model.
+        checker: compares the calls.
+        gradients: whether it compares gradients too.
+    """
+    checker.gradients = gradients
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    try:
+        for parameter in frozen if gradients else ():
+            parameter.requires_grad_(True)
+        with (
+            torch.set_grad_enabled(gradients),
+            follow_results(checker.parts(model), checker.on_part),
+            Listener(model, checker, gradients=gradients) as listener,
+        ):
+            yield listener
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _read(
     model: torch.nn.Module,
     checker: Checker,
+    listener: Listener,
     implementation: str,
     kind: Kind,
-    backward: bool,
     notes: list[str],
 ) -> Tensor | None:
     """Read one kind of input with one implementation; the first tensor of the model's output."""
-    gradients = backward and not kind.cached
-    device = next((part.device.type for part in model.parameters()), "cpu")
-    if gradients and implementation == "flex_attention" and device == "cpu":
-        notes.append("flex_attention computes no gradients on CPU: only its outputs were compared")
-        checker.left_out["gradients of flex_attention"] = set()
-        gradients = False
-    checker.gradients = gradients
-    listener = Listener(model, checker, gradients=gradients)
 
     def read(facts: Pass, arguments: dict[str, Any]) -> Any:
         checker.begin(implementation, facts)
         return model(**arguments)
 
+    listener.unread.clear()
     try:
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # the model's own
-            stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(0)  # models that draw random numbers draw the same ones
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            if gradients:
-                stack.enter_context(_with_gradients(model))
-            stack.enter_context(follow_results(checker.parts(model), checker.on_part))
-            stack.enter_context(listener)
             output = kind.run(read)
     except Exception as error:  # an input or an implementation that is not for this model
         words = " ".join(str(error).split())[:200] or type(error).__name__
@@ -190,37 +215,6 @@ def _run(
         if tuple(rows.shape) == tuple(found.shape[:2]):
             found = found * rows[..., None].to(found)
     return found
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which a model is in evaluation mode."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was
-
-
-@contextmanager
-def _with_gradients(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which all floating-point parameters require gradients."""
-    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _implementation(model: torch.nn.Module) -> str:
-    """Name of the model's attention implementation."""
-    config = getattr(unwrap(model), "config", None)
-    return str(getattr(config, "_attn_implementation", None) or "the model's own")
 
 
 def _switch(model: Any, name: str) -> str:

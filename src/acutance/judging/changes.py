@@ -1,0 +1,473 @@
+"""Changes of a model that can be applied and judged: laws, windows, plans, RoPE, heads off.
+
+A change is anything with a ``name``, ``words`` that identify it, and ``applied(model)``. To add a
+kind that texts can name, write such a class and add a reader of its texts to :data:`KINDS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+
+import torch
+
+from acutance.caching.import_plan import ForeignPlan, read_foreign
+from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
+from acutance.caching.plan import SCHEMA as PLAN_SCHEMA
+from acutance.calibration import apply_law
+from acutance.calibration.apply_law import Applied, ApplyError
+from acutance.calibration.law import AnyLaw, Law, by_layer, check_head
+from acutance.calibration.law import Change as Applies
+from acutance.calibration.named_law import joined_parts, named_law
+from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.layer_choice import choose_layers
+from acutance.capture.module_names import class_name
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.files import as_json, write_text
+from acutance.from_json import read_json, sealed_json
+from acutance.judging.applied import AppliedChange
+from acutance.judging.rope import RopeRemedy
+from acutance.scaling import Window
+from acutance.shapes import check_count
+
+__all__ = [
+    "AppliedChange",
+    "Change",
+    "HeadsOff",
+    "LawRemedy",
+    "PlanRemedy",
+    "Remedy",
+    "apply",
+    "load_change",
+    "save_change",
+]
+
+SCHEMA = "acutance.change/1"
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Change(Protocol):
+    """A reversible change of a model, such as a law, whose effect on the loss can be measured."""
+
+    @property
+    def name(self) -> str:
+        """Name of the change in tables, such as ``ssmax`` or ``off:3.0``."""
+
+    @property
+    def words(self) -> str:
+        """A text that identifies the change: a saved run is resumed only if it is the same."""
+
+    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Context in which the model is changed; leaving it restores the model."""
+
+
+#: The earlier name of :class:`Change`.
+Remedy = Change
+
+
+def PlanRemedy(name: str, plan: CachePlan | ForeignPlan) -> CachePlan | ForeignPlan:
+    """A plan for the key-value cache with a name of its own: plans are changes themselves."""
+    return replace(plan, title=name) if isinstance(plan, CachePlan) else replace(plan, name=name)
+
+
+@dataclass(frozen=True)
+class LawRemedy:
+    """A law of scalings and windows as a change with a name, see :func:`apply`."""
+
+    name: str
+    law: AnyLaw
+    windowed: bool = False
+
+    @property
+    def words(self) -> str:
+        """The law as text, or the digest of a law file."""
+        windowed = ", windowed" if self.windowed else ""
+        if not isinstance(self.law, Law):
+            return f"{self.law}{windowed}"
+        record = json.dumps(self.law.record(), sort_keys=True)
+        return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}{windowed}"
+
+    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Context in which the law is applied; leaving it raises ApplyError if no call changed."""
+        return apply_law.apply(model, self.law, windowed=self.windowed)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise ValueError if the model has no such layer or head, or the law is another's."""
+        by_layer(model, self.law)
+
+
+@dataclass(frozen=True)
+class HeadsOff:
+    """Heads whose output is zero: what the model loses without them.
+
+    Attributes:
+        heads: layers, each with its heads; None is all of them.
+
+    Example:
+        >>> HeadsOff({3: [0, 2], 5: None}).name
+        'off:3.0,3.2,5'
+    """
+
+    heads: Mapping[int | str, Sequence[int] | None]
+
+    @property
+    def name(self) -> str:
+        """``off:`` and the heads, as the command line accepts it."""
+        parts = [
+            str(layer) if some is None else f"{layer}.{head}"
+            for layer, some in self.heads.items()
+            for head in (some if some is not None else [0])
+        ]
+        return f"off:{','.join(parts)}"
+
+    @property
+    def words(self) -> str:
+        """The same as :attr:`name`."""
+        return self.name
+
+    def applied(self, model: torch.nn.Module) -> AppliedChange:
+        """Zero the heads' outputs in every call of transformers' attention interface.
+
+        Raises:
+            ApplyError: if a layer does not use it, or at the end none of them ran.
+            ValueError: if there is no such layer or head.
+        """
+        return AppliedChange(self.name, self._silenced(model))
+
+    @contextmanager
+    def _silenced(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context of :meth:`applied`."""
+        switched, calls = self._modules(model), 0
+
+        def silence(call: InterfaceCall, run: Callable[[], Any]) -> Any:
+            nonlocal calls
+            result = run()
+            if id(call["module"]) not in switched:
+                return result
+            calls += 1
+            output = call.output(result)
+            heads = switched[id(call["module"])]
+            heads = range(output.shape[1]) if heads is None else heads
+            if (most := max(heads)) >= output.shape[1]:
+                last = output.shape[1] - 1
+                raise ValueError(f"there is no head {most}: the layer has heads 0 to {last}")
+            output = output.clone()
+            output[:, list(heads)] = 0.0
+            output = output.transpose(1, 2)
+            return (output, *result[1:]) if isinstance(result, tuple) else output
+
+        with huggingface.intercept(silence):
+            yield
+        if not calls:
+            raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
+
+    def _modules(self, model: torch.nn.Module) -> dict[int, Sequence[int] | None]:
+        """The heads of each layer by the ``id`` of its module; raises as :meth:`applied`."""
+        layers = attention_layers(model)
+        found: dict[int, Sequence[int] | None] = {}
+        for layer, heads in self.heads.items():
+            for name in choose_layers(model, layer, "layer"):
+                module = layers.get(name)
+                if module is None or not uses_interface(module):
+                    raise ApplyError(
+                        f"heads of {name} cannot be switched off: {class_name(model)} does not run "
+                        "it through transformers' attention interface"
+                    )
+                for head in heads or ():
+                    check_head(name, module, head)
+                found[id(module)] = heads
+        return found
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise the errors of :meth:`applied` that need no run of the model."""
+        self._modules(model)
+
+
+def _named_heads(text: str) -> HeadsOff:
+    """The heads of a text ``3.0,3.2,5``, where 5 are all heads of a layer."""
+    found: dict[int | str, Sequence[int] | None] = {}
+    for part in text.split(","):
+        layer, dot, head = part.strip().partition(".")
+        if not layer.isdecimal() or (dot and not head.isdecimal()):
+            raise ValueError(f"law: heads must be LAYER.HEAD, as in off:3.0,3.2, got {part!r}")
+        before = found.get(int(layer), [])
+        if int(layer) in found and (before is None or not dot):
+            raise ValueError(f"law: off:{text} names both layer {layer} and single heads of it")
+        found[int(layer)] = [*(before or []), int(head)] if dot else None
+    return HeadsOff(found)
+
+
+#: Readers of the texts of changes that are no laws, by the word before the colon.
+KINDS: dict[str, Callable[[str], Change]] = {"off": _named_heads, "rope": RopeRemedy.named}
+
+
+def named_change(text: str) -> Any:
+    """The change to a model that a text names: a file, a law, RoPE settings, or heads off.
+
+    A file holds a law, a plan for the cache or what :func:`save_change` wrote;
+    ``duo_attention:DIR`` and ``layer_types:FILE`` are plans of other tools, see
+    :func:`acutance.caching.import_plan`.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if nothing has that name, or a number in it is wrong.
+
+    Example:
+        >>> named_change("log_n:train_length=512").law
+        LogN(train_length=512, base=None, n_min=16)
+        >>> named_change("off:3.0,3.2").heads
+        {3: [0, 2]}
+        >>> named_change("rope:yarn,factor=2").kind
+        'yarn'
+    """
+    if os.path.exists(text):
+        return load_change(text)
+    parts = joined_parts(text)
+    alone = [part for part in parts if part.partition(":")[0] in KINDS]
+    if alone and len(parts) > 1:
+        raise ValueError(
+            f"law: {alone[0]} cannot be joined to another law by +, got {text!r}. Only a scaling "
+            "and a window can be"
+        )
+    if alone:
+        kind, _, rest = text.partition(":")
+        return KINDS[kind](rest)
+    return read_foreign(text) or LawRemedy(text, named_law(text))
+
+
+def save_change(change: Change, path: str | os.PathLike[str]) -> None:
+    """Write a change to a file that :func:`load_change` and the commands' ``--law`` read.
+
+    Laws and plans of one model have formats of their own; of others the file holds the name.
+
+    Raises:
+        ValueError: if the change has no file: its name is not one that texts can have.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_change(HeadsOff({3: [0]}), f"{folder}/change.json")
+        ...     load_change(f"{folder}/change.json")
+        HeadsOff(heads={3: [0]})
+    """
+    if isinstance(change, LawRemedy) and isinstance(change.law, Law):
+        change.law.save(path)
+    elif isinstance(change, CachePlan):
+        change.save(path)
+    elif named_change(change.name).words != change.words:
+        raise ValueError(f"{change.name} has no file: its name does not say all of it")
+    else:
+        record = sealed_json({"schema": SCHEMA, "change": change.name})
+        write_text(path, as_json(record, indent=1) + "\n")
+
+
+def load_change(path: str | os.PathLike[str]) -> Any:
+    """The change in a file: a law, a plan for the cache, or what :func:`save_change` wrote.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it holds none of them.
+    """
+    name = os.fspath(path)
+    start = ""
+    if os.path.isfile(name):
+        with suppress(OSError, ValueError), open(name, encoding="utf-8") as file:
+            start = file.read(200)
+    if f'"{SCHEMA}"' in start:
+        return named_change(str(read_json(name).get("change")))
+    if any(f'"{kind.partition("/")[0]}/' in start for kind in (PLAN_SCHEMA, BUDGET_SCHEMA)):
+        return replace(CachePlan.load(name), title=name)
+    return LawRemedy(name, named_law(name))
+
+
+def as_changes(laws: Any) -> list[Change]:
+    """The ``laws`` of :func:`acutance.judge` as changes with different names.
+
+    Args:
+        laws: a law, a list of laws, or a mapping from names to laws.
+
+    Raises:
+        TypeError: if something is not a law.
+        ValueError: if there is none, or two have one name.
+    """
+    if isinstance(laws, Mapping) and all(isinstance(name, str) for name in laws):
+        pairs = list(laws.items())
+    elif isinstance(laws, list | tuple) and not _is_pair(laws):
+        pairs = [("", one) for one in laws]
+    else:
+        pairs = [("", laws)]
+    changes = [_change(name, given) for name, given in pairs]
+    if not changes:
+        raise ValueError("laws must contain at least one law, got none")
+    names = [change.name for change in changes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"laws must have different names, got {twice!r} twice")
+    return changes
+
+
+def for_train_length(
+    model: torch.nn.Module, changes: Sequence[Change], train_length: int | None
+) -> list[Change]:
+    """The changes, with RoPE settings computed from a stated trained length.
+
+    Args:
+        model: the model.
+        changes: as from :func:`as_changes`.
+        train_length: tokens of the windows that it was trained on; None is the configuration's.
+    """
+    if train_length is None:
+        return list(changes)
+    check_count("train_length", train_length, 2)
+    return [
+        change.for_train_length(model, train_length) if isinstance(change, RopeRemedy) else change
+        for change in changes
+    ]
+
+
+def check_fit(model: torch.nn.Module, changes: Sequence[Change]) -> None:
+    """Refuse changes that do not fit the model before it runs, such as heads that it lacks.
+
+    Raises:
+        ApplyError: if one cannot change the model.
+        ValueError: if there is no such layer or head, or a RoPE type or parameter is wrong.
+    """
+    for change in changes:
+        if isinstance(change, LawRemedy | HeadsOff | RopeRemedy):
+            change.check(model)
+
+
+def _change(name: str, given: Any) -> Change:
+    """A law, a name, a file or a change as a change with the given name."""
+    if isinstance(given, str):
+        given = named_change(given)
+    if isinstance(given, CachePlan | ForeignPlan):
+        return PlanRemedy(name or given.name, given)
+    if isinstance(given, LawRemedy):
+        return replace(given, name=name or given.name)
+    if isinstance(given, Change):
+        return given
+    return LawRemedy(
+        name or (f"law ({given.target})" if isinstance(given, Law) else str(given)), given
+    )
+
+
+def _is_pair(laws: Any) -> bool:
+    """Whether a sequence is one law, a scaling with its window, rather than two laws."""
+    pair = isinstance(laws, tuple) and len(laws) == 2
+    return pair and isinstance(laws[1], Window) and not isinstance(laws[0], Window)
+
+
+@overload
+def apply(
+    model: torch.nn.Module, law: str | os.PathLike[str], *, windowed: bool = False
+) -> Any: ...
+@overload
+def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied: ...
+@overload
+def apply(model: torch.nn.Module, law: Applies[T], *, windowed: bool = False) -> T: ...
+def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
+    r"""Change a model's attention by a law, which it follows from now on.
+
+    A scaling multiplies each row's query by a factor that depends on n, the keys that the row
+    reads: its position in a cache, without padding, within its document and its window. It
+    multiplies what reaches the attention call, so after query-key normalisation and rotary
+    embedding, and on top of the model's own scale; it is rounded to the query's dtype. A
+    :class:`~acutance.scaling.Window` says which keys a row reads and at which distance; windows
+    that move keys need transformers' interface and rotary positions.
+
+    Args:
+        model: any module whose attention goes through transformers' attention interface,
+            ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or is a softmax of its
+            own, whose scores then have their products multiplied and their biases not.
+        law: a scaling, a :class:`~acutance.scaling.Window`, or a pair (scaling, window) for all
+            heads; a mapping from layer or (layer, head) to these or their names, where layers are
+            named as for :func:`acutance.probe` (block numbers, ranges, module names, patterns) and
+            what is left out is left alone; a :class:`Law`; or a text as ``acutance judge --law``
+            takes it: the file of a law or of a plan for the cache, ``"ssmax"``,
+            ``"window:size=1024,sinks=4"``, ``"ssmax+window:size=1024"``, ``"rope:yarn,factor=2"``,
+            ``"off:3.1,4.0"``. A :class:`~acutance.CachePlan`, or another change with a method
+            ``applied``, is returned as that method applies it.
+        windowed: also scale layers with a sliding window of the model's, whose rows see no more
+            keys in a longer text.
+
+    Returns:
+        What is in force at once and until ``restore()``, or as a context manager until it ends.
+        Leaving the context of a law raises :class:`ApplyError` if no call was scaled.
+
+    Raises:
+        ApplyError: if the model cannot be changed in this way.
+        OSError: if a file cannot be read.
+        TypeError: if ``model`` is not a module or ``law`` no law.
+        ValueError: if a law, layer or head does not exist, the law is another model's, or its
+            windows move keys and the model's positions are not rotary.
+
+    Warns:
+        UserWarning: while the model runs, if a softmax of its own has keys hidden by a number above
+            −1e9, which n then counts.
+
+    Example:
+        >>> import torch, acutance
+        >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> x = torch.randn(1, 64, 8)
+        >>> with acutance.apply(model, "log_n:train_length=16") as applied:
+        ...     _ = model(x, x, x)
+        >>> applied.calls
+        {'MultiheadAttention': 1}
+    """
+    if isinstance(law, str | os.PathLike):
+        law = named_change(os.fspath(law))
+        law = law.law if isinstance(law, LawRemedy) else law
+    if isinstance(law, Mapping):
+        law = {place: named_law(one) if isinstance(one, str) else one for place, one in law.items()}
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return apply_law.apply(model, law, windowed=windowed)
+
+
+def applying(text: str) -> tuple[str, Callable[[torch.nn.Module], AbstractContextManager[Any]]]:
+    """The law, RoPE settings or heads off that a text names, ready to be applied for a probe.
+
+    Returns:
+        A description, different for different laws, and a function that applies the law to a model
+        and returns a context manager. Leaving that is no error if the model did not run, as in a
+        finished run that is resumed.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if nothing has that name, or it is a plan for the cache.
+    """
+    named = named_change(text)
+    if isinstance(named, CachePlan | ForeignPlan):
+        raise ValueError(
+            f"law: {text} is a plan for the cache, which cannot be probed; 'acutance judge --law' "
+            "measures what it does to the loss"
+        )
+    law = named.law if isinstance(named, LawRemedy) else named
+    words = str(law) if isinstance(named, LawRemedy) else named.words
+    if isinstance(law, Law):
+        words = f"{Path(text).name} {named.words.removeprefix('law ')[:12]}"
+
+    @contextmanager
+    def changed(model: torch.nn.Module) -> Iterator[None]:
+        applied: Applied | AppliedChange = apply(model, law)
+        try:
+            yield
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a finished run that is resumed runs nothing
+                applied.restore()
+        if isinstance(applied, Applied) and not applied.calls and applied.skipped:
+            name, why = next(iter(applied.skipped.items()))
+            raise ApplyError(f"the law scaled no call: {name}: {why}")
+
+    return words, changed
