@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,14 +49,19 @@ class AppliedPlan(CountedChange):
         self.calls: dict[str, int] = {}
         self._model = model
         self._names = {id(module): name for name, module in named_modules(model)}
-        self._masks, self._running = _Masks(), Running()
+        self._running = Running()
+        self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None  # the last one read
         self._searched = None if plan.search is None else int(plan.search["n"])
         with ExitStack() as context:
             context.callback(forget_compiled)
             context.enter_context(eager())
             for module in unwrap(model).modules():
-                if (signature := _signature(module)) is not None:
-                    give = functools.partial(self._give_cache, signature)
+                if getattr(module, "config", None) is None:
+                    continue
+                names = list(inspect.signature(type(module).forward).parameters)[1:]  # not self
+                argument = cache_argument(names)
+                if argument is not None and "input_ids" in names:  # it makes a cache if it has none
+                    give = functools.partial(self._give_cache, names, argument)
                     hook = module.register_forward_pre_hook(give, with_kwargs=True)
                     context.callback(hook.remove)
             context.enter_context(huggingface.intercept(self._on_call))
@@ -73,17 +78,27 @@ class AppliedPlan(CountedChange):
 
     def _give_cache(
         self,
-        signature: inspect.Signature,
+        names: list[str],
+        declared: str,
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the empty cache of a pass by a planned one, before a model's forward method."""
+        """Replace the empty cache of a pass by a planned one, before a model's forward method.
+
+        Args:
+            names: of the method's parameters.
+            declared: of its cache.
+            module: the model.
+            args: of the call.
+            kwargs: of the call.
+        """
         forget_pending()
-        names = list(signature.parameters)[1:]  # the first is self
         given = dict(zip(names, args, strict=False)) | kwargs
-        argument = next((name for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
-        cache = None if argument is None else given[argument]
+        argument, cache = declared, None
+        for name in CACHE_ARGUMENTS:
+            if cache is None and given.get(name) is not None:
+                argument, cache = name, given[name]
         self._warn_of_length(given, cache)
         if isinstance(cache, PlannedCache):
             if cache.plan is not self.plan and cache.plan != self.plan:
@@ -100,11 +115,10 @@ class AppliedPlan(CountedChange):
                 f"{argument} must be a cache of this plan, an empty DynamicCache or None, got a "
                 f"{what}"
             )
-        declared, planned = cache_argument(names), PlannedCache(self.plan)
-        place = len(args) if declared is None else names.index(declared)
+        place, planned = names.index(declared), PlannedCache(self.plan)
         if place < len(args):
             return (*args[:place], planned, *args[place + 1 :]), kwargs
-        return args, {**kwargs, argument or str(declared): planned}
+        return args, {**kwargs, argument: planned}
 
     def _warn_of_length(self, given: dict[str, Any], cache: Any) -> None:
         """Warn once of a text that is longer than the windows that the plan was searched on."""
@@ -133,81 +147,96 @@ class AppliedPlan(CountedChange):
         reason = call.refusal("it has no cache of the plan")
         raise ApplyError(f"the plan cannot be applied to {name}: {reason}")
 
+    # -- calls of transformers' interface ---------------------------------------------------------
+
     def _on_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
         """Run a call of transformers' interface under the plan.
 
         Raises:
             ApplyError: if it cannot run under the plan.
         """
-        module, _, key, _, _ = call.positional()
+        module, query, key, value, mask = call.positional()
         name = self._names.get(id(module))
         if name is not None:
             try:
-                if name not in self.plan.layers:
-                    raise ValueError("the plan has no such layer")
-                planned = PlannedCall(self.plan, name, call, take_pending(key), self._masks)
+                layer = self._layer(name, call, query, key)
+                counts = layer.real_counts(query.shape[0])
+                real = None if mask is None else self._real_tokens(mask, query, counts)
+                given = call.kwargs
+                softcap, dropout = given.get("softcap") or None, float(given.get("dropout") or 0.0)
+                attend = Attend(given.get("scaling"), softcap, dropout)
+                call.replace(PlannedCall(layer, self.plan.layers[name], key, value, real, attend))
             except ValueError as error:
                 raise ApplyError(f"the plan cannot be applied to {name}: {error}") from error
-            call.replace(planned)
             self.calls[name] = self.calls.get(name, 0) + 1
         with self.mute():
             return run()
 
+    def _layer(self, name: str, call: InterfaceCall, query: Tensor, key: Tensor) -> PlannedLayer:
+        """The cache that a call reads, an empty one if it has all of its keys.
 
-def _signature(module: torch.nn.Module) -> inspect.Signature | None:
-    """The signature of a whole model, which makes a cache if it gets none; None for its parts."""
-    if getattr(module, "config", None) is None:
-        return None
-    found = inspect.signature(type(module).forward)
-    takes_a_cache = cache_argument(found.parameters) is not None
-    return found if takes_a_cache and "input_ids" in found.parameters else None
-
-
-class PlannedCall:
-    """One call of transformers' interface under a plan.
-
-    Args:
-        plan: the plan.
-        name: of the module.
-        call: the call, whose keys are the new ones if there is a cache.
-        layer: the cache; None if there is none and the call has all keys.
-        masks: reads masks.
-
-    Raises:
-        ValueError: if the call cannot run under the plan.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        name: str,
-        call: InterfaceCall,
-        layer: PlannedLayer | None,
-        masks: _Masks,
-    ) -> None:
-        _, query, key, value, mask = call.positional()
-        _check_call(call)
+        Raises:
+            ValueError: if the call has what a planned cache does not compute.
+        """
+        if name not in self.plan.layers:
+            raise ValueError("the plan has no such layer")
+        layer, given = take_pending(key), call.kwargs
+        if given.get("position_bias") is not None or given.get("s_aux") is not None:
+            raise ValueError("its scores have a bias or learned sinks")
+        if given.get("cache") is not None or given.get("sliding_window") is not None:
+            raise ValueError("it has a sliding window or a paged cache of its own")
+        if call["attention_mask"] is None and query.shape[2] > 1:
+            causal = given.get("is_causal")
+            causal = getattr(call["module"], "is_causal", True) if causal is None else causal
+            if base_name(call.implementation) == "eager" or not causal:
+                raise ValueError("it is not causal")
         if layer is None:
             if query.shape[2] != key.shape[2]:
                 raise ValueError("its earlier keys are not in a planned cache")
-            layer = PlannedLayer(plan.group, plan.residual)
-        shape = plan.shapes[name]
+            layer = PlannedLayer(self.plan.group, self.plan.residual)
+        shape = self.plan.shapes[name]
         if (key.shape[1], key.shape[3]) != (shape.heads, shape.key_width):
             raise ValueError(
                 f"the plan has {shape.heads} key heads of width {shape.key_width}, but its keys "
                 f"are {tuple(key.shape)}"
             )
-        self._heads: tuple[HeadPlan, ...] = plan.layers[name]
-        self._tensors, self._layer = (key, value), layer
-        self._real = masks.real_tokens(mask, query, layer.real_counts(query.shape[0]))
-        softcap, dropout = call["softcap"] or None, float(call["dropout"] or 0.0)
-        self._attend = Attend(call["scaling"], softcap, dropout)
+        return layer
+
+    def _real_tokens(self, mask: Any, query: Tensor, counts: list[int]) -> Tensor | None:
+        """:func:`real_tokens`, read once for all layers of a pass, which share their mask."""
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"its mask is a {type(mask).__name__}: use sdpa or eager attention")
+        last = self._mask  # read once: another thread may replace it
+        if last is None or last[0]() is not mask:
+            self._mask = last = weakref.ref(mask), real_tokens(mask, query, counts)
+        return last[1]
+
+
+class PlannedCall(NamedTuple):
+    """What computes a call of transformers' interface under a plan, in place of its function.
+
+    Attributes:
+        layer: the cache.
+        heads: what each key head keeps.
+        key: new keys, (B, H, L, E).
+        value: new values, (B, H, L, Ev).
+        real: which new tokens are no padding, (B, L); None if all are.
+        attend: computes attention.
+    """
+
+    layer: PlannedLayer
+    heads: tuple[HeadPlan, ...]
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+    attend: Attend
 
     def run(self, call: InterfaceCall) -> tuple[Tensor, None]:
         """The output (B, L, Hq, Ev) and None for the weights."""
+        query = call.positional()[1]
         with torch._C.DisableTorchFunction():
-            output = self._layer.attend(
-                self._heads, call["query"], *self._tensors, self._real, self._attend
+            output = self.layer.attend(
+                self.heads, query, self.key, self.value, self.real, self.attend
             )
         return output.transpose(1, 2).contiguous(), None
 
@@ -216,50 +245,17 @@ class PlannedCall:
         raise ValueError("it runs under a cache plan, whose heads read different keys")
 
 
-def _check_call(call: InterfaceCall) -> None:
-    """Raise ValueError if a call has what a planned cache does not compute."""
-    module, query, _, _, mask = call.positional()
-    kind = base_name(call.implementation)
-    if call["position_bias"] is not None or call["s_aux"] is not None:
-        raise ValueError("its scores have a bias or learned sinks")
-    if call["cache"] is not None or call["sliding_window"] is not None:
-        raise ValueError("it has a sliding window or a paged cache of its own")
-    if mask is None and query.shape[2] > 1:
-        causal = call["is_causal"]
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        if kind == "eager" or not causal:
-            raise ValueError("it is not causal")
+def real_tokens(mask: Tensor, query: Tensor, counts: list[int]) -> Tensor | None:
+    """Which new tokens are no padding, (B, L); None if all are.
 
+    Args:
+        mask: of the call.
+        query: (B, Hq, L, E).
+        counts: earlier tokens of each sequence that are no padding.
 
-class _Masks:
-    """Reads which new tokens are no padding; the layers of a pass share the result."""
-
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], Tensor | None] | None = None
-
-    def real_tokens(self, mask: Any, query: Tensor, counts: list[int]) -> Tensor | None:
-        """Which new tokens are no padding, (B, L); None if all are.
-
-        Args:
-            mask: of the call.
-            query: (B, Hq, L, E).
-            counts: earlier tokens of each sequence that are no padding.
-
-        Raises:
-            ValueError: if the mask hides keys by more than causality and padding.
-        """
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"its mask is a {type(mask).__name__}: use sdpa or eager attention")
-        last = self._last  # read once: another thread may replace it
-        if last is None or last[0]() is not mask:
-            self._last = last = weakref.ref(mask), _real_tokens(mask, query, counts)
-        return last[1]
-
-
-def _real_tokens(mask: Tensor, query: Tensor, counts: list[int]) -> Tensor | None:
-    """:meth:`_Masks.real_tokens` for a tensor."""
+    Raises:
+        ValueError: if the mask hides keys by more than causality and padding.
+    """
     batch, new = query.shape[0], query.shape[2]
     if mask.dim() == 2:
         real = mask[:, -new:].bool()

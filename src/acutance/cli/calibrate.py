@@ -282,8 +282,8 @@ def _judge(
     read = lengths if loss_of(headed).reads_all else lengths[-1:]
     windows = text_windows(headed, held.judged, read, 0, 0)
     with lengths_noted():
-        remedy = LawRemedy("the law", calibration, options.windowed)
-        comparison = compare_held_out(options, headed, windows, [remedy])
+        change = LawRemedy("the law", calibration, options.windowed)
+        comparison = compare_held_out(options, headed, windows, [change])
     (law,) = comparison.laws
     where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"
     console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)

@@ -57,9 +57,9 @@ class Judged:
         laws = () if self.comparison is None else self.comparison.laws
         pairs = zip(laws, self.proposed.remedies[: len(laws)], strict=True)
         return [
-            (law, remedy)
-            for law, remedy in pairs
-            if law.verdict == HELPS and isinstance(remedy, kind)
+            (law, change)
+            for law, change in pairs
+            if law.verdict == HELPS and isinstance(change, kind)
         ]
 
     def write_law(self, model: "torch.nn.Module", path: Any) -> None:
@@ -72,15 +72,15 @@ class Judged:
         from acutance.report.screen import note
 
         lines = []
-        best, remedy = min(
+        best, change = min(
             self.helping(LawRemedy), key=lambda pair: pair[0].delta, default=(None, None)
         )
         if best is None and path is not None:
             lines.append(f"no law was written to {path}: none of the judged laws lowers the loss")
         elif best is not None and path is None:
             lines.append(f"--write-law FILE writes this change to a law file: {best.name}")
-        elif best is not None and remedy is not None and self.comparison is not None:
-            law = replace(Law.of(model, remedy.law), judged=record_of(best, self.comparison))
+        elif best is not None and change is not None and self.comparison is not None:
+            law = replace(Law.of(model, change.law), judged=record_of(best, self.comparison))
             law.save(path)
             lines.append(
                 f"law written to {path}: {best.name}. Use it with --law {path}, or in Python with "
@@ -102,22 +102,22 @@ def record_of(law: "LawComparison", comparison: "LossComparison") -> dict[str, A
 
 
 def compare_held_out(
-    options: RunOptions, headed: "TextModel", windows: "Windows", remedies: "Sequence[Change]",
+    options: RunOptions, headed: "TextModel", windows: "Windows", changes: "Sequence[Change]",
     **given: Any,
 ) -> "LossComparison":  # fmt: skip
     """Compare losses on held-out windows, with progress on standard error.
 
     The state of that is in the file of ``--save`` with ``.judging`` added; ``given`` are options
-    that decide about ``remedies``.
+    that decide about ``changes``.
     """
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.text_windows import loss_of
 
-    tokens = windows.tokens * (1 + len(remedies))
+    tokens = windows.tokens * (1 + len(changes))
     with progress("judging", windows.count, tokens, console()) as advance:
         return judge_windows(
             **keywords(
-                judge_windows, options, model=headed.model, windows=windows, remedies=remedies,
+                judge_windows, options, model=headed.model, windows=windows, changes=changes,
                 loss=loss_of(headed), given=given or None, advance=advance,
                 save=None if options.save is None else f"{options.save}.judging",
                 overwrite=not options.resume,

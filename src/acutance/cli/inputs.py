@@ -57,14 +57,14 @@ def read_laws(texts: Iterable[str]) -> list[Change]:
     from acutance.judging.changes import as_changes, named_change
     from acutance.judging.rope import RopeRemedy
 
-    remedies: list[Change] = []
+    changes: list[Change] = []
     for text in texts:
         with nullcontext() if os.path.exists(text) else misuse():
-            remedies.append(found := named_change(text))
+            changes.append(found := named_change(text))
             if isinstance(found, RopeRemedy):
                 found.check_kind()
     with misuse():
-        return as_changes(remedies)
+        return as_changes(changes)
 
 
 def noted(text: str, *, sign: str = "note") -> None:
@@ -85,14 +85,14 @@ def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:
         noted(str(warning.message))
 
 
-def note_searches(remedies: Iterable[Change], longest: int) -> None:
+def note_searches(changes: Iterable[Change], longest: int) -> None:
     """Note plans that were searched on shorter windows."""
     from acutance.caching.plan import CachePlan
 
-    for remedy in remedies:
-        search = remedy.search if isinstance(remedy, CachePlan) else None
+    for change in changes:
+        search = change.search if isinstance(change, CachePlan) else None
         if search is not None and search["n"] < longest:
-            noted(f"{remedy.name} was searched on windows of {search['n']} tokens, not {longest}")
+            noted(f"{change.name} was searched on windows of {search['n']} tokens, not {longest}")
 
 
 @contextmanager

@@ -104,19 +104,19 @@ def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.text_windows import loss_of
 
-    remedies = read_laws(laws)
+    changes = read_laws(laws)
     texts = options.texts()
     loaded = options.load(head=True)
-    remedies = for_train_length(loaded.model, remedies, options.train_length)
+    changes = for_train_length(loaded.model, changes, options.train_length)
     lengths = options.lengths or (loaded.window(None),)
     note_lengths(loaded.model, lengths)
-    note_searches(remedies, lengths[-1])
+    note_searches(changes, lengths[-1])
     windows = read_windows(options, loaded, texts, lengths)
-    tokens = windows.tokens * (1 + len(remedies))
+    tokens = windows.tokens * (1 + len(changes))
     with progress("judging", windows.count, tokens, console()) as advance, lengths_noted():
         comparison = judge_windows(
             **keywords(
-                judge_windows, options, model=loaded.model, windows=windows, remedies=remedies,
+                judge_windows, options, model=loaded.model, windows=windows, changes=changes,
                 loss=loss_of(loaded), advance=advance,
             )
         )  # fmt: skip
