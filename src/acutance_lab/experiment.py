@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from acutance_lab.figure import Page, Panel
 from acutance_lab.record import UNTESTED, Claim, Estimate, Record, Row
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 #: A number that an experiment measures: key of the claim it tests, quantity, prediction,
 #: measurement (a number or an :class:`~acutance_lab.record.Estimate`), and condition.
 Measured: TypeAlias = tuple[str, str, Any, Any, Mapping[str, Any]]
+
+#: A claim that follows by algebra; one that is expected to fail; one to hold only where its
+#: ``bound`` says.
+theorem = partial(Claim, theorem=True)
+refuted = partial(Claim, expected="does not hold")
+partly = partial(Claim, expected="holds only where")
 
 #: Seeds of models are up to a hundred times as large, and must fit 64 bits.
 MAX_SEED = 2**32 - 1
@@ -124,21 +131,18 @@ class Experiment:
 
 
 def experiment(
-    title: str,
-    prediction: str,
-    *claims: Claim,
-    figure: Callable[[Record, Any], Figure],
-    **needs: Any,
+    *claims: Claim, figure: Sequence[Panel], **needs: Any
 ) -> Callable[[Callable[[Run], Iterator[Measured]]], Experiment]:
     """Make an :class:`Experiment` of the function that measures; its name is the function's.
 
-    The function yields numbers (:data:`Measured`) that name the claim they test by its key.
+    The function yields numbers (:data:`Measured`) that name the claim they test by its key. Its
+    docstring has the texts: the first line is the title, the paragraph "Predicted: ..." tells what
+    is expected, and of the paragraph "Figure: ..." the first sentence is the figure's title and the
+    others stand below it. Python without docstrings (``-OO``) shows the name in their place.
 
     Args:
-        title: of the experiment.
-        prediction: what is expected.
         claims: what is tested; the first gives the verdict.
-        figure: draws the record.
+        figure: the panels that draw the record.
         needs: ``needs``, ``full_needs`` and ``full_only`` of the experiment.
     """
 
@@ -148,7 +152,13 @@ def experiment(
             return rows(claims, measurement(run))
 
         name = measurement.__name__
-        return Experiment(name, title, prediction, claims, measure, figure, **needs)
+        paragraphs = (measurement.__doc__ or name).split("\n\n")
+        title, *others = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
+        texts = dict(text.partition(": ")[::2] for text in others)
+        headline, _, note = texts.get("Figure", name).partition(". ")
+        page = Page(headline, note and note + ".", figure)
+        prediction = texts.get("Predicted", name)
+        return Experiment(name, title, prediction, claims, measure, page, **needs)
 
     return made_of
 

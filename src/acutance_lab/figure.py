@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,27 +34,6 @@ class Points(NamedTuple):
     error: Sequence[float] | None = None
 
 
-def measured(rows: Iterable[Row], at: str, *, bars: bool = False) -> Points:
-    """The measurements of rows against one of their conditions, with their errors as ``bars``."""
-    rows = list(rows)
-    errors = [row.error for row in rows] if bars else None
-    return Points([row.condition[at] for row in rows], [row.measured for row in rows], errors)
-
-
-def means(rows: Iterable[Row], at: str) -> Points:
-    """Mean measurements against a condition, over the rows with the same value of it."""
-    by_place: dict[Any, list[float]] = {}
-    for row in rows:
-        by_place.setdefault(row.condition[at], []).append(row.measured)
-    return Points([*by_place], [sum(numbers) / len(numbers) for numbers in by_place.values()])
-
-
-def predicted(rows: Iterable[Row], at: str) -> Points:
-    """Predictions against a condition, in rising order of it."""
-    by_place = {float(row.condition[at]): row.predicted for row in rows}
-    return Points(*zip(*sorted(by_place.items()), strict=True))
-
-
 @dataclass(frozen=True)
 class Curve:
     """One entry of a legend.
@@ -74,25 +53,29 @@ class Curve:
     style: int | str | None = None
 
 
+def number(row: Row, name: str) -> Any:
+    """The measurement or prediction of a row, or the value of one of its conditions."""
+    return getattr(row, name) if name in ("measured", "predicted") else row.condition[name]
+
+
 @dataclass(frozen=True)
 class Lines:
     """Curves of a record: predictions as lines, measurements as marks.
 
-    Measurements that test no claim are joined by the line. Without bars, rows at the same place,
-    as those of several seeds, are one mark at their mean.
-
     Attributes:
-        claim: key of the claim whose rows are drawn; "" for those that test none.
-        at: the condition on the horizontal axis.
+        claim: key of the claim whose rows are drawn; "" draws all rows of a ``quantity``, their
+            marks joined by the line.
+        at: what is on the horizontal axis, a condition or "predicted".
         name: in the legend, with the value of ``by`` in the place of {}; or names of the values
             that are drawn, in their order.
         by: the condition whose values have a curve each, "" for one curve.
         quantity: of the rows, "" for any.
         where: conditions that the rows meet.
-        largest: a condition of which only the largest value is drawn, "" for none.
+        last: a condition of which only the value of the last row is drawn, "" for none.
+        of: what is on the vertical axis, "measured" or a condition.
         line: whether lines are drawn.
-        marks: whether marks are drawn.
-        bars: whether marks have bars of one standard error.
+        marks: "means", one mark for all rows at the same place, as those of several seeds; "each",
+            one for each row; "bars", the same with bars of one standard error; "" for none.
         hollow: draw marks without a filling.
         style: of the first curve, the others follow: as in :class:`Curve`.
     """
@@ -103,35 +86,51 @@ class Lines:
     by: str = ""
     quantity: str = ""
     where: Mapping[str, Value] = field(default_factory=dict)
-    largest: str = ""
+    last: str = ""
+    of: str = "measured"
     line: bool = True
-    marks: bool = True
-    bars: bool = False
+    marks: str = "means"
     hollow: bool = False
     style: int | str | None = None
 
     def __call__(self, record: Record) -> Iterator[Curve]:
         """The curves of a record."""
         rows = [
-            row for row in record.of(self.claim, **self.where)
-            if (not self.quantity or row.quantity == self.quantity)
-            and self.at in row.condition and (not self.by or self.by in row.condition)
+            row for row in record.rows
+            if self.claim in ("", row.claim) and self.quantity in ("", row.quantity)
+            and self.where.items() <= row.condition.items()
+            and (not self.by or self.by in row.condition)
         ]  # fmt: skip
-        if self.largest:
-            top = max(values(rows, self.largest))
-            rows = [row for row in rows if row.condition[self.largest] == top]
+        if self.last and rows:
+            last = rows[-1].condition[self.last]
+            rows = [row for row in rows if row.condition[self.last] == last]
         shown = values(rows, self.by) if self.by else [None]
         if not isinstance(self.name, str):
             shown = [value for value in self.name if value in shown]
         for index, value in enumerate(shown):
             members = [row for row in rows if not self.by or row.condition[self.by] == value]
-            marks = measured(members, self.at, bars=True) if self.bars else means(members, self.at)
-            line = predicted(members, self.at) if self.claim else marks
-            name = self.name.format(value) if isinstance(self.name, str) else self.name[value]
+            marks = self._marks(members)
+            line = marks
+            if self.claim and self.of == "measured":
+                predicted = {number(row, self.at): row.predicted for row in members}
+                line = Points(*zip(*sorted(predicted.items()), strict=True))
             yield Curve(
-                name, line if self.line else None, marks if self.marks else None, self.hollow,
+                self.name.format(value) if isinstance(self.name, str) else self.name[value],
+                line if self.line else None, marks if self.marks else None, self.hollow,
                 self.style + index if isinstance(self.style, int) else self.style,
             )  # fmt: skip
+
+    def _marks(self, rows: Sequence[Row]) -> Points:
+        """The measurements of rows."""
+        x, y = ([number(row, name) for row in rows] for name in (self.at, self.of))
+        if self.marks == "bars":
+            return Points(x, y, [row.error for row in rows])
+        if self.marks == "each":
+            return Points(x, y)
+        by_place: dict[Any, list[float]] = {}
+        for place, value in zip(x, y, strict=True):
+            by_place.setdefault(place, []).append(value)
+        return Points([*by_place], [sum(numbers) / len(numbers) for numbers in by_place.values()])
 
 
 @dataclass(frozen=True)
@@ -140,47 +139,55 @@ class Axis:
 
     Attributes:
         label: what it shows, with its unit.
-        log: whether it is logarithmic.
+        log: whether it is logarithmic; a number is where it turns linear, around 0.
         ticks: values, or texts by value; () leaves them to matplotlib.
         limits: least and largest value shown.
+        slanted: draw the texts of the ticks aslant, because they are words.
     """
 
     label: str
-    log: bool = False
+    log: bool | float = False
     ticks: Sequence[float] | Mapping[float, str] = ()
     limits: tuple[float | None, float | None] = (None, None)
+    slanted: bool = False
 
-    def set(self, axes: Axes, side: str) -> None:
+    def set(self, axes: Axes, side: Literal["x", "y"]) -> None:
         """Set the scale, ticks and limits of the ``side`` "x" or "y"."""
-        if self.log:
+        if self.log is True:
             getattr(axes, f"set_{side}scale")("log")
-        ticks = self.ticks
-        if ticks:
-            texts = ticks if isinstance(ticks, Mapping) else {at: f"{at:,g}" for at in ticks}
+        elif self.log:
+            getattr(axes, f"set_{side}scale")("symlog", linthresh=self.log)
+        if self.ticks:
+            texts = self.ticks
+            if not isinstance(texts, Mapping):
+                texts = {at: f"{at:,g}" for at in texts}
             axis, seen = getattr(axes, f"{side}axis"), getattr(axes, f"get_{side}lim")()
             axis.set_ticks(list(texts), list(texts.values()))
             axis.minorticks_off()
             getattr(axes, f"set_{side}lim")(seen)  # a tick beyond the curves is not shown
+        if self.slanted:
+            axes.tick_params(side, rotation=30)
         if self.limits != (None, None):
             getattr(axes, f"set_{side}lim")(*self.limits)
 
     def scaled(self, numbers: Any) -> Array:
         """Numbers as places along the axis."""
-        return np.log(numbers) if self.log else np.asarray(numbers, float)
+        return np.log(numbers) if self.log is True else np.asarray(numbers, float)
 
 
 class Level(NamedTuple):
-    """A thin reference line at a value of one axis, or of both."""
+    """A thin reference line at a value of one axis, or of both; with neither, where x = y."""
 
     x: float | None = None
     y: float | None = None
     name: str = "_nolegend_"
 
 
+@dataclass(frozen=True)
 class Panel:
     """A panel of a page.
 
-    Args:
+    Attributes:
         x: horizontal axis.
         y: vertical axis.
         curves: what is drawn: :class:`Lines`, or functions of the record that give curves.
@@ -189,57 +196,65 @@ class Panel:
         legend: place of the legend; None draws none.
         legend_title: heading of the legend.
         columns: of the legend.
-        also: draws what is neither curve nor level.
     """
 
-    def __init__(
-        self,
-        x: Axis,
-        y: Axis,
-        *curves: Callable[[Record], Iterable[Curve]],
-        title: str = "",
-        levels: Sequence[Level] | Callable[[Record], Sequence[Level]] = (),
-        also: Callable[[Axes, Record, plot_style.Theme], object] | None = None,
-        legend: str | tuple[float, float] | None = "best",
-        legend_title: str = "",
-        columns: int = 1,
-    ) -> None:
-        self.x, self.y, self.curves = x, y, curves
-        self.title, self.levels, self.also = title, levels, also
-        self.legend = legend
-        self.legend_options: dict[str, Any] = {"title": legend_title, "columns": columns}
+    x: Axis
+    y: Axis
+    curves: Sequence[Callable[[Record], Iterable[Curve]]]
+    title: str = ""
+    levels: Sequence[Level] | Callable[[Record], Sequence[Level]] = ()
+    legend: str | tuple[float, float] | None = "best"
+    legend_title: str = ""
+    columns: int = 1
 
     def draw(self, axes: Axes, record: Record, theme: plot_style.Theme) -> None:
         """Draw the panel on its axes."""
         curves = [curve for draw in self.curves for curve in draw(record)]
         following = itertools.count()
-        places = [next(following) if c.style is None else c.style for c in curves]
-        count = 1 + max((place for place in places if isinstance(place, int)), default=0)
-        palette = plot_style.curves(count, theme)
-        for curve, place in zip(curves, places, strict=True):
-            line = curve.line
-            if line is not None and line is not curve.marks:
-                line = self._smooth(line)
-            if not isinstance(place, str):
-                _draw(axes, curve, line, palette[place])
-            elif line is not None:
-                look: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
-                if place == BROAD:
-                    look = {"color": theme.ink, "linewidth": 2.6, "alpha": 0.55}
-                axes.plot(line.x, line.y, label=curve.name or "_nolegend_", **look)
+        styles = [next(following) if c.style is None else c.style for c in curves]
+        most = max((style for style in styles if isinstance(style, int)), default=0)
+        palette = plot_style.curves(1 + most, theme)
+        for curve, style in zip(curves, styles, strict=True):
+            self._draw(axes, curve, palette[style] if isinstance(style, int) else style, theme)
         for level in self.levels(record) if callable(self.levels) else self.levels:
+            if level.x is level.y is None:
+                axes.axline((0, 0), slope=1, color=theme.muted, linewidth=1.0, label=level.name)
             plot_style.reference(axes, theme, x=level.x, y=level.y, name=level.name)
-        if self.also is not None:
-            self.also(axes, record, theme)
         self.x.set(axes, "x")
         self.y.set(axes, "y")
         plot_style.label(axes, x=self.x.label, y=self.y.label, title=self.title)
         if self.legend is not None:
-            plot_style.legend(axes, theme, where=self.legend, **self.legend_options)
+            plot_style.legend(
+                axes, theme, where=self.legend, title=self.legend_title, columns=self.columns
+            )
 
-    def _smooth(self, line: Points) -> Points:
+    def _draw(
+        self, axes: Axes, curve: Curve, style: plot_style.Curve | str, theme: plot_style.Theme
+    ) -> None:
+        """Draw a curve under one entry of the legend."""
+        marks, name = curve.marks, curve.name or "_nolegend_"
+        line = curve.line if curve.line is marks else self._smooth(curve.line)
+        if isinstance(style, str):
+            look: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
+            if style == BROAD:
+                look = {"color": theme.ink, "linewidth": 2.6, "alpha": 0.55}
+            if line is not None:
+                axes.plot(line.x, line.y, label=name, **look)
+        elif line is not None and marks is not None and not curve.hollow:
+            plot_style.draw_line_and_marks(
+                axes, line.x, line.y, marks.x, marks.y, style, name, error=marks.error
+            )
+        else:
+            if line is not None:
+                plot_style.draw_line(axes, line.x, line.y, style, "_nolegend_" if marks else name)
+            if marks is not None:
+                plot_style.draw_marks(
+                    axes, marks.x, marks.y, style, name, error=marks.error, hollow=curve.hollow
+                )
+
+    def _smooth(self, line: Points | None) -> Points | None:
         """A line through points that bends smoothly on these axes, and swings nowhere."""
-        if len(line.x) < 3:
+        if line is None or len(line.x) < 3:
             return line
         bent = PchipInterpolator(self.x.scaled(line.x), self.y.scaled(line.y))
         fine = np.linspace(bent.x[0], bent.x[-1], 200)
@@ -247,37 +262,23 @@ class Panel:
         return Points(x.tolist(), y.tolist())
 
 
-def _draw(axes: Axes, curve: Curve, line: Points | None, style: plot_style.Curve) -> None:
-    """Draw a curve under one entry of the legend."""
-    marks, name = curve.marks, curve.name or "_nolegend_"
-    if line is not None and marks is not None and not curve.hollow:
-        plot_style.draw_line_and_marks(
-            axes, line.x, line.y, marks.x, marks.y, style, name, error=marks.error
-        )
-        return
-    if line is not None:
-        plot_style.draw_line(axes, line.x, line.y, style, name if marks is None else "_nolegend_")
-    if marks is not None:
-        plot_style.draw_marks(
-            axes, marks.x, marks.y, style, name, error=marks.error, hollow=curve.hollow
-        )
-
-
+@dataclass(frozen=True)
 class Page:
     """A figure of one or several panels side by side; called, it draws a record in a theme.
 
-    Args:
+    Attributes:
         title: what the figure shows, in words.
-        note: a line or two under the title, or a function of the record that gives them.
+        note: a line or two under the title.
         panels: from left to right.
     """
 
-    def __init__(self, title: str, note: str | Callable[[Record], str], *panels: Panel) -> None:
-        self.title, self.note, self.panels = title, note, panels
+    title: str
+    note: str
+    panels: Sequence[Panel]
 
     def __call__(self, record: Record, theme: plot_style.Theme) -> Figure:
         """Draw the record."""
-        note = self.note(record) if callable(self.note) else self.note
+        note = self.note
         if any(isinstance(c, Lines) and c.line and c.claim for p in self.panels for c in p.curves):
             note += " Lines are interpolated between the marks."
         figure, places = plot_style.new_figure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,11 @@ from PIL import Image
 from acutance import theory
 from acutance.report import plot_style
 from acutance.reproduce import EXPERIMENTS, Record, Run, run_one
+from acutance_lab.experiment import Measured
+from acutance_lab.experiment import experiment as made_of
 from acutance_lab.experiments import noise
+from acutance_lab.figure import Page
+from acutance_lab.record import Claim
 from acutance_lab.run import draw
 from acutance_lab.sampling import gaussian_collision
 
@@ -59,6 +63,42 @@ def test_the_guide_counts_the_theorems_and_marks_them() -> None:
     for name, experiment in EXPERIMENTS.items():
         (line,) = (line for line in guide.splitlines() if line.startswith(f"| `{name}` |"))
         assert experiment.claims[0].theorem is line.endswith(" holds (theorem) |")
+
+
+def measurement(run: Run) -> Iterator[Measured]:
+    """The root of a number.
+
+    Rows for one x.
+
+    Predicted: √(1 + x) is 1 + x/2:
+    for small x.
+
+    Figure: A root is nearly a line. Line: 1 + x/2. Marks: √(1 + x).
+    """
+    yield "root", "√", 1.05, 1.1**0.5, {"x": 0.1}
+
+
+def test_the_texts_of_an_experiment_are_those_of_its_docstring() -> None:
+    claim = Claim("root", "√(1 + x) is 1 + x/2", within=0.01)
+    made = made_of(claim, figure=[], needs="transformers")(measurement)
+    assert (made.name, made.needs) == ("measurement", "transformers")
+    assert made.title == "The root of a number"
+    assert made.prediction == "√(1 + x) is 1 + x/2: for small x"
+    assert made.draw == Page("A root is nearly a line", "Line: 1 + x/2. Marks: √(1 + x).", [])
+    assert run_one(made).judgements[0].kind == "holds"
+    # python -OO has no docstrings
+    measurement.__doc__ = None
+    made = made_of(claim, figure=[])(measurement)
+    assert (made.title, made.prediction) == ("measurement", "measurement")
+    assert made.draw == Page("measurement", "", [])
+
+
+def test_every_experiment_says_what_it_is_what_is_predicted_and_what_is_drawn() -> None:
+    for name, made in EXPERIMENTS.items():
+        assert isinstance(made.draw, Page)
+        texts = [made.title, made.prediction, made.draw.title, made.draw.note]
+        assert all(text and text != name for text in texts), name
+        assert made.draw.note.endswith("."), name
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from acutance import apply, calibrate, probe
 from acutance.calibration import measure as measure_law
-from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax, Window, Yarn
+from acutance.scaling import ClipLogN, LogN, NoScaling, SqrtLogN, SSMax, Window, Yarn
 from acutance_lab import texts
-from acutance_lab.experiment import Measured, Run, experiment, untested
+from acutance_lab.experiment import Measured, Run, experiment, refuted, theorem, untested
 from acutance_lab.experiments import mlm_table
-from acutance_lab.figure import Axis, Curve, Page, Panel, Points, means
-from acutance_lab.record import Claim, Estimate, Record, values
+from acutance_lab.figure import Axis, Curve, Lines, Panel, Points
+from acutance_lab.record import Claim, Estimate, Record
 from acutance_lab.sampling import mean
 from acutance_lab.trained import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses, train
 
@@ -22,7 +23,8 @@ SOURCE = "acutance.calibrate"
 CALIBRATED = "calibrated"  # each head's entropy stays what it was
 FRACTION = "calibrated H / log n"  # each head's share of log n stays what it was
 LOSS = "calibrated loss"  # fitted to the loss itself; decoders only
-WINDOWED = "window of {}"  # keys that a row reads, without a temperature; decoders only
+#: Keys that a row reads, without a temperature; decoders only.
+WINDOWS = {f"window of {size}": size for size in (128, 96, 64)}
 BOUND = "times"  # the training length
 #: Laws that are not fitted to the model.
 FIXED = ("none", "log_n", "clip_log_n", "ssmax", "yarn", "sqrt_log_n")
@@ -66,8 +68,8 @@ def decoder_subject(run: Run, step: int) -> Subject:
     windows = texts.sample_windows(held_out, longest + 1, run.size(32, 64), generator)
 
     def losses(length: int) -> Tensor:
-        parts = windows[:, -(length + 1) :].split(run.size(16, 8))
-        return torch.cat([next_byte_losses(model, batch)[:, -LAST:].mean(1) for batch in parts])
+        batches = windows[:, -(length + 1) :].split(run.size(16, 8))
+        return torch.cat([next_byte_losses(model, batch)[:, -LAST:].mean(1) for batch in batches])
 
     measured = windows[: run.size(12, 64), :longest]
     return Subject("decoder", model, TRAIN_LENGTH, known, measured, losses)
@@ -100,42 +102,43 @@ def times(run: Run) -> tuple[int, ...]:
     return (1, 2, 4) if run.quick else (1, 2, 4, 8)
 
 
-def fixed_laws(subject: Subject) -> dict[str, Scaling]:
-    """The laws of :data:`FIXED`, by name; ``"none"`` changes nothing.
+def laws(run: Run, subject: Subject) -> dict[str, Any]:
+    """The laws of :data:`FIXED`, and those calibrated to the subject.
 
-    They use only the training length, and sqrt_log_n also the standard deviation of the logits.
+    The fixed ones use only the training length, and sqrt_log_n also the standard deviation of the
+    logits. A decoder also gets a law fitted to the loss, and windows of the training length, of 3/4
+    and of 1/2 of it.
     """
-    length = subject.length
-    with probe(subject.model, metrics=["logit_std"]) as opened, torch.no_grad():
-        subject.model(subject.calibration[:, :length])
+    length, model, known = subject.length, subject.model, subject.calibration
+    lengths = [length * factor for factor in times(run)]
+    with probe(model, metrics=["logit_std"]) as opened, torch.no_grad():
+        model(known[:, :length])
     gamma = float(opened.summary().mean("logit_std").mean())
     fixed = (
         NoScaling(), LogN(train_length=length), ClipLogN(train_length=length),
         SSMax(s=1 / math.log(length)), Yarn(train_length=length),
         SqrtLogN(train_length=length, gamma=gamma),
     )  # fmt: skip
-    return dict(zip(FIXED, fixed, strict=True))
-
-
-def fitted_laws(run: Run, subject: Subject) -> dict[str, Any]:
-    """Laws calibrated to the subject; a decoder also gets one fitted to the loss, and windows.
-
-    The windows are of the training length, of 3/4 and of 1/2 of it.
-    """
-    lengths = [subject.length * factor for factor in times(run)]
-    laws: dict[str, Any] = {}
-    for name, target in ((CALIBRATED, "entropy"), (FRACTION, "normalized_entropy")):
-        laws[name] = calibrate(
-            subject.model, [subject.calibration], target=target, lengths=lengths,
-            reference=subject.length, passes=run.size(4, 6),
-        )  # fmt: skip
+    tried: dict[str, Any] = dict(zip(FIXED, fixed, strict=True))
+    tried |= calibrations(model, known, lengths, passes=run.size(4, 6))
     if subject.name == "decoder":
-        windows = list(subject.calibration.split(1))
-        laws[LOSS] = calibrate(subject.model, windows, target="loss", lengths=lengths, passes=3)
-        for quarters in (4, 3, 2):
-            size = subject.length * quarters // 4
-            laws[WINDOWED.format(size)] = Window(size)
-    return laws
+        windows = list(known.split(1))
+        tried[LOSS] = calibrate(model, windows, target="loss", lengths=lengths, passes=3)
+        tried |= {name: Window(size) for name, size in WINDOWS.items()}
+    return tried
+
+
+def calibrations(
+    model: torch.nn.Module, known: Tensor, lengths: list[int], passes: int
+) -> dict[str, Any]:
+    """Laws that keep each head's entropy, or its share of log n, what it is at the first length."""
+    targets = {CALIBRATED: "entropy", FRACTION: "normalized_entropy"}
+    return {
+        name: calibrate(
+            model, [known], target=target, lengths=lengths, reference=lengths[0], passes=passes
+        )
+        for name, target in targets.items()
+    }
 
 
 @torch.no_grad()
@@ -150,7 +153,6 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict
     lengths = [subject.length * factor for factor in times(run)]
     if run.note is not None:
         run.note(f"calibrated_length: calibrating {subject.name}, seed {seed}")
-    laws: dict[str, Any] = {**fixed_laws(subject), **fitted_laws(run, subject)}
     numbers: list[Measured] = []
     losses: dict[str, Tensor] = {}
     start: Tensor | None = None
@@ -158,12 +160,12 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict
     def where(law: str, factor: int) -> dict[str, Any]:
         return {"model": subject.name, "law": law, "seed": seed, BOUND: factor}
 
-    for name, law in laws.items():
+    for name, law in laws(run, subject).items():
         with apply(subject.model, law):
             losses[name] = torch.stack([subject.losses(length) for length in lengths]).double()
         for factor, loss in zip(times(run), losses[name], strict=True):
             numbers.append(untested("loss, nat", mean(loss), where(name, factor)))
-        if isinstance(law, Window):
+        if name in WINDOWS:
             continue
         entropies = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
         H = entropies.flat()[:, [entropies.lengths.index(length) for length in lengths]]
@@ -178,42 +180,30 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict
     for name in ("clip_log_n", "yarn", CALIBRATED, FRACTION):
         before, after = (float(losses[law][0].mean()) for law in ("none", name))
         numbers.append(("same", "loss at 1×, nat", before, after, where(name, 1)))
-    windowed = losses.get(WINDOWED.format(subject.length))
-    if windowed is not None:
-        last = {name: losses[name][-1] for name in laws if not isinstance(laws[name], Window)}
+    if subject.name == "decoder":
+        last = {name: loss[-1] for name, loss in losses.items() if name not in WINDOWS}
         best = min(last, key=lambda name: float(last[name].mean()))
-        less, at = mean(windowed[-1] - last[best]), where(best, times(run)[-1])
+        less, at = mean(losses["window of 128"][-1] - last[best]), where(best, times(run)[-1])
         numbers.append(("window", "loss, window − best temperature, nat", 0.0, less, at))
     return numbers, losses
 
 
-def _average(record: Record, quantity: str, law: str) -> Points:
-    """The decoder's mean over seeds against length."""
-    return means(record.untested(quantity, model="decoder", law=law), BOUND)
+#: Not ssmax: with s = 1 / log of the length it is log_n.
+_SHOWN = {law: law for law in (*FIXED, CALIBRATED, FRACTION, LOSS, *WINDOWS) if law != "ssmax"}
 
 
-def _laws(record: Record) -> list[str]:
-    laws = values(record.untested("loss, nat", model="decoder"), "law")
-    return [law for law in laws if law != "ssmax"]  # with s = 1 / log of the length it is log_n
+def _lines(quantity: str) -> Lines:
+    """The decoder's means over seeds, a curve for each law."""
+    return Lines("", BOUND, _SHOWN, by="law", quantity=quantity, where={"model": "decoder"})
 
 
 def _losses(record: Record) -> Iterator[Curve]:
-    none = _average(record, "loss, nat", "none").y
-    for law in _laws(record):
-        points = _average(record, "loss, nat", law)
-        points = points._replace(y=[y - less for y, less in zip(points.y, none, strict=True)])
-        yield Curve(law, points, points)
-
-
-def _entropies(record: Record) -> Iterator[Curve]:
-    for style, law in enumerate(_laws(record)):
-        points = _average(record, "mean H, nat", law)
-        if points.x:
-            yield Curve("", points, points, style=style)
-
-
-def _room_below(axes: Any, record: Record, theme: Any) -> None:
-    axes.set_ylim(bottom=1.8 * axes.get_ylim()[0])
+    none, *others = _lines("loss, nat")(record)
+    for curve in (none, *others):
+        assert curve.marks is not None
+        assert none.marks is not None
+        points = Points(curve.marks.x, np.subtract(curve.marks.y, none.marks.y))
+        yield Curve(curve.name if curve.name in WINDOWS else "", points, points)
 
 
 _LENGTH = Axis(
@@ -222,47 +212,51 @@ _LENGTH = Axis(
 
 
 @experiment(
-    "temperatures and windows beyond the training length",
-    "a factor for each head and length, fitted on text of training, keeps the entropy "
-    "of the median head within 5 % of that at the training length, on held-out text up to 8 times "
-    "as long, but not that of every head; a decoder's loss under it, and every model's under one "
-    "that keeps H / log n, is above that of no fixed law by more than the spread over seeds; but a "
-    "window of the training length beats every temperature: a decoder's loss under it is below "
-    "that under any law",
     Claim("holds", "the calibrated law keeps the median head's entropy within 5 % of that at 1×, "
           "on held-out text", SOURCE, relation="<="),
     # Stated of every head before the first run.
-    Claim("every", "it does so for every head of the decoders", SOURCE, "does not hold",
-          relation="<="),
+    refuted("every", "it does so for every head of the decoders", SOURCE, relation="<="),
     Claim("loses", "a decoder calibrated to constant entropy loses to no fixed law by more than "
           "the spread over seeds", SOURCE, relation="<="),
     # Expected to hold as well before the first run, which told otherwise.
-    Claim("encoders", "a masked encoder calibrated to constant entropy loses to no fixed law by "
-          "more than the spread over seeds", SOURCE, "does not hold", relation="<="),
+    refuted("encoders", "a masked encoder calibrated to constant entropy loses to no fixed law by "
+            "more than the spread over seeds", SOURCE, relation="<="),
     Claim("share", "calibrated to each head's share of log n loses to no fixed law by more than "
           "the spread over seeds", SOURCE, relation="<="),
     Claim("helps", "at the longest texts calibrated has less loss than none", SOURCE,
           relation="<="),
     Claim("window", "for the decoders a window of the training length has less loss than every "
           "temperature, at the longest texts", "acutance.scaling.Window", relation="<="),
-    Claim("same", "laws that are 1 up to the training length change nothing there", within=1e-5,
-          theorem=True),
-    figure=Page(
-        "Beyond its training length a window serves a decoder better than every temperature",
-        "Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at "
-        "every length, less that without a law. A window's entropy is not measured.",
+    theorem("same", "laws that are 1 up to the training length change nothing there", within=1e-5),
+    figure=[
         Panel(
-            _LENGTH, Axis("loss − loss without a law, nat"), _losses, title="loss",
-            legend="lower center", columns=2, also=_room_below,
+            _LENGTH, Axis("loss − loss without a law, nat"), [_losses], title="loss",
+            legend="lower left",
         ),
         Panel(
-            _LENGTH, Axis("mean entropy of heads, nat"), _entropies, title="entropy", legend=None
+            _LENGTH, Axis("mean entropy of heads, nat"), [_lines("mean H, nat")], title="entropy",
+            legend="upper left",
         ),
-    ),
+    ],
     needs="transformers", full_only=("loses", "encoders", "share", "helps"),
 )  # fmt: skip
 def calibrated_length(run: Run) -> Iterator[Measured]:
-    """Loss and entropy of each kind of model and seed, under each law and at each length."""
+    """Temperatures and windows beyond the training length.
+
+    Loss and entropy of each kind of model and seed, under each law and at each length.
+
+    Predicted: a factor for each head and length, fitted on text of training, keeps the entropy of
+    the median head within 5 % of that at the training length, on held-out text up to 8 times as
+    long, but not that of every head; a decoder's loss under it, and every model's under one that
+    keeps H / log n, is above that of no fixed law by more than the spread over seeds; but a window
+    of the training length beats every temperature: a decoder's loss under it is below that under
+    any law.
+
+    Figure: Beyond its training length a window serves a decoder better than every temperature.
+    Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at every
+    length, less that without a law, in the styles that the right panel names. A window's entropy is
+    not measured.
+    """
     worst = 0.0  # of all heads, lengths and seeds of the decoders
     for kind in (decoder_subject,) if run.quick else (decoder_subject, encoder_subject):
         by_seed: list[dict[str, Tensor]] = []
@@ -272,25 +266,18 @@ def calibrated_length(run: Run) -> Iterator[Measured]:
             numbers, losses = examine(run, subject, seed)
             yield from numbers
             by_seed.append(losses)
-            for _, quantity, _, largest, where in numbers:
-                if quantity == LARGEST and (where["model"], where["law"]) == (
-                    "decoder",
-                    CALIBRATED,
-                ):
-                    worst = max(worst, largest)
+            for _, quantity, _, value, where in numbers:
+                if (quantity, where["law"], subject.name) == (LARGEST, CALIBRATED, "decoder"):
+                    worst = max(worst, value)
         for name in FIXED:
-            yield from compared(run, subject.name, name, by_seed)
+            yield from compared(run, subject.name, name, by_seed, CALIBRATED)
             yield from compared(run, subject.name, name, by_seed, FRACTION)
     over = {"law": CALIBRATED, "decoders": "all heads, lengths and seeds"}
     yield "every", LARGEST, 0.05, worst, over
 
 
 def compared(
-    run: Run,
-    kind: str,
-    name: str,
-    by_seed: Sequence[dict[str, Tensor]],
-    fitted: str = CALIBRATED,
+    run: Run, kind: str, name: str, by_seed: Sequence[dict[str, Tensor]], fitted: str
 ) -> Iterator[Measured]:
     """At each length the loss under a calibrated law less that under the law ``name``.
 
@@ -303,10 +290,10 @@ def compared(
     """
     claim = "share" if fitted == FRACTION else "loses" if kind == "decoder" else "encoders"
     for at, factor in enumerate(times(run)):
-        less = [losses[fitted][at] - losses[name][at] for losses in by_seed]
-        averages = torch.stack([change.mean() for change in less])
-        noise = math.sqrt(sum(mean(change).error ** 2 for change in less)) / len(averages)
-        spread = float(averages.std()) if len(averages) > 1 else 0.0
+        less = [mean(losses[fitted][at] - losses[name][at]) for losses in by_seed]
+        averages = torch.tensor([change.value for change in less], dtype=torch.float64)
+        noise = math.sqrt(sum(change.error**2 for change in less)) / len(less)
+        spread = float(averages.std()) if len(less) > 1 else 0.0
         where = {"model": kind, "law": name, BOUND: factor}
         estimate = Estimate(float(averages.mean()), noise)
         yield claim, f"loss, {fitted} − this law, nat", spread, estimate, where

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
 from acutance import theory
-from acutance_lab.experiment import Measured, Run, experiment
-from acutance_lab.figure import Array, Axis, Curve, Level, Lines, Page, Panel, Points
-from acutance_lab.record import Claim, Estimate, Record, values
+from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem, untested
+from acutance_lab.figure import Axis, Level, Lines, Panel
+from acutance_lab.record import Claim, Estimate
 from acutance_lab.sampling import (
     Draw,
     cosine,
@@ -23,98 +21,94 @@ from acutance_lab.sampling import (
     over_scales,
     statistics,
     uniform,
-)
+)  # fmt: skip
 
 SU = "Su Jianlin, kexue.fm/archives"
 N = 512
 LAMBDAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0, 40.0)
 _SCALE = Axis("logit scale λ, nat", log=True, ticks=(0.25, 0.5, 1, 2, 5, 10, 20, 40))
+MEDIAN = "median λ(1 − Σp²)"
 
 
 @experiment(
-    "entropy and gradient of large logits",
-    "E λ(1 − Σp²) = E⟨z⟩ rises with λ without end, to M_n = 3.04 at n = 512; its median "
-    "rises and falls; the annealed optimum 2.008 is that of a surrogate",
-    Claim("vanishes", "beyond its best scale the mean gradient λ(1 − Σp²) falls", f"{SU}/9812",
-          "does not hold", relation="<="),
-    Claim("surrogate", "E λ(1 − Σp²) = λ(1 − exp(λ²)/n), greatest at λ = 2.008 for n = 512",
-          f"{SU}/9812", "holds only where", within=0.02, bound="λ"),
+    refuted("vanishes", "beyond its best scale the mean gradient λ(1 − Σp²) falls", f"{SU}/9812",
+            relation="<="),
+    partly("surrogate", "E λ(1 − Σp²) = λ(1 − exp(λ²)/n), greatest at λ = 2.008 for n = 512",
+           f"{SU}/9812", within=0.02, bound="λ"),
     Claim("exact", "E λ(1 − Σp²) = λ(1 − E Σp²), the exact integral, rising to M_n"),
-    Claim("typical",
-          "at scales of 4 M_n and more the median row has lost half of its best gradient",
+    Claim("typical", "from scales of 4 M_n on the median row has lost half of its best gradient",
           relation="<="),
     Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral"),
-    Claim("typical_norm",
-          "at scales of 4 M_n and more the median ‖λJ‖_F has lost half of its best",
+    Claim("typical_norm", "from scales of 4 M_n on the median ‖λJ‖_F has lost half of its best",
           relation="<="),
     Claim("entropy", "E H falls from log n to 0 as the exact integral"),
-    Claim("range", "0 ≤ H ≤ log n in every row", f"{SU}/9593", relation="<=", rounding=1e-9,
-          theorem=True),
-    Claim("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<=",
-          theorem=True),
-    figure=Page(
-        "Large logits: entropy vanishes, and the typical gradient with it, but not the mean",
-        f"n = {N} Gaussian logits. Lines: exact integrals. Marks: mean over sampled rows, and "
-        "their median. Dotted: M_n, which the mean tends to.",
+    theorem("range", "0 ≤ H ≤ log n in every row", f"{SU}/9593", relation="<=", rounding=1e-9),
+    theorem("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<="),
+    figure=[
         Panel(
-            _SCALE, Axis("entropy H, nat"), Lines("entropy", "λ", "mean H"),
+            _SCALE, Axis("entropy H, nat"), [Lines("entropy", "λ", "mean H")],
             title="entropy", levels=[Level(y=math.log(N), name="log n")], legend="lower left",
         ),
         Panel(
             _SCALE, Axis("gradient λ(1 − Σp²)", limits=(-0.15, 5.0)),
-            Lines("exact", "λ", "mean"),
-            Lines("", "λ", "median", line=False, hollow=True),
-            Lines("surrogate", "λ", "λ(1 − exp(λ²)/n), article 9812", marks=False),
+            [Lines("exact", "λ", "mean"),
+             Lines("", "λ", "median", quantity=MEDIAN, line=False, hollow=True),
+             Lines("surrogate", "λ", "λ(1 − exp(λ²)/n), article 9812", marks="")],
             title="gradient", legend="upper left",
             levels=lambda record: [Level(y=float(theory.expected_max_gauss(N)), name="M_n")],
         ),
         Panel(
-            _SCALE, Axis("‖J‖_F²"), Lines("frobenius", "λ", "mean"),
+            _SCALE, Axis("‖J‖_F²"), [Lines("frobenius", "λ", "mean")],
             title="Jacobian norm, squared", legend="upper left",
         ),
-    ),
+    ],
 )  # fmt: skip
 def information(run: Run) -> Iterator[Measured]:
-    """Entropy and softmax Jacobian of rows of 512 Gaussian logits, at each scale λ.
+    """Entropy and gradient of large logits.
 
-    The typical row loses its gradient at a large scale, the mean over rows does not.
+    Entropy and softmax Jacobian of rows of 512 Gaussian logits, at each scale λ. The typical row
+    loses its gradient at a large scale, the mean over rows does not.
+
+    Predicted: E λ(1 − Σp²) = E⟨z⟩ rises with λ without end, to M_n = 3.04 at n = 512; its median
+    rises and falls; the annealed optimum 2.008 is that of a surrogate.
+
+    Figure: Large logits: entropy vanishes, and the typical gradient with it, but not the mean.
+    n = 512 Gaussian logits. Lines: exact integrals. Marks: mean over sampled rows, and their
+    median. Dotted: M_n, which the mean tends to.
     """
     scales = LAMBDAS + tuple(3 * lam for lam in LAMBDAS)  # log Σp³ = log Z(3λ) − 3 log Z(λ)
     metrics = ("entropy", "jacobian_trace", "lse")
     sampled = over_scales(run, Run.normal, N, run.size(4000, 40000), scales, metrics)
-    lse, entropies, traces = sampled["lse"], sampled["entropy"], sampled["jacobian_trace"]
+    traces, lse = sampled["jacobian_trace"][: len(LAMBDAS)], sampled["lse"]
     squares = []  # ‖J‖_F² of each row
-    for at in range(len(LAMBDAS)):
-        collision, cubes = 1 - traces[at], torch.exp(lse[at + len(LAMBDAS)] - 3 * lse[at])
-        squares.append((collision - 2 * cubes + collision * collision).clamp(min=0.0))
-    exact_J = np.asarray(theory.expected_jacobian_fro2(N, LAMBDAS))
-    exact_H = np.asarray(theory.expected_entropy_gauss(N, LAMBDAS))
-    exact_Y = np.asarray(theory.expected_collision_gauss(N, LAMBDAS))
-    best, top = float(theory.scale_gradmax_annealed(N)), float(theory.expected_max_gauss(N))
-    medians = [median(lam * trace) for lam, trace in zip(LAMBDAS, traces, strict=False)]
+    for at, trace in enumerate(traces):
+        Y, cubes = 1 - trace, torch.exp(lse[at + len(LAMBDAS)] - 3 * lse[at])
+        squares.append((Y - 2 * cubes + Y * Y).clamp(min=0.0))
+    medians = [median(lam * trace) for lam, trace in zip(LAMBDAS, traces, strict=True)]
     norms = [median(lam * square.sqrt()) for lam, square in zip(LAMBDAS, squares, strict=True)]
     peak, height = (max(estimate.value for estimate in estimates) for estimates in (medians, norms))
+    best, top = theory.scale_gradmax_annealed(N), theory.expected_max_gauss(N)
     before = None
-    for at, lam in enumerate(LAMBDAS):
-        H, trace, where = entropies[at], traces[at], {"n": N, "λ": lam}
-        gradient = mean(lam * trace)
+    for at, (lam, trace) in enumerate(zip(LAMBDAS, traces, strict=True)):
+        H, gradient, where = sampled["entropy"][at], lam * trace, {"n": N, "λ": lam}
+        exact = lam * (1 - theory.expected_collision_gauss(N, lam))
         surrogate = lam * (1 - math.exp(min(lam**2, 700)) / N)
-        yield "exact", "mean λ(1 − Σp²)", lam * (1 - exact_Y[at]), gradient, where
-        yield "surrogate", "mean λ(1 − Σp²)", surrogate, gradient, where
-        yield "entropy", "mean H, nat", exact_H[at], mean(H), where
+        norm = theory.expected_jacobian_fro2(N, lam)
+        yield "exact", "mean λ(1 − Σp²)", exact, mean(gradient), where
+        yield "surrogate", "mean λ(1 − Σp²)", surrogate, mean(gradient), where
+        yield "entropy", "mean H, nat", theory.expected_entropy_gauss(N, lam), mean(H), where
         yield "range", "largest H, nat", math.log(N), float(H.max()), where
         yield "range", "largest −H, nat", 0.0, float(-H.min()), where
-        yield "frobenius", "mean ‖J‖_F²", exact_J[at], mean(squares[at]), where
+        yield "frobenius", "mean ‖J‖_F²", norm, mean(squares[at]), where
         yield "trace", "largest 1 − Σp² − H", 0.0, float((trace - H).max()), where
+        yield untested(MEDIAN, medians[at], where)
         if lam > best and before is not None:
             # the same rows at both scales: the step's own spread is its error
-            yield "vanishes", "mean λ(1 − Σp²), gain", 0.0, mean(lam * trace - before), where
+            yield "vanishes", "mean λ(1 − Σp²), gain", 0.0, mean(gradient - before), where
         if lam >= 4 * top:
-            yield "typical", "median λ(1 − Σp²)", peak / 2, medians[at], where
+            yield "typical", MEDIAN, peak / 2, medians[at], where
             yield "typical_norm", "median ‖λJ‖_F", height / 2, norms[at], where
-        before = lam * trace
-    for lam, estimate in zip(LAMBDAS, medians, strict=True):
-        yield "", "median λ(1 − Σp²)", math.nan, estimate, {"n": N, "λ": lam}
+        before = gradient
 
 
 FRACTIONS = (0.5, 0.9, 0.99)
@@ -122,81 +116,61 @@ WIDTH = 16
 
 
 def best_two_level(n: int, tau: float) -> tuple[float, int]:
-    """Largest information log n − H of rows with k cosines at +1 and n − k at −1, and its k.
-
-    Found by trying many k.
-    """
-    counts = torch.arange(1, n)
-    if n > 512:  # a coarse grid first, then every count near its best
-        grid = torch.unique(torch.logspace(0, math.log10(n - 1), 60).long())
-        _, near = _information(n, tau, grid)
-        at = int((grid == near).nonzero())
-        low, high = int(grid[max(at - 1, 0)]), int(grid[min(at + 1, len(grid) - 1)])
-        while high - low > 8:  # information rises, then falls
-            middle = (low + high) // 2
-            _, best = _information(n, tau, torch.tensor([middle, middle + 1]))
-            low, high = (middle, high) if best > middle else (low, middle + 1)
-        counts = torch.arange(low, high + 1)
-    return _information(n, tau, counts)
-
-
-def _information(n: int, tau: float, counts: Tensor) -> tuple[float, int]:
-    """Largest information of a row with the given numbers of keys at cosine +1, and its number."""
+    """Largest information log n − H of rows with k cosines at +1 and n − k at −1, and its k."""
     keys = torch.arange(n)
-    best = (-1.0, 0)
-    for block in counts.split(max(1, (1 << 20) // n)):
-        cosines = torch.where(keys < block[:, None], 1.0, -1.0).double()
-        said = statistics(cosines / tau).information
-        at = int(said.argmax())
-        best = max(best, (float(said[at]), int(block[at])), key=lambda pair: pair[0])
-    return best
 
+    def information(k: int) -> float:
+        cosines = torch.where(keys < k, 1.0, -1.0).double()
+        return float(statistics(cosines[None] / tau).information)
 
-def _needed(record: Record) -> Iterator[Curve]:
-    """Against n the temperature that allows each share of log n."""
-    for fraction in FRACTIONS:
-        rows = record.of("widens", f=fraction)
-        points = Points(values(rows, "n"), [float(row.condition["τ"]) for row in rows])
-        yield Curve(f"{fraction:.0%} of log n", points, points)
+    low, high = 1, n - 1
+    while low < high:  # information rises with k, then falls
+        middle = (low + high) // 2
+        if information(middle) < information(middle + 1):
+            low = middle + 1
+        else:
+            high = middle
+    return information(low), low
 
 
 @experiment(
-    "the entropy range of cosine attention",
-    "log n − H ≤ 0.474474647 at τ = 1, reached with 20.55 % of the cosines at +1; "
-    "90 % of log n needs τ = 0.340, 0.241, 0.183, 0.147 at n = 16, 256, 4096, 65536",
-    Claim("range", "at τ = 1 a row of cosines has H ≥ log n − 0.4745", f"{SU}/9593",
-          relation="<=", theorem=True),
+    theorem("range", "at τ = 1 a row of cosines has H ≥ log n − 0.4745", f"{SU}/9593",
+            relation="<="),
     Claim("limit", "that range is reached as n grows: D(2) = 0.474474647", within=0.005),
     Claim("share", "with 20.55 % of the cosines at +1, the others at −1", within=0.002),
-    Claim("exact", "the least entropy at finite n is that of two levels", within=1e-9,
-          theorem=True),
-    Claim("widens", "the τ that allows a row 50, 90 or 99 % of log n does", f"{SU}/9593",
-          within=1e-6, theorem=True),
+    theorem("exact", "the least entropy at finite n is that of two levels", within=1e-9),
+    theorem("widens", "the τ that allows a row 50, 90 or 99 % of log n does", f"{SU}/9593",
+            within=1e-6),
     Claim("random", "random keys: the exact integral over cosines in R^d"),
-    Claim("linear", f"random keys at scale λd lose 0.24·λd nat (d = {WIDTH})", f"{SU}/8823",
-          "holds only where", within=0.02, bound="λ", sense="in"),
-    figure=Page(
-        "A softmax over cosines says at most 0.4745 nat at τ = 1; a smaller τ lets it say more",
-        "Lines: closed form. Marks: the best row found by trying two-level rows. Right: the "
-        "temperature that allows a row a share of log n.",
+    partly("linear", f"random keys at scale λd lose 0.24·λd nat (d = {WIDTH})", f"{SU}/8823",
+           within=0.02, bound="λ", sense="in"),
+    figure=[
         Panel(
             Axis("temperature τ", log=True, ticks=(0.05, 0.1, 0.2, 0.5, 1, 2)),
             Axis("most information log n − H, nat", True, (0.1, 0.4745, 1, 3, 10), (0.07, 20)),
-            Lines("exact", "τ", "n = {:,}", by="n"), title="range", legend="upper right",
+            [Lines("exact", "τ", "n = {:,}", by="n")], title="range", legend="upper right",
             levels=lambda record: [Level(1.0, float(theory.information_range_limit(1.0)))],
         ),
         Panel(
             Axis("keys n", log=True, ticks=(16, 256, 4096, 65536)),
-            Axis("temperature τ", limits=(0.0, 0.6)), _needed,
+            Axis("temperature τ", limits=(0.0, 0.6)),
+            [Lines("widens", "n", "{:.0%} of log n", by="f", of="τ")],
             title="temperature needed", legend="upper right",
         ),
-    ),
+    ],
 )  # fmt: skip
 def temperature(run: Run) -> Iterator[Measured]:
-    """Information log n − H of rows of cosines at temperature τ, compared with theory.
+    """The entropy range of cosine attention.
 
-    Rows with two values and random rows are compared with bounds, rows of random keys in d
-    dimensions with expected values.
+    Information log n − H of rows of cosines at temperature τ. Rows with two values and random rows
+    are compared with bounds, rows of random keys in d dimensions with expected values.
+
+    Predicted: log n − H ≤ 0.474474647 at τ = 1, reached with 20.55 % of the cosines at +1; 90 % of
+    log n needs τ = 0.340, 0.241, 0.183, 0.147 at n = 16, 256, 4096, 65536.
+
+    Figure: A softmax over cosines says at most 0.4745 nat at τ = 1; a smaller τ lets it say more.
+    Lines: closed form. Marks: the best row found by trying two-level rows. Right: the temperature
+    that allows a row a share of log n.
     """
     most = float(theory.information_range_limit(1.0))
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
@@ -208,8 +182,7 @@ def temperature(run: Run) -> Iterator[Measured]:
                 yield "range", "log n − H of two levels, nat", most, said, {"n": n}
                 yield "limit", "log n − H of two levels, nat", most, said, {"n": n}
                 if n >= 4096:
-                    A = 2.0
-                    top = (A / -math.expm1(-A) - 1) / math.expm1(A)
+                    top = (2 / -math.expm1(-2) - 1) / math.expm1(2)
                     yield "share", "k / n", top, k / n, {"n": n}
         z = 2 * run.uniform(run.size(64, 512), n) - 1
         corners = torch.where(run.uniform(*z.shape) < 0.2055, 1.0, -1.0).double()
@@ -224,9 +197,9 @@ def temperature(run: Run) -> Iterator[Measured]:
     lams = (1 / math.sqrt(d), 0.5, 1.0, 2.0)
     sampled = over_scales(run, cosine(d), n, count, [lam * d for lam in lams], ("information",))
     for lam, lost in zip(lams, sampled["information"], strict=True):
-        H = float(theory.expected_entropy(n, lam * d, "cosine", d=d))
-        yield "random", "log n − H, nat", math.log(n) - H, mean(lost), {"n": n, "d": d, "λ": lam}
-        yield "linear", "log n − H, nat", 0.24 * lam * d, mean(lost), {"n": n, "d": d, "λ": lam}
+        where, H = {"n": n, "d": d, "λ": lam}, theory.expected_entropy(n, lam * d, "cosine", d=d)
+        yield "random", "log n − H, nat", math.log(n) - H, mean(lost), where
+        yield "linear", "log n − H, nat", 0.24 * lam * d, mean(lost), where
 
 
 START = 512
@@ -253,7 +226,6 @@ def measured_scale(scores: Sequence[Tensor], start: float) -> Estimate:
 
     low, high = 0.9 * start, 1.1 * start
     at_low, at_high = collision(low), collision(high)
-    slope = math.nan
     for _ in range(4):
         slope = (at_high.value - at_low.value) / (high - low)
         low, at_low, high = high, at_high, high + (0.5 - at_high.value) / slope
@@ -283,78 +255,49 @@ def scale_of_entropy(row: Tensor, entropy: float) -> float:
     return float(brentq(excess, 0.0, 100.0, xtol=1e-12))
 
 
-_LINE = np.unique(np.geomspace((START,) * 2, (1800, 65536), 6).round())
-
-
-@cache
-def _lines(name: str) -> tuple[Array, Array]:
-    """For each n: effective keys with λ ∝ log n, and the scale λ that keeps them constant."""
-    growth = np.log(_LINE) / math.log(START)
-    if name == ONE:
-        kept = np.asarray(theory.needle_scale(_LINE, 1.0))
-        odds = (_LINE - 1) * np.exp(-kept[0] * growth)
-        return (1 + odds) ** 2 / (1 + odds**2 / (_LINE - 1)), kept
-    _, family, parameter = LAWS[name]
-    kept = np.asarray(theory.scale_for_effective_keys(_LINE, 2.0, family, **parameter))
-    collision = theory.expected_collision(_LINE, kept[0] * growth, family, **parameter)
-    return 1 / np.asarray(collision), kept
-
-
-def _keys(record: Record) -> Iterator[Curve]:
-    for name in (*LAWS, ONE):
-        rows, (keys, _) = record.of("effective keys", logits=name), _lines(name)
-        relative = [rows[0].predicted / row.measured for row in rows]
-        marks = Points([row.condition["n"] for row in rows], relative)
-        yield Curve(name, Points(_LINE, keys / keys[0]), marks)
-
-
-def _scales(record: Record) -> Iterator[Curve]:
-    for name in (*LAWS, ONE):
-        rows, (_, kept) = record.of("scale", logits=name), _lines(name)
-        relative = [row.measured / kept[0] for row in rows]
-        marks = Points([row.condition["n"] for row in rows], relative)
-        yield Curve("", Points(_LINE, kept / kept[0]), marks)
-
-
 _N = Axis("keys n", log=True, ticks=(512, 2048, 8192, 65536))
 
 
 @experiment(
-    "entropy invariance by scaling with log n",
-    "no family of logits keeps H under λ ∝ log n; one key above the rest keeps its Σp², "
-    "while its H rises from 3.81 nat at n = 512 to 6.25 at 65536. For Σp² Gaussian logits need "
-    "√log n, uniform ones n, exponential ones a constant; H of Gaussian logits drifts 5.74, 6.88, "
-    "7.97 at n = 512, 2048, 8192",
-    Claim("entropy", "λ ∝ log n keeps H what it was at n = 512", f"{SU}/8823 and 9034",
-          "does not hold", within=0.01, bound="logits", sense="in"),
-    Claim("effective keys", "λ ∝ log n keeps Σp² what it was at n = 512",
-          expected="holds only where", within=0.03, bound="logits", sense="in"),
-    Claim("deviation", "Gaussian logits of deviation log n / log 512 keep H",
-          f"{SU}/8823 and 9034", "does not hold", within=0.03),
+    refuted("entropy", "λ ∝ log n keeps H what it was at n = 512", f"{SU}/8823 and 9034",
+            within=0.01, bound="logits", sense="in"),
+    partly("effective keys", "λ ∝ log n keeps Σp² what it was at n = 512", within=0.03,
+           bound="logits", sense="in"),
+    refuted("deviation", "Gaussian logits of deviation log n / log 512 keep H",
+            f"{SU}/8823 and 9034", within=0.03),
     Claim("collision", "under that law E Σp² is the exact integral"),
     Claim("drift", "under that law E H is the exact integral"),
     Claim("scale", "the scale that does keep 1/E Σp² = 2 is the integral's solution"),
-    Claim("match", "one key above the rest keeps H at λ = log(n − 1) + logit p, with "
-          "h(p) + (1 − p)·log(n − 1) = H", rounding=1e-9, theorem=True),
-    figure=Page(
-        "Scaling by log n keeps the effective keys of one kind of logits, not of all",
-        "Left: effective keys under λ ∝ log n, matched at n = 512; lines exact, marks sampled. "
-        "Right: the scale that does keep them; for uniform logits it leaves the panel, λ ∝ n.",
+    theorem("match", "one key above the rest keeps H at λ = log(n − 1) + logit p, with "
+            "h(p) + (1 − p)·log(n − 1) = H", rounding=1e-9),
+    figure=[
         Panel(
-            _N, Axis("effective keys, relative to n = 512", True, (0.5, 1, 2, 5, 10, 30, 60)),
-            _keys, title="under λ ∝ log n", legend="upper left", legend_title="logits",
+            _N, Axis("collision Σp²", log=True),
+            [Lines("collision", "n", "{}", by="logits"),
+             Lines("effective keys", "n", ONE, where={"logits": ONE})],
+            title="under λ ∝ log n", legend="lower left", legend_title="logits",
         ),
         Panel(
-            _N, Axis("scale λ(n), relative to n = 512", limits=(0.85, 3.05)), _scales,
-            title="what keeps the effective keys", legend=None,
+            _N, Axis("scale λ(n)", log=True),
+            [Lines("scale", "n", by="logits"), Lines("match", "n")],
+            title="what keeps Σp², or H of one key above the rest", legend=None,
         ),
-    ),
+    ],
 )  # fmt: skip
 def invariance(run: Run) -> Iterator[Measured]:
-    """Collision and entropy of rows of each family of logits, for n from 512 on.
+    """Entropy invariance by scaling with log n.
 
-    Measured twice: with a scale λ proportional to log n, and with the scale that should keep both
-    constant.
+    Collision and entropy of rows of each family of logits, for n from 512 on: with a scale λ
+    proportional to log n, and with the scale that should keep both constant.
+
+    Predicted: no family of logits keeps H under λ ∝ log n; one key above the rest keeps its Σp²,
+    while its H rises from 3.81 nat at n = 512 to 6.25 at 65536. For Σp² Gaussian logits need
+    √log n, uniform ones n, exponential ones a constant; H of Gaussian logits drifts 5.74, 6.88,
+    7.97 at n = 512, 2048, 8192.
+
+    Figure: Scaling by log n keeps the effective keys of one kind of logits, not of all. Left: Σp²
+    under λ ∝ log n, one over the effective keys. Right: the scale that does keep it. Lines exact,
+    marks sampled.
     """
     ns = (START, 16384) if run.quick else (START, 1024, 4096, 16384, 65536)
     for name in LAWS:
@@ -398,10 +341,10 @@ def _of_family(run: Run, name: str, n: int) -> Iterator[Measured]:
     yield "collision", "mean Σp²", exact, mean(Y), where
     yield "scale", "λ that keeps it", kept, measured_scale(tried, kept), where
     if name == "Gaussian":
-        mean_H = mean([statistics(growth * block).entropy for block in scores])
+        grown, where = mean([statistics(growth * z).entropy for z in scores]), {"n": n, "γ": growth}
         same, there = (theory.expected_entropy_gauss(*at) for at in ((START, 1.0), (n, growth)))
-        yield "deviation", "mean H, nat", same, mean_H, {"n": n, "γ": growth}
-        yield "drift", "mean H, nat", there, mean_H, {"n": n, "γ": growth}
+        yield "deviation", "mean H, nat", same, grown, where
+        yield "drift", "mean H, nat", there, grown, where
 
 
 FAMILIES = ("Gaussian", "uniform", "one-hot")
@@ -414,57 +357,42 @@ def entropy_by_definition(scores: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-@cache
-def expectation(family: str, n: int, lam: float) -> tuple[float, float]:
-    """Expected Jensen gap J and max gap G, in nats, of n logits of a family at scale ``lam``."""
-    if family == "one-hot":
-        logits = np.zeros(n)
-        logits[0] = 1.0
-        return float(theory.jensen_gap(logits, lam)), float(theory.max_gap(logits, lam))
-    law = family.lower()
-    top = float(theory.expected_max_gauss(n)) if law == "gaussian" else (n - 1) / (n + 1)
-    log_Z = float(theory.expected_logsumexp(n, lam, law))
-    attended = float(theory.expected_weighted_mean(n, lam, law))
-    return log_Z - math.log(n), lam * (top - attended)
-
-
-def _of_longest_rows(claim: str, name: str, family: str, **shown: Any) -> Lines:
+def _lines(claim: str, name: str, family: str, **shown: Any) -> Lines:
     """A curve of a family of logits, at the largest n."""
-    return Lines(claim, "λ", name, where={"logits": family}, largest="n", **shown)
+    return Lines(claim, "λ", name, where={"logits": family}, last="n", **shown)
 
 
 @experiment(
-    "the mean-field entropy and its errors",
-    "H = log n − λ(s_max − s̄) + J + G with J, G ≥ 0, so the approximation is a lower "
-    "bound, close only while λ(s_max − s̄) is a few per cent of log n",
-    Claim("approximate", "H ≈ log n − λ(s_max − s̄)", f"{SU}/9034", "holds only where",
-          within=0.02, bound=DEPTH),
-    Claim("identity", "H = H_mf + J + G in every row", rounding=1e-9, theorem=True),
-    Claim("lower", "H_mf ≤ H in every row", relation="<=", rounding=1e-9, theorem=True),
+    partly("approximate", "H ≈ log n − λ(s_max − s̄)", f"{SU}/9034", within=0.02, bound=DEPTH),
+    theorem("identity", "H = H_mf + J + G in every row", rounding=1e-9),
+    theorem("lower", "H_mf ≤ H in every row", relation="<=", rounding=1e-9),
     Claim("jensen", "E J = E log Z − log n − λE s̄, exactly"),
     Claim("gap", "E G = λ(E s_max − E⟨s⟩), exactly"),
-    figure=Page(
-        "The mean-field entropy is a lower bound; two errors of one sign complete it",
-        "At the largest n. Lines: exact expectations, and H_mf. Marks: mean over sampled rows. "
-        "H = H_mf + J + G in every row. Below 0 the bound says nothing.",
-        *(
-            Panel(
-                Axis("scale λ", limits=(-0.15, 8.3)), Axis("nat", limits=(-4.0, None)),
-                _of_longest_rows("approximate", "H", family, line=False),
-                _of_longest_rows("approximate", "H_mf", family, marks=False),
-                _of_longest_rows("jensen", "J, logsumexp above the mean", family),
-                _of_longest_rows("gap", "G, maximum above ⟨s⟩", family),
-                title=f"{family} logits", legend="lower left" if family == "uniform" else None,
-            )
-            for family in FAMILIES
-        ),
-    ),
+    figure=[
+        Panel(
+            Axis("scale λ", limits=(-0.15, 8.3)), Axis("nat", limits=(-4.0, None)),
+            [_lines("approximate", "H", family, line=False),
+             _lines("approximate", "H_mf", family, marks=""),
+             _lines("jensen", "J, logsumexp above the mean", family),
+             _lines("gap", "G, maximum above ⟨s⟩", family)],
+            title=f"{family} logits", legend="lower left" if family == "uniform" else None,
+        )
+        for family in FAMILIES
+    ],
 )  # fmt: skip
 def mean_field(run: Run) -> Iterator[Measured]:
-    """Check H = H_mf + J + G on sampled rows, and J and G against their expectations.
+    """The mean-field entropy and its errors.
 
-    For each family of logits, n and scale λ; H_mf = log n − λ(s_max − s̄) is a bound, J the Jensen
-    gap and G the max gap.
+    H = H_mf + J + G is checked on sampled rows, and J and G against their expectations, for each
+    family of logits, n and scale λ; H_mf = log n − λ(s_max − s̄) is a bound, J the Jensen gap and G
+    the max gap.
+
+    Predicted: H = log n − λ(s_max − s̄) + J + G with J, G ≥ 0, so the approximation is a lower
+    bound, close only while λ(s_max − s̄) is a few per cent of log n.
+
+    Figure: The mean-field entropy is a lower bound; two errors of one sign complete it. At the
+    largest n. Lines: exact expectations, and H_mf. Marks: mean over sampled rows. H = H_mf + J + G
+    in every row. Below 0 the bound says nothing.
     """
     for n in (16, 4096) if run.quick else (16, 256, 4096, 65536):
         count = run.size(400, 2000 if n <= 4096 else 400)
@@ -484,21 +412,27 @@ def _of_scores(family: str, scores: Tensor, lam: float) -> Iterator[Measured]:
     n = scores.shape[1]
     blocks = (lam * scores).split(max(1, (1 << 17) // n))
     stats = [statistics(block) for block in blocks]
-    rows, means = {}, {}
-    for name in ("entropy", "mean_field_entropy", "jensen_gap", "max_gap"):
-        rows[name] = torch.cat([block[name] for block in stats])
-        one = Estimate(float(rows[name][0]), 0.0)
-        means[name] = mean(rows[name]) if len(scores) > 1 else one
-    H = torch.cat([entropy_by_definition(block) for block in blocks])
-    total = rows["mean_field_entropy"] + rows["jensen_gap"] + rows["max_gap"]
-    furthest = int((total - H).abs().argmax())
-    sums = float(total[furthest]), float(H[furthest])
-    J, G = expectation(family, n, lam)
-    H_mf, bound = means["mean_field_entropy"].value, rows["mean_field_entropy"] - H
+    H, H_mf, J, G = (
+        torch.cat([block[name] for block in stats])
+        for name in ("entropy", "mean_field_entropy", "jensen_gap", "max_gap")
+    )
+    mean_H, mean_J, mean_G = (
+        mean(rows) if len(rows) > 1 else Estimate(float(rows), 0.0) for rows in (H, J, G)
+    )
+    if family == "one-hot":
+        exact_J, exact_G = (gap(scores[0], lam) for gap in (theory.jensen_gap, theory.max_gap))
+    else:
+        law = family.lower()
+        exact_J = theory.expected_logsumexp(n, lam, law) - math.log(n)
+        exact_G = lam * (theory.expected_max(n, law) - theory.expected_weighted_mean(n, lam, law))
+    defined = torch.cat([entropy_by_definition(block) for block in blocks])
+    total, field = H_mf + J + G, float(H_mf.mean())
+    furthest = int((total - defined).abs().argmax())
+    sums = float(total[furthest]), float(defined[furthest])
     where = {"logits": family, "n": n, "λ": lam}
-    deep = {**where, DEPTH: (math.log(n) - H_mf) / math.log(n)}
-    yield "approximate", "mean H, nat", H_mf, means["entropy"], deep
+    deep = {**where, DEPTH: (math.log(n) - field) / math.log(n)}
+    yield "approximate", "mean H, nat", field, mean_H, deep
     yield "identity", "H of the row furthest off, nat", *sums, where
-    yield "lower", "largest H_mf − H, nat", 0.0, float(bound.max()), where
-    yield "jensen", "mean J, nat", J, means["jensen_gap"], where
-    yield "gap", "mean G, nat", G, means["max_gap"], where
+    yield "lower", "largest H_mf − H, nat", 0.0, float((H_mf - defined).max()), where
+    yield "jensen", "mean J, nat", exact_J, mean_J, where
+    yield "gap", "mean G, nat", exact_G, mean_G, where

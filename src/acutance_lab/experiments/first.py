@@ -10,8 +10,8 @@ from torch import Tensor
 
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab.encoder import Block, Encoder
-from acutance_lab.experiment import Measured, Run, experiment, untested
-from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.experiment import Measured, Run, experiment, theorem, untested
+from acutance_lab.figure import Axis, Level, Lines, Panel
 from acutance_lab.record import Claim
 from acutance_lab.sampling import mean, statistics
 from acutance_lab.training import Plan, fit, seeded
@@ -97,8 +97,7 @@ def weight_of_first(model: Encoder, ids: Tensor) -> tuple[Tensor, Tensor]:
     attention = cast("Block", model.blocks[0]).attention
     query, key, _ = attention.queries_keys_values(model.embed(ids))
     scores = (query[:, 0, :1] @ key[:, 0].mT)[:, 0] / math.sqrt(query.shape[-1])
-    factor = attention.law.factor(torch.tensor([ids.shape[-1]]))
-    rows = (factor * scores).double()
+    rows = (attention.law.factor(torch.tensor([ids.shape[-1]])) * scores).double()
     return (rows[:, 1] - statistics(rows).lse).exp(), scores
 
 
@@ -122,37 +121,32 @@ def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor
     return (factor * rows + many.log()).softmax(1)[:, 1]
 
 
-def _lines(law: str) -> Lines:
-    """Mean accuracies under a law, a curve for each length of training."""
-    return Lines(
-        "", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",
-        where={"law": law}, hollow=law == "none", style=0,
-    )  # fmt: skip
-
-
 @experiment(
-    "length of strings, FIRST",
-    "a softmax without scaling weighs the first of n symbols e^s₁/Σe^s, which falls "
-    "as 1/n, so from some n on the answer is lost; multiplied by log n the weight stays, and so "
-    f"does the answer, at n = {TEST} at least",
     Claim("order", f"at n = {TEST} scaling by log n is at least as accurate as none", SOURCE,
           relation=">="),
     Claim("falls", "without it every model is at chance at a million million symbols", SOURCE),
     Claim("keeps", f"with it accuracy at n = {TEST} is 0.95 or more", SOURCE, relation=">="),
-    Claim("dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
-          "with the scores of a short string", within=1e-4, theorem=True),
-    figure=Page(
-        "FIRST: what was learned on short strings lasts with log n",
-        "Mean accuracy over seeds on strings of n symbols. Filled: queries "
-        "multiplied by log n; hollow: not. Chance is 0.5.",
-        Panel(
-            Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)),
-            *map(_lines, LAWS), levels=[Level(y=0.5, name="chance")], legend="center right",
-        ),
-    ),
+    theorem("dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
+            "with the scores of a short string", within=1e-4),
+    figure=[Panel(
+        Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)),
+        [Lines("", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",
+               where={"law": law}, hollow=law == "none", style=0) for law in LAWS],
+        levels=[Level(y=0.5, name="chance")], legend="center right",
+    )],
 )  # fmt: skip
 def first(run: Run) -> Iterator[Measured]:
-    """Accuracy of models trained with each law at each length, on strings of 1000 bits and more."""
+    """Length of strings, FIRST.
+
+    Accuracy of models trained with each law at each length, on strings of 1000 bits and more.
+
+    Predicted: a softmax without scaling weighs the first of n symbols e^s₁/Σe^s, which falls as
+    1/n, so from some n on the answer is lost; multiplied by log n the weight stays, and so does the
+    answer, at n = 1000 at least.
+
+    Figure: FIRST: what was learned on short strings lasts with log n. Mean accuracy over seeds on
+    strings of n symbols. Filled: queries multiplied by log n; hollow: not. Chance is 0.5.
+    """
     seeds = run.seeds(2, 5)
     reach = [round(10 ** (step / 2)) for step in range(2, 25)]
     for length in (10,) if run.quick else (10, 30, 100):
@@ -191,13 +185,11 @@ def _first_symbol_weight(
     short, long = (strings(32, n, generator) for n in (32, TEST))
     _, scores = weight_of_first(model, short)
     weights, _ = weight_of_first(model, long)
-    law = LAWS[where["law"]]
     for bit in (0, 1):
-        ids, same = short[short[:, 1] == bit][:1], long[:, 1] == bit
-        if not len(ids) or not same.any():
-            continue
-        ones = long[same][:1, 2:].sum()
-        counts = torch.stack([TEST - 1 - ones, ones])
-        predicted = diluted(scores[short[:, 1] == bit][:1], ids, counts, law)
-        weight, at = float(weights[same][0]), {**where, "n": TEST, "first": bit}
-        yield "dilutes", "weight of the first symbol", predicted, weight, at
+        few, many = short[:, 1] == bit, long[:, 1] == bit
+        if few.any() and many.any():
+            ones = long[many][0, 2:].sum()
+            counts = torch.stack([TEST - 1 - ones, ones])
+            predicted = diluted(scores[few][:1], short[few][:1], counts, LAWS[where["law"]])
+            weight, at = float(weights[many][0]), {**where, "n": TEST, "first": bit}
+            yield "dilutes", "weight of the first symbol", predicted, weight, at

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from acutance import attention, row_statistics, theory
-from acutance_lab.experiment import Measured, Run, experiment
-from acutance_lab.figure import BROAD, GREY, Axis, Level, Lines, Page, Panel
+from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem
+from acutance_lab.figure import BROAD, GREY, Axis, Level, Lines, Panel
 from acutance_lab.record import Claim, Estimate
 from acutance_lab.sampling import (
     Draw,
@@ -21,56 +22,54 @@ from acutance_lab.sampling import (
     ratio,
     statistics,
     uniform,
-)
+)  # fmt: skip
 
+SU = "Su Jianlin, kexue.fm/archives/8823 and 9889, in the limit of many keys"
 _GAMMA = Axis("logit deviation γ, nat")
 
 
 @experiment(
-    "Gaussian logits at finite n",
-    "E H and E Σp² are the exact integrals (4 standard errors everywhere); exp(γ²)/n "
-    "breaks at about half the γ at which log n − γ²/2 does",
     Claim("entropy", "E H is the exact integral, for every n and γ"),
     Claim("collision", "E Σp² is the exact integral, for every n and γ"),
-    *(
-        Claim(f"population {name}", text,
-              "Su Jianlin, kexue.fm/archives/8823 and 9889, in the limit of many keys",
-              "holds only where", within=0.02, bound="γ/√(2 log n)")
-        for name, text in (("entropy", "H = log n − γ²/2"), ("collision", "Σp² = exp(γ²)/n"))
-    ),
-    figure=Page(
-        "Gaussian logits at finite n: the exact integrals hold where the limit formulas break",
-        "Lines: exact integrals. Thin grey lines: log n − γ²/2 and exp(γ²)/n, true for n → ∞ only. "
-        "Marks: mean over sampled rows; standard errors are smaller than the marks.",
+    partly("population entropy", "H = log n − γ²/2", SU, within=0.02, bound="γ/√(2 log n)"),
+    partly("population collision", "Σp² = exp(γ²)/n", SU, within=0.02, bound="γ/√(2 log n)"),
+    figure=[
         Panel(
             _GAMMA, Axis("entropy H, nat", limits=(0.0, 11.6)),
-            Lines("population entropy", "γ", by="n", marks=False, style=GREY),
-            Lines("entropy", "γ", "n = {:,}", by="n"), title="entropy", legend="upper right",
+            [Lines("population entropy", "γ", by="n", marks="", style=GREY),
+             Lines("entropy", "γ", "n = {:,}", by="n")],
+            title="entropy", legend="upper right",
         ),
         Panel(
             _GAMMA, Axis("collision Σp²", log=True, limits=(7e-6, 1.3)),
-            Lines("population collision", "γ", by="n", marks=False, style=GREY),
-            Lines("collision", "γ", by="n"), title="collision", legend=None,
+            [Lines("population collision", "γ", by="n", marks="", style=GREY),
+             Lines("collision", "γ", by="n")],
+            title="collision", legend=None,
         ),
-    ),
+    ],
 )  # fmt: skip
 def finite_n(run: Run) -> Iterator[Measured]:
-    """Mean entropy H and collision Σp² of sampled Gaussian rows, for each n and deviation γ.
+    """Gaussian logits at finite n.
 
-    Each is compared with the exact integral and with the formula for infinitely many keys.
+    Mean entropy H and collision Σp² of sampled rows, for each n and deviation γ, are compared with
+    the exact integral and with the formula for infinitely many keys.
+
+    Predicted: E H and E Σp² are the exact integrals (4 standard errors everywhere); exp(γ²)/n
+    breaks at about half the γ at which log n − γ²/2 does.
+
+    Figure: Gaussian logits at finite n: the exact integrals hold where the limit formulas break.
+    Lines: exact integrals. Thin grey lines: log n − γ²/2 and exp(γ²)/n, true for n → ∞ only. Marks:
+    mean over sampled rows; standard errors are smaller than the marks.
     """
     gammas = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0)
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
         count = run.size(1000, 4000 if n <= 4096 else 1000)
         entropy = over_scales(run, Run.normal, n, count, gammas, ("entropy",))["entropy"]
         collision = gaussian_collision(run, n, count // 2, gammas)
-        exact_H = np.asarray(theory.expected_entropy_gauss(n, gammas))
-        exact_Y = np.asarray(theory.expected_collision_gauss(n, gammas))
-        for at, gamma in enumerate(gammas):
-            H, Y = mean(entropy[at]), collision[at]
+        for gamma, H, Y in zip(gammas, map(mean, entropy), collision, strict=True):
             where = {"n": n, "γ": gamma, "γ/√(2 log n)": gamma / math.sqrt(2 * math.log(n))}
-            yield "entropy", "mean H, nat", exact_H[at], H, where
-            yield "collision", "mean Σp²", exact_Y[at], Y, where
+            yield "entropy", "mean H, nat", theory.expected_entropy_gauss(n, gamma), H, where
+            yield "collision", "mean Σp²", theory.expected_collision_gauss(n, gamma), Y, where
             yield "population entropy", "mean H, nat", math.log(n) - gamma**2 / 2, H, where
             yield "population collision", "mean Σp²", math.exp(gamma**2) / n, Y, where
 
@@ -107,12 +106,9 @@ def limit_constant(kind: str, samples: int, seed: int) -> Estimate:
         samples: rows that are drawn.
         seed: of the random numbers.
     """
-    generator = np.random.default_rng(seed)
-    arrivals = generator.exponential(size=(samples, 200)).cumsum(axis=1)
-    if kind == "exponential tail":
-        gaps = np.log(arrivals[:, 1:] / arrivals[:, :1])
-    else:
-        gaps = arrivals[:, 1:] - arrivals[:, :1]
+    arrivals = np.random.default_rng(seed).exponential(size=(samples, 200)).cumsum(axis=1)
+    first, later = arrivals[:, :1], arrivals[:, 1:]
+    gaps = np.log(later / first) if kind == "exponential tail" else later - first
     return median(torch.from_numpy((np.log(np.arange(2, 201)) / gaps).max(axis=1)))
 
 
@@ -121,50 +117,42 @@ def critical_scale(run: Run, family: str, n: int) -> Estimate:
     # √log n is 0.057 off for normal logits at n = 256: whatever the seed that must be more than the
     # 4 standard errors and 2 per cent allowed
     many = 250_000 if family == "normal" else 60_000
-    count = run.size(many if n <= 256 else 4000, 200_000)
-    if family == "one gap":
-        count = 1
-    elif n > 1024:
-        count = (1 << 26) // n
+    count = run.size(many if n <= 256 else 4000, 200_000) if n <= 1024 else (1 << 26) // n
     draw = FAMILIES[family][0]
-    scales = [
-        np.atleast_1d(theory.critical_scale(draw(run, size, n).numpy()))
-        for size in run.blocks(count, n)
-    ]
-    estimate = median([torch.from_numpy(block) for block in scales])
-    return estimate if count > 1 else estimate._replace(error=0.0)
+    if family == "one gap":
+        return Estimate(float(theory.critical_scale(draw(run, 1, n)[0].numpy())), 0.0, 1)
+    scales = [theory.critical_scale(draw(run, rows, n).numpy()) for rows in run.blocks(count, n)]
+    return median(torch.from_numpy(np.hstack(scales)))
 
 
 @experiment(
-    "gap counts and the length law they ask for",
-    "Λ = sup_t log N(t)/t grows as √(2 log n) for iid normal logits (slowly: by the "
-    "hazard rate at the top), is log n/Δ for one gap, ∝ n for uniform and constant for "
-    "exponential ones",
-    Claim("growth",
-          "Λ grows as √log n (normal), log n (one gap), n (uniform), not at all (exponential)",
-          HAYASE, "holds only where", within=0.02, bound="logits", sense="in"),
-    Claim("one gap", "one key Δ above the rest: Λ = log n / Δ", HAYASE, within=1e-9, theorem=True),
-    Claim("level", "Λ = √(2 log n) for normal logits", HAYASE, "does not hold", within=0.02),
-    Claim("limit",
-          "median Λ = c·h(b_n): hazard rate at the top, c from the Poisson limit of the gaps",
-          expected="holds only where", within=0.01, bound="logits", sense="in"),
-    figure=Page(
-        "The length law that attention needs depends on the logits",
-        "Marks: median of Λ = max_j log j / g_(j) over sampled rows, g_(j) the gaps to the "
-        f"maximum. Lines: c·h(b_n), and log n/Δ with Δ = {GAP:g} for one gap.",
-        Panel(
-            Axis("keys n", log=True, ticks=(64, 256, 1024, 4096, 16384)),
-            Axis("critical scale Λ, 1/nat", log=True, limits=(0.8, None)),
-            *(Lines(key, "n", _GROWTHS, by="logits", bars=True) for key in ("one gap", "limit")),
-            legend="upper left", legend_title="logits: growth of Λ",
-        ),
-    ),
+    partly("growth",
+           "Λ grows as √log n (normal), log n (one gap), n (uniform), not at all (exponential)",
+           HAYASE, within=0.02, bound="logits", sense="in"),
+    theorem("one gap", "one key Δ above the rest: Λ = log n / Δ", HAYASE, within=1e-9),
+    refuted("level", "Λ = √(2 log n) for normal logits", HAYASE, within=0.02),
+    partly("limit",
+           "median Λ = c·h(b_n): hazard rate at the top, c from the Poisson limit of the gaps",
+           within=0.01, bound="logits", sense="in"),
+    figure=[Panel(
+        Axis("keys n", log=True, ticks=(64, 256, 1024, 4096, 16384)),
+        Axis("critical scale Λ, 1/nat", log=True, limits=(0.8, None)),
+        [Lines(key, "n", _GROWTHS, by="logits", marks="bars") for key in ("one gap", "limit")],
+        legend="upper left", legend_title="logits: growth of Λ",
+    )],
 )  # fmt: skip
 def gap_law(run: Run) -> Iterator[Measured]:
-    """Median over sampled rows of the scale Λ above which a row's maximum stands alone.
+    """Gap counts and the length law they ask for.
 
-    For each family of logits and n. The median, since the mean is infinite. It is compared with the
-    law predicted for the family.
+    For each family of logits and n, the median over sampled rows of the scale Λ above which a row's
+    maximum stands alone (the mean is infinite).
+
+    Predicted: Λ = sup_t log N(t)/t grows as √(2 log n) for iid normal logits (slowly: by the hazard
+    rate at the top), is log n/Δ for one gap, ∝ n for uniform and constant for exponential ones.
+
+    Figure: The length law that attention needs depends on the logits. Marks: median of
+    Λ = max_j log j / g_(j) over sampled rows, g_(j) the gaps to the maximum. Lines: c·h(b_n), and
+    log n/Δ with Δ = 0.5 for one gap.
     """
     samples = run.size(60000, 200000)
     tail = limit_constant("exponential tail", samples, run.seed)
@@ -190,20 +178,16 @@ def gap_law(run: Run) -> Iterator[Measured]:
 
 
 CHEN = "Chen, Lin, Polyanskiy & Rigollet (2025), arXiv:2510.05554"
-SHOWN = 0.5  # the cosine ρ of the figure
 
 
 def closed_form(n: float, rho: float, gamma: float) -> float:
     """Cosine of two outputs of n tokens of unit norm and pairwise cosine ρ at scale γ log n."""
     odds = (n - 1) * float(n) ** (-gamma * (1 - rho))
     own, other = 1 / (1 + odds), odds / (1 + odds) / (n - 1)
-    # an output is (own − other) x_i + other Σ x_j
-    c = own - other
-    total = n * (1 + (n - 1) * rho)  # ‖Σ x_j‖²
-    share = 1 + (n - 1) * rho  # x_i · Σ x_j
-    common = 2 * c * other * share + other**2 * total
-    cosine: float = (c**2 * rho + common) / (c**2 + common)
-    return cosine
+    # an output is c x_i + other Σ x_j
+    c, sums = own - other, 1 + (n - 1) * rho  # x_i · Σ x_j
+    common = (2 * c * other + n * other**2) * sums
+    return float((c**2 * rho + common) / (c**2 + common))
 
 
 def outputs_cosine(n: int, rho: float, gamma: float) -> float:
@@ -213,35 +197,33 @@ def outputs_cosine(n: int, rho: float, gamma: float) -> float:
     x = tokens[None, None]
     two = attention(x[:, :, :2], x, x, scale=gamma * math.log(n))
     assert isinstance(two, Tensor)
-    return float(torch.nn.functional.cosine_similarity(two[0, 0, 0], two[0, 0, 1], dim=0))
+    return float(cosine_similarity(two[0, 0, 0], two[0, 0, 1], dim=0))
 
 
 @experiment(
-    "tokens at equal angles, logits scaled by γ log n",
-    "outputs' cosine → 1, 4ρ/(1 + 3ρ), ρ for γ below, at, above 1/(1 − ρ), for "
-    "n ≫ 1; 0.800 at ρ = ½, γ = 2",
-    Claim("critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", CHEN,
-          "holds only where", within=0.01, bound="n", sense="from"),
-    Claim("phases", "away from γ(1 − ρ) = 1: outputs' cosine → 1 below, ρ above", CHEN,
-          "holds only where", within=0.02, bound="|γ(1 − ρ) − 1|·log n", sense="from"),
-    Claim("exact", "the cosine at finite n is the closed form", within=1e-9, theorem=True),
-    figure=Page(
-        "Logits scaled by γ log n: tokens merge below a critical γ",
-        f"Tokens of pairwise cosine ρ = {SHOWN}. Lines: closed form. Marks: attention run on such "
-        "tokens. At the critical γ the cosine of two outputs is 4ρ/(1 + 3ρ) = 0.8 for n ≫ 1.",
-        Panel(
-            Axis("scale over its critical value, γ(1 − ρ)"),
-            Axis("cosine of two outputs", limits=(0.48, 1.02)),
-            Lines("exact", "γ(1 − ρ)", "n = {:,}", by="n", where={"ρ": SHOWN}),
-            levels=[Level(1.0, 4 * SHOWN / (1 + 3 * SHOWN), "critical point")],
-            legend="upper right",
-        ),
-    ),
+    partly("critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", CHEN,
+           within=0.01, bound="n", sense="from"),
+    partly("phases", "away from γ(1 − ρ) = 1: outputs' cosine → 1 below, ρ above", CHEN,
+           within=0.02, bound="|γ(1 − ρ) − 1|·log n", sense="from"),
+    theorem("exact", "the cosine at finite n is the closed form", within=1e-9),
+    figure=[Panel(
+        Axis("scale over its critical value, γ(1 − ρ)"),
+        Axis("cosine of two outputs", limits=(0.48, 1.02)),
+        [Lines("exact", "γ(1 − ρ)", "n = {:,}", by="n", where={"ρ": 0.5})],
+        levels=[Level(1.0, 0.8, "critical point")], legend="upper right",
+    )],
 )  # fmt: skip
 def simplex(run: Run) -> Iterator[Measured]:
-    """Cosine of two attention outputs for n = 16 to 4096 tokens of equal pairwise cosine ρ.
+    """Tokens at equal angles, logits scaled by γ log n.
 
-    Gives a number for each n, ρ and scale γ log n, with the closed form or the limit as prediction.
+    The cosine of two attention outputs for each number n of tokens, their pairwise cosine ρ, and γ.
+
+    Predicted: outputs' cosine → 1, 4ρ/(1 + 3ρ), ρ for γ below, at, above 1/(1 − ρ), for n ≫ 1;
+    0.800 at ρ = ½, γ = 2.
+
+    Figure: Logits scaled by γ log n: tokens merge below a critical γ. Tokens of pairwise cosine
+    ρ = 0.5. Lines: closed form. Marks: attention run on such tokens. At the critical γ the cosine
+    of two outputs is 4ρ/(1 + 3ρ) = 0.8 for n ≫ 1.
     """
     for n in (16, 128, 1024) if run.quick else (16, 128, 1024, 4096):
         for rho in (0.25, 0.5, 0.75):
@@ -279,8 +261,7 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
         logits.requires_grad_()
         (slope,) = torch.autograd.grad(statistics(logits).entropy.sum(), logits)
         logits = logits.detach()
-        radial = (slope * logits).sum(1, keepdim=True) / norm**2
-        along = slope - radial * logits
+        along = slope - (slope * logits).sum(1, keepdim=True) / norm**2 * logits
         pace = 0.3 * norm * (1 - step / steps)
         logits = logits - pace * along / along.norm(dim=1, keepdim=True).clamp(min=1e-300)
         logits = logits / logits.norm(dim=1, keepdim=True) * norm
@@ -289,32 +270,30 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
 
 
 @experiment(
-    "the entropy floor of bounded logits",
-    "H ≥ log(1 + (n−1)b) + s√(n(n−1))·b/(1 + (n−1)b), b = exp(−s√(n/(n−1))), attained "
-    "by one key above the rest: 2.7168, 1.7675, 0.2137, 0.0056 at n = 16, s = 1, 3, 6, 10",
-    Claim("attained", "one logit above all others, alike, has exactly the least entropy", ZHAI,
-          within=1e-9, theorem=True),
-    Claim("floor", "no row of logits of norm s has less", ZHAI, relation=">=", rounding=1e-9,
-          theorem=True),
+    theorem("attained", "one logit above all others, alike, has exactly the least entropy", ZHAI,
+            within=1e-9),
+    theorem("floor", "no row of logits of norm s has less", ZHAI, relation=">=", rounding=1e-9),
     Claim("reached", "gradient descent on the measured entropy ends there", within=0.01),
-    figure=Page(
-        "Small logits cannot collapse: the entropy floor at logit norm s",
-        "Lines: the closed form. Filled marks: one logit above the rest. Hollow marks: the least "
-        "of random rows of that norm; none lies below its line.",
-        Panel(
-            Axis("norm s of the row's centred logits, nat"),
-            Axis("entropy H, nat", limits=(-0.1, 10.2)),
-            Lines("attained", "s", "n = {:,}", by="n", style=0),
-            Lines("floor", "s", by="n", quantity=RANDOM, line=False, hollow=True, style=0),
-            legend="upper center", columns=3,
-        ),
-    ),
+    figure=[Panel(
+        Axis("norm s of the row's centred logits, nat"),
+        Axis("entropy H, nat", limits=(-0.1, 10.2)),
+        [Lines("attained", "s", "n = {:,}", by="n", style=0),
+         Lines("floor", "s", by="n", quantity=RANDOM, line=False, hollow=True, style=0)],
+        legend="upper center", columns=3,
+    )],
 )  # fmt: skip
 def entropy_floor(run: Run) -> Iterator[Measured]:
-    """Compare entropies of rows of logits with the lower bound for their norm.
+    """The entropy floor of bounded logits.
 
-    Three kinds of rows: the one that should attain the bound, random rows, and rows whose entropy
-    was lowered by gradient descent.
+    Three kinds of rows are compared with the bound for their norm: the one that should attain it,
+    random rows, and rows whose entropy was lowered by gradient descent.
+
+    Predicted: H ≥ log(1 + (n−1)b) + s√(n(n−1))·b/(1 + (n−1)b), b = exp(−s√(n/(n−1))), attained by
+    one key above the rest: 2.7168, 1.7675, 0.2137, 0.0056 at n = 16, s = 1, 3, 6, 10.
+
+    Figure: Small logits cannot collapse: the entropy floor at logit norm s. Lines: the closed form.
+    Filled marks: one logit above the rest. Hollow marks: the least of random rows of that norm;
+    none lies below its line.
     """
     starts, steps = run.size(64, 256), run.size(200, 1000)
     for n in (16, 256, 4096):
@@ -344,38 +323,34 @@ def weight_of_top(n: int, scale: float) -> float:
 
 
 @experiment(
-    "scalable softmax on one key above the rest",
-    "weight e⁵/(e⁵ + n − 1) with softmax, 1/(1 + (n − 1)n^(−2.15)) with s = 0.43: 0.129 "
-    "against 0.9997 at n = 1000; softmax keeps one half up to n = 149",
-    Claim("ssmax", "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15)), near 1", NAKANISHI,
-          within=1e-9, theorem=True),
-    Claim("softmax", "with softmax it is e⁵/(e⁵ + n − 1)", NAKANISHI, within=1e-9, theorem=True),
-    Claim("least", "with SSMax it stays above 0.8", NAKANISHI, relation=">=", theorem=True),
-    Claim("fades", "softmax leaves the one key half of the weight", "what one would expect of it",
-          "holds only where", relation=">=", bound="n"),
-    Claim("critical", "a smaller s fails at some length: what counts is s·gap > 1", within=1e-9,
-          theorem=True),
-    figure=Page(
-        "Softmax fades with length; SSMax holds if s times the gap > 1",
-        "One score of 3 among n − 1 scores of −2. Lines: closed forms. Marks: measured weight of "
-        "the one key.",
-        Panel(
-            Axis("keys n", log=True), Axis("weight of the one key", limits=(-0.02, 1.04)),
-            Lines("ssmax", "n", f"SSMax, s = {S} (s·gap = 2.15)"),
-            Lines("critical", "n", "SSMax, s = 0.2 (s·gap = 1)", where={"s": 0.2}),
-            Lines("critical", "n", "SSMax, s = 0.1 (s·gap = 0.5)", where={"s": 0.1}),
-            Lines("softmax", "n", "softmax"), legend=(0.53, 0.58),
-        ),
-    ),
+    theorem("ssmax", "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15)), near 1", NAKANISHI,
+            within=1e-9),
+    theorem("softmax", "with softmax it is e⁵/(e⁵ + n − 1)", NAKANISHI, within=1e-9),
+    theorem("least", "with SSMax it stays above 0.8", NAKANISHI, relation=">="),
+    partly("fades", "softmax leaves the one key half of the weight", "what one would expect of it",
+           relation=">=", bound="n"),
+    theorem("critical", "a smaller s fails at some length: what counts is s·gap > 1", within=1e-9),
+    figure=[Panel(
+        Axis("keys n", log=True), Axis("weight of the one key", limits=(-0.02, 1.04)),
+        [Lines("ssmax", "n", f"SSMax, s = {S} (s·gap = 2.15)"),
+         Lines("critical", "n", "SSMax, s = 0.2 (s·gap = 1)", where={"s": 0.2}),
+         Lines("critical", "n", "SSMax, s = 0.1 (s·gap = 0.5)", where={"s": 0.1}),
+         Lines("softmax", "n", "softmax")], legend=(0.53, 0.58),
+    )],
 )  # fmt: skip
 def ssmax(run: Run) -> Iterator[Measured]:
-    """Weight of one key above n − 1 equal ones, with and without the factor s log n.
+    """Scalable softmax on one key above the rest.
 
-    For n from 2 to 10^5, at full size 10^6.
+    Weight of one key above n − 1 equal ones, with and without the factor s log n.
+
+    Predicted: weight e⁵/(e⁵ + n − 1) with softmax, 1/(1 + (n − 1)n^(−2.15)) with s = 0.43: 0.129
+    against 0.9997 at n = 1000; softmax keeps one half up to n = 149.
+
+    Figure: Softmax fades with length; SSMax holds if s times the gap > 1. One score of 3 among
+    n − 1 scores of −2. Lines: closed forms. Marks: measured weight of the one key.
     """
-    for n in (2, 4, 10, 30, 100, 148, 149, 150, 300, 1000, 10**4, 10**5, 10**6):
-        if n == 10**6 and run.quick:
-            continue
+    ns = (2, 4, 10, 30, 100, 148, 149, 150, 300, 1000, 10**4, 10**5)
+    for n in ns if run.quick else (*ns, 10**6):
         plain, scaled = weight_of_top(n, 1.0), weight_of_top(n, S * math.log(n))
         kept, left = (1 / (1 + (n - 1) * o) for o in (n ** (-S * TOP_GAP), math.exp(-TOP_GAP)))
         yield "ssmax", "weight", kept, scaled, {"n": n, "s": S}
@@ -395,51 +370,54 @@ _RATIO = Axis("scale in units of the maximum, γ/M_n", limits=(0.0, 6.3))
 
 
 @experiment(
-    "freezing of Gaussian logits",
-    "with m = M_n/γ < 1: Σp² → 1 − m and H → ψ(1) − ψ(1 − m); at finite n the first is "
-    "a few per cent low near γ = 2 M_n, the second too high by more",
-    Claim("collision", "frozen: Σp² = 1 − m, m = M_n/γ", DERRIDA, "holds only where", within=0.02,
-          bound="γ/M_n", sense="from"),
-    Claim("entropy", "frozen: H = ψ(1) − ψ(1 − m)", DERRIDA, "holds only where", within=0.03,
-          bound="γ/M_n", sense="from"),
+    partly("collision", "frozen: Σp² = 1 − m, m = M_n/γ", DERRIDA, within=0.02, bound="γ/M_n",
+           sense="from"),
+    partly("entropy", "frozen: H = ψ(1) − ψ(1 − m)", DERRIDA, within=0.03, bound="γ/M_n",
+           sense="from"),
     Claim("exact collision", "E Σp² at finite n is the exact integral"),
     Claim("exact entropy", "E H at finite n is the exact integral"),
-    figure=Page(
-        "Above γ = M_n attention freezes onto a few keys, however many there are",
-        "Thin lines: exact integrals at each n. Thick line: the frozen law of infinitely many "
-        "keys, m = M_n/γ. Marks: mean over sampled rows.",
+    figure=[
         Panel(
             _RATIO, Axis("collision Σp²", limits=(0.0, 1.0)),
-            Lines("collision", "γ/M_n", "frozen law, n → ∞", marks=False, style=BROAD),
-            Lines("exact collision", "γ/M_n", "n = {:,}", by="n"),
+            [Lines("collision", "γ/M_n", "frozen law, n → ∞", marks="", style=BROAD),
+             Lines("exact collision", "γ/M_n", "n = {:,}", by="n")],
             title="collision", levels=[Level(x=1.0)], legend="lower right",
         ),
         Panel(
             _RATIO, Axis("entropy H, nat", True, (0.2, 0.5, 1, 2, 5, 10), (0.15, 14)),
-            Lines("entropy", "γ/M_n", marks=False, style=BROAD),
-            Lines("exact entropy", "γ/M_n", by="n"),
+            [Lines("entropy", "γ/M_n", marks="", style=BROAD),
+             Lines("exact entropy", "γ/M_n", by="n")],
             title="entropy", levels=[Level(x=1.0)], legend=None,
         ),
-    ),
+    ],
 )  # fmt: skip
 def freezing(run: Run) -> Iterator[Measured]:
-    """Mean entropy and collision of Gaussian rows whose deviation γ is below and above M_n.
+    """Freezing of Gaussian logits.
 
-    M_n is the expected maximum of n standard normal numbers. Above it, rows are also compared with
-    the formulas of the random energy model, in which a few keys hold the weight, whatever n.
+    Mean entropy and collision of rows whose deviation γ is below and above M_n, the expected
+    maximum of n standard normal numbers. Above it, rows are also compared with the formulas of the
+    random energy model, in which a few keys hold the weight, whatever n.
+
+    Predicted: with m = M_n/γ < 1: Σp² → 1 − m and H → ψ(1) − ψ(1 − m); at finite n the first is a
+    few per cent low near γ = 2 M_n, the second too high by more.
+
+    Figure: Above γ = M_n attention freezes onto a few keys, however many there are. Thin lines:
+    exact integrals at each n. Thick line: the frozen law of infinitely many keys, m = M_n/γ. Marks:
+    mean over sampled rows.
     """
     multiples = (0.25, 0.5, 0.75, 1.05, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
-        scales = [times * float(theory.expected_max_gauss(n)) for times in multiples]
+        gammas = [times * float(theory.expected_max_gauss(n)) for times in multiples]
         count = run.size(1000, 6000 if n <= 4096 else 1000)
-        entropy = over_scales(run, Run.normal, n, count, scales, ("entropy",))["entropy"]
-        collision = gaussian_collision(run, n, count, scales)
-        for at, (times, scale) in enumerate(zip(multiples, scales, strict=True)):
-            H, Y, where = mean(entropy[at]), collision[at], {"n": n, "γ/M_n": times}
-            exact_Y = theory.expected_collision_gauss(n, scale)
-            yield "exact collision", "mean Σp²", exact_Y, Y, where
-            exact_H = theory.expected_entropy_gauss(n, scale)
+        entropy = over_scales(run, Run.normal, n, count, gammas, ("entropy",))["entropy"]
+        collision = gaussian_collision(run, n, count, gammas)
+        numbers = zip(multiples, gammas, map(mean, entropy), collision, strict=True)
+        for times, gamma, H, Y in numbers:
+            where = {"n": n, "γ/M_n": times}
+            exact_H = theory.expected_entropy_gauss(n, gamma)
+            exact_Y = theory.expected_collision_gauss(n, gamma)
             yield "exact entropy", "mean H, nat", exact_H, H, where
+            yield "exact collision", "mean Σp²", exact_Y, Y, where
             if times > 1:
                 yield "collision", "mean Σp²", theory.frozen_collision(1 / times), Y, where
                 yield "entropy", "mean H, nat", theory.frozen_entropy(1 / times), H, where

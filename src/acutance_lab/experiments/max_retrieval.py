@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acutance.scaling import AdaptivePoly, LearnedSSMax, LogN, NoScaling
 from acutance.scaling import Scaling as Law
 from acutance_lab.experiment import Measured, Run, experiment, untested
-from acutance_lab.figure import GREY, Axis, Curve, Lines, Page, Panel, Points
+from acutance_lab.figure import GREY, Axis, Curve, Lines, Panel, Points
 from acutance_lab.record import Claim, Estimate, Record
 from acutance_lab.sampling import difference, mean, statistics
 from acutance_lab.training import Plan, fit, seeded
@@ -43,28 +43,24 @@ class Retriever(nn.Module):
         self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.answer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES))
 
-    def read(self, items: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (B, n) and values (B, n, width) of the attention over items (B, n, features)."""
-        x = self.items(items)
-        return self.key(x) @ self.query / math.sqrt(WIDTH), self.value(x)
+    def read(self, items: Tensor, law: Law | LearnedSSMax) -> tuple[Tensor, Tensor]:
+        """Scores (B, n), times the law's factor, and logits of the classes (B, classes) of items.
 
-    @staticmethod
-    def scaled(scores: Tensor, law: Law | LearnedSSMax) -> Tensor:
-        """The scores (B, n) times a law's factor for n keys."""
-        n = torch.tensor([scores.shape[-1]])
+        Items are (B, n, 1 + classes).
+        """
+        x = self.items(items)
+        scores, n = self.key(x) @ self.query / math.sqrt(WIDTH), torch.tensor([items.shape[1]])
         if isinstance(law, AdaptivePoly):
             entropy = statistics(scores).entropy
-            return scores * law.factor(n.expand(len(scores)), entropy=entropy).unsqueeze(-1)
-        return scores * law.factor(n).reshape(-1, 1)
+            scores = scores * law.factor(n.expand(len(scores)), entropy=entropy).unsqueeze(-1)
+        else:
+            scores = scores * law.factor(n).reshape(-1, 1)
+        output = scores.softmax(-1).unsqueeze(1) @ self.value(x)
+        return scores, self.answer(output.squeeze(1))
 
-    def forward(self, items: Tensor, law: Law | LearnedSSMax | None = None) -> Tensor:
-        """Logits of the classes (B, classes) for items (B, n, 1 + classes).
-
-        ``law`` scales the scores; None is the law the model was built with.
-        """
-        scores, values = self.read(items)
-        weights = self.scaled(scores, self.law if law is None else law).softmax(-1)
-        return self.answer((weights.unsqueeze(1) @ values).squeeze(1))  # type: ignore[no-any-return]
+    def forward(self, items: Tensor) -> Tensor:
+        """Logits of the classes under the law that the model was built with."""
+        return self.read(items, self.law)[1]
 
 
 def sample(count: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -94,15 +90,6 @@ def train(run: Run, kind: str, seed: int) -> Retriever:
     return model
 
 
-def tested_law(kind: str, model: Retriever) -> Law | LearnedSSMax:
-    """The law that scales the scores in a test, for a kind of :data:`KINDS`."""
-    if kind == "adaptive":
-        return AdaptivePoly()
-    if kind == "log n after training":
-        return LogN(train_length=TAUGHT, n_min=TAUGHT)
-    return model.law
-
-
 def expected_entropy(scores: Tensor, n: int) -> float:
     """Mean entropy in nat of a row of n independent items.
 
@@ -126,7 +113,7 @@ def scores_of_items(model: Retriever, sizes: int = 2000) -> Tensor:
     size = (torch.arange(sizes) + 0.5) / sizes
     kinds = torch.eye(CLASSES).unsqueeze(1).expand(-1, sizes, -1)
     items = torch.cat([size.expand(CLASSES, -1).unsqueeze(-1), kinds], -1)
-    return model.read(items)[0].double().flatten()
+    return model.read(items, NoScaling())[0].double().flatten()
 
 
 def answers(
@@ -135,34 +122,20 @@ def answers(
     """Whether each answer under a law is right, 1 or 0, and the entropy of each row; (B,) each."""
     right, H = [], []
     for batch, truth in zip(items.split(64), classes.split(64), strict=True):
-        scores, values = model.read(batch)
-        scaled = model.scaled(scores, law)
-        H.append(statistics(scaled.double()).entropy)
-        read = (scaled.softmax(-1).unsqueeze(1) @ values).squeeze(1)
-        right.append((model.answer(read).argmax(-1) == truth).double())
+        scores, logits = model.read(batch, law)
+        right.append((logits.argmax(-1) == truth).double())
+        H.append(statistics(scores.double()).entropy)
     return torch.cat(right), torch.cat(H)
 
 
 def _even_weights(record: Record) -> Iterator[Curve]:
-    yield Curve("", Points(TESTS, [math.log(n) for n in TESTS]), style=GREY)
-
-
-def _name_the_limit(axes: Any, record: Record, theme: Any) -> None:
-    axes.annotate(
-        "log n, even weights", (TESTS[1], math.log(TESTS[1])), xytext=(-6, 6), ha="right",
-        textcoords="offset points", size=9.5, color=theme.muted,
-    )  # fmt: skip
+    yield Curve("log n, even weights", Points(TESTS, [math.log(n) for n in TESTS]), style=GREY)
 
 
 _N = Axis("items n", log=True, ticks={n: str(n) for n in TESTS})
 
 
 @experiment(
-    "the largest of many items",
-    "scores of bounded items spread over n: without scaling H grows from 256 items to "
-    "1024 by what independent items give, some log 4, and accuracy falls; adaptive temperature "
-    "helps some, training with a factor of "
-    "log n or with SSMax more, both alike",
     Claim("order", "trained with log n or SSMax is at least as accurate as adaptive temperature",
           relation=">="),
     Claim("adapts", "adaptive temperature, on the same weights, is at least as accurate as none",
@@ -171,26 +144,35 @@ _N = Axis("items n", log=True, ticks={n: str(n) for n in TESTS})
     Claim("falls", "accuracy without scaling falls from 16 items to 1024", SOURCE, relation=">="),
     Claim("spreads", "scores are bounded, so H without scaling grows as log n: from 256 to 1024 "
           "by what independent items give, log 4 in the limit", SOURCE),
-    figure=Page(
-        "Taught on 16 items at most, the largest of many is found with a scale that grows",
-        "Means over seeds. Adaptive temperature and 'log n after training' are put on the model "
-        "trained without scaling.",
+    figure=[
         Panel(
             _N, Axis("accuracy", limits=(0.0, 1.04)),
-            Lines("", "n", "{}", by="law", quantity="accuracy"),
+            [Lines("", "n", "{}", by="law", quantity="accuracy")],
             title="accuracy", legend="lower left",
         ),
         Panel(
             _N, Axis("entropy H, nat"),
-            Lines("", "n", "{}", by="law", quantity="mean H, nat"), _even_weights,
-            title="entropy", legend=None, also=_name_the_limit,
+            [Lines("", "n", by="law", quantity="mean H, nat"), _even_weights],
+            title="entropy", legend="upper left",
         ),
-    ),
+    ],
     full_only=("alike",),
 )  # fmt: skip
 @torch.no_grad()
 def max_retrieval(run: Run) -> Iterator[Measured]:
-    """Accuracy and entropy of models trained with each law, for up to 64 times the trained n."""
+    """The largest of many items.
+
+    Accuracy and entropy of models trained with each law, for up to 64 times the trained n.
+
+    Predicted: scores of bounded items spread over n: without scaling H grows from 256 items to 1024
+    by what independent items give, some log 4, and accuracy falls; adaptive temperature helps some,
+    training with a factor of log n or with SSMax more, both alike.
+
+    Figure: Taught on 16 items at most, the largest of many is found with a scale that grows. Means
+    over seeds. Adaptive temperature and 'log n after training' are put on the model trained without
+    scaling.
+    """
+    after = {"adaptive": AdaptivePoly(), "log n after training": LogN(train_length=16, n_min=16)}
     for seed in run.seeds(1, 3):
         models = {kind: train(run, kind, seed) for kind in dict.fromkeys(KINDS.values())}
         right: dict[tuple[str, int], Tensor] = {}  # 1 where the answer is right
@@ -200,7 +182,7 @@ def max_retrieval(run: Run) -> Iterator[Measured]:
             items, classes = sample(run.size(768, 8192), n, run.generator)
             for kind, trained in KINDS.items():
                 model = models[trained]
-                right[kind, n], H = answers(model, tested_law(kind, model), items, classes)
+                right[kind, n], H = answers(model, after.get(kind, model.law), items, classes)
                 entropies[kind, n] = mean(H)
                 where: dict[str, Any] = {"law": kind, "seed": seed, "n": n}
                 yield untested("accuracy", mean(right[kind, n]), where)

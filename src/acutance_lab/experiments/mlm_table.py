@@ -12,8 +12,8 @@ from acutance import apply, probe
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab import texts
 from acutance_lab.encoder import Encoder
-from acutance_lab.experiment import Measured, Run, experiment, untested
-from acutance_lab.figure import Axis, Lines, Page, Panel
+from acutance_lab.experiment import Measured, Run, experiment, theorem, untested
+from acutance_lab.figure import Axis, Lines, Panel
 from acutance_lab.record import Claim, Estimate
 from acutance_lab.sampling import between_seeds, mean
 from acutance_lab.training import Plan, fit, seeded
@@ -28,7 +28,6 @@ _SHAPE: dict[str, Any] = {
     "symbols": 257, "outputs": 256, "width": 64, "heads": 4, "hidden": 192, "layers": 2,
     "base": (TRAIN_LENGTH / (2 * math.pi)) ** (16 / 14), "norm_first": True,
 }  # fmt: skip
-PAIRS = "share of pairs with a gain"
 #: Nearer to the training length one pair of trainings says little about another.
 FAR = 512
 
@@ -57,13 +56,6 @@ def train(run: Run, kind: str, seed: int) -> Encoder:
     return model
 
 
-def evaluation(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Held-out windows of 1024 bytes: original, masked, and the mask; the same for any n."""
-    text = texts.read(texts.files("held out"))
-    windows = texts.sample_windows(text, LENGTHS[-1], run.size(6, 48), run.generator)
-    return windows, *masked(windows, run.generator)
-
-
 @torch.no_grad()
 def read(
     model: torch.nn.Module, windows: Tensor, ids: Tensor, hidden: Tensor, length: int
@@ -83,30 +75,11 @@ def read(
     """
     right, loss = [], 0.0
     pieces = (x.reshape(-1, length).split(4096 // length) for x in (windows, ids, hidden))
-    for original, part, where in zip(*pieces, strict=True):
-        answers, truth = model(part)[where], original[where]
+    for original, shown, where in zip(*pieces, strict=True):
+        answers, truth = model(shown)[where], original[where]
         right.append(answers.argmax(-1) == truth)
         loss += float(F.cross_entropy(answers, truth, reduction="sum"))
     return torch.cat(right), loss / int(hidden.sum())
-
-
-def built_in_and_applied(
-    model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int
-) -> tuple[float, float]:
-    """The loss of a model with a law built in, and with it applied by :func:`acutance.apply`.
-
-    Args:
-        model: a model with the law built in.
-        data: windows, masked windows and mask, as from :func:`evaluation`; two windows are read.
-        n: length of the pieces.
-    """
-    windows, ids, hidden = (tensor[:2] for tensor in data)
-    _, built_in = read(model, windows, ids, hidden, n)
-    bare = Encoder(**_SHAPE)
-    bare.load_state_dict(model.state_dict())
-    with apply(bare.eval(), LAWS["E"]):
-        _, applied = read(bare, windows, ids, hidden, n)
-    return built_in, applied
 
 
 _NAMES = {kind: f"Attention-{kind}" for kind in LAWS}
@@ -114,9 +87,6 @@ _N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
 
 
 @experiment(
-    "masked language model, beyond its length",
-    "trained at n = 64 both are equally accurate there; read at 128 to 1024 the one "
-    "with log n is above the one without, and its entropy grows less",
     Claim("above", "beyond it log n is on average at least as accurate as none", SOURCE,
           relation=">="),
     Claim("most", "and at eight times that length and more it is ahead in most pairs of trainings",
@@ -124,44 +94,58 @@ _N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
     Claim("equal", "at the training length accuracies differ by no more than 0.02", SOURCE,
           relation="<="),
     Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">="),
-    Claim("same", "a law built into a model and the same law applied to it give the same loss",
-          within=1e-4, theorem=True),
-    figure=Page(
-        "Masked bytes: trained on 64 at a time, read in longer windows",
-        "O: no scaling. E: log n to the base 512, in training and after. Means over seeds, with "
-        "standard errors. The same masked bytes at every n.",
+    theorem("same", "a law built into a model and the same law applied to it give the same loss",
+            within=1e-4),
+    figure=[
         Panel(
             _N, Axis("accuracy on masked bytes", limits=(0.0, None)),
-            Lines("", "n", _NAMES, by="law", quantity="accuracy", bars=True),
+            [Lines("", "n", _NAMES, by="law", quantity="accuracy", marks="bars")],
             title="accuracy", legend="lower left",
         ),
         Panel(
             _N, Axis("mean entropy of heads, nat"),
-            Lines("", "n", _NAMES, by="law", quantity="mean H, nat", bars=True),
+            [Lines("", "n", _NAMES, by="law", quantity="mean H, nat", marks="bars")],
             title="entropy", legend=None,
         ),
-    ),
+    ],
     full_only=("above", "most", "equal"),
 )  # fmt: skip
 def mlm_table(run: Run) -> Iterator[Measured]:
-    """Accuracy and entropy with and without log n, on the same masked bytes at each length."""
-    seeds, data = run.seeds(1, 6), evaluation(run)
+    """Masked language model, beyond its length.
+
+    Accuracy and entropy with and without log n, on the same masked bytes at each length.
+
+    Predicted: trained at n = 64 both are equally accurate there; read at 128 to 1024 the one with
+    log n is above the one without, and its entropy grows less.
+
+    Figure: Masked bytes: trained on 64 at a time, read in longer windows. O: no scaling. E: log n
+    to the base 512, in training and after. Means over seeds, with standard errors. The same masked
+    bytes at every n.
+    """
+    seeds, text = run.seeds(1, 6), texts.read(texts.files("held out"))
+    windows = texts.sample_windows(text, LENGTHS[-1], run.size(6, 48), run.generator)
+    data = (windows, *masked(windows, run.generator))
     # for each seed: whether each answer is right, and the mean entropy
-    right: dict[tuple[str, int], list[Tensor]] = {}
-    entropy: dict[tuple[str, int], list[float]] = {}
+    right: dict[tuple[str, int], list[Tensor]] = {(k, n): [] for k in LAWS for n in LENGTHS}
+    entropy: dict[tuple[str, int], list[float]] = {(k, n): [] for k in LAWS for n in LENGTHS}
     for seed in seeds:
         for kind in LAWS:
             model = train(run, kind, seed)
+            bare = Encoder(**_SHAPE)
+            bare.load_state_dict(model.state_dict())
             for n in LENGTHS:
-                right.setdefault((kind, n), []).append(read(model, *data, n)[0].double())
+                right[kind, n].append(read(model, *data, n)[0].double())
                 with probe(model, metrics=["entropy"]) as opened, torch.no_grad():
                     model(data[1][:4].reshape(-1, n))
                 summary = opened.summary()
                 H = summary.mean("entropy")
-                entropy.setdefault((kind, n), []).append(float(H.mean()))
+                entropy[kind, n].append(float(H.mean()))
                 where: dict[str, Any] = {"seed": seed, "n": n}
                 if kind == "E":
-                    built_in, applied = built_in_and_applied(model, data, n)
+                    windows, ids, hidden = (tensor[:2] for tensor in data)
+                    _, built_in = read(model, windows, ids, hidden, n)
+                    with apply(bare.eval(), LAWS["E"]):
+                        _, applied = read(bare, windows, ids, hidden, n)
                     yield "same", "loss, nat", built_in, applied, where
                 for at, (layer, head) in enumerate(summary.places):
                     place = {"law": kind, **where, "head": f"{layer}.{head}"}
@@ -188,4 +172,4 @@ def mlm_table(run: Run) -> Iterator[Measured]:
             gained = [gain.value for gain in gains]
             yield "above", "mean gain in accuracy", 0.0, between_seeds(gained), {"n": n}
             share = sum(gain > 0 for gain in gained) / len(gained)
-            yield "most" if n >= FAR else "", PAIRS, 0.5, share, {"n": n}
+            yield "most" if n >= FAR else "", "share of pairs with a gain", 0.5, share, {"n": n}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from acutance import attention, theory
-from acutance_lab.experiment import Measured, Run, experiment
-from acutance_lab.figure import GREY, Axis, Lines, Page, Panel
+from acutance_lab.experiment import Measured, Run, experiment, partly
+from acutance_lab.figure import GREY, Axis, Lines, Panel
 from acutance_lab.record import Claim, Estimate
 from acutance_lab.sampling import mean, ratio, statistics
 
@@ -68,8 +68,7 @@ def output_error(
     (importance sampling): the mean is the same, and its error can be judged. Noise that is bounded
     needs none of this.
     """
-    n = len(logits)
-    errors = []
+    n, errors = len(logits), []
     key = torch.zeros(1, 1, n, 1, dtype=torch.float64)
     p = torch.softmax(logits, 0)
     clean = p @ value
@@ -100,47 +99,48 @@ _ERROR = "mean square error of the output, value²"
 
 
 @experiment(
-    "robustness to noise on the logits",
-    "E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the "
-    "error of n even keys falls as 1/n for a right tail e^(−rx) with r > 2, as n^(1−r) for "
-    "1 < r < 2, as 1/log n at r = 1, and not at all below",
-    Claim("unchanged",
-          "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
-          "Su Jianlin, kexue.fm/archives/9593", "holds only where", relation="<=", bound="ν/N_eff"),
+    partly("unchanged",
+           "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
+           "Su Jianlin, kexue.fm/archives/9593", relation="<=", bound="ν/N_eff"),
     *(
-        Claim(f"first order, {kind}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
-              expected="holds only where", within=0.02, bound="ν/N_eff")
-        for kind, name in (("gaussian", "Gaussian"), ("uniform", "uniform"),
-                           ("laplace", "Laplace"), ("gumbel", "Gumbel"))
+        partly(f"first order, {name.lower()}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
+               within=0.02, bound="ν/N_eff")
+        for name in ("Gaussian", "uniform", "Laplace", "Gumbel")
     ),
     Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row"),
-    Claim("averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
-          expected="holds only where", within=0.01, bound="tail rate r", sense="from"),
+    partly("averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
+           within=0.01, bound="tail rate r", sense="from"),
     Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01),
-    figure=Page(
-        "Attention averages logit noise away, the slower the heavier its right tail",
-        "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
-        "noisy runs of attention, bars of one standard error.",
+    figure=[
         Panel(
             Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
             Axis(_ERROR, log=True, limits=(1e-8, 3e2)),
-            Lines("first order, gaussian", "b", by="N_eff", marks=False, style=GREY),
-            Lines("exact", "b", "{:.3g}", by="N_eff", where={"noise": "gaussian"}, bars=True),
+            [Lines("first order, gaussian", "b", by="N_eff", marks="", style=GREY),
+             Lines("exact", "b", "{:.3g}", by="N_eff", where={"noise": "gaussian"}, marks="bars")],
             title="rows of 1 to 256 effective keys",
             legend="lower right", legend_title="effective keys", columns=2,
         ),
         Panel(
             Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
             Axis(_ERROR, log=True, limits=(1e-7, 2.0)),
-            Lines("exact", "n", _TAIL_NAMES, by="tail rate r", bars=True),
+            [Lines("exact", "n", _TAIL_NAMES, by="tail rate r", marks="bars")],
             title="tail rate r of the noise", legend="lower left",
         ),
-    ),
+    ],
 )  # fmt: skip
 def noise(run: Run) -> Iterator[Measured]:
-    """Output error of rows of each width under each noise, and of uniform rows for growing n.
+    """Robustness to noise on the logits.
 
-    It is compared with the exact integral, the first-order formula and the limits for many keys.
+    The output's error for rows of each width under each noise, and for uniform rows of growing n,
+    is compared with the exact integral, the first-order formula and the limits for many keys.
+
+    Predicted: E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the error
+    of n even keys falls as 1/n for a right tail e^(−rx) with r > 2, as n^(1−r) for 1 < r < 2, as
+    1/log n at r = 1, and not at all below.
+
+    Figure: Attention averages logit noise away, the slower the heavier its right tail. Lines: exact
+    integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over noisy runs of
+    attention, bars of one standard error.
     """
     value, z = run.normal(N, WIDTH), run.normal(N)
     cases = {f"γ = {gamma}": float(gamma) * z for gamma in range(4)}
@@ -181,7 +181,7 @@ def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Measure
     for n in (256, 4096) if run.quick else (256, 4096, 65536):
         v = run.normal(n, WIDTH)
         v = v - v.mean(0)
-        v = v / v.square().sum(1).mean().sqrt()  # ν/n to the first order, the same law at any n
+        v = v / v.square().sum(1).mean().sqrt()  # ν/n to the first order, the same at any n
         even = torch.zeros(n, dtype=torch.float64)
         runs = run.size(12000 if n == 256 else 6000, 20000 if n <= 4096 else 2000)
         error = output_error(run, even, v, kind, b, runs)

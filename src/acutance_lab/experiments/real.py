@@ -6,7 +6,7 @@ The quick size reads the bundled decoder, the full size SmolLM2-135M.
 import importlib.resources
 import importlib.util
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,13 +21,14 @@ from acutance.probing import THRESHOLDS
 from acutance.scaling import InfoScale, LogN
 from acutance.scores import Cosine, ScaleInvariant
 from acutance_lab import language, texts
-from acutance_lab.experiment import Measured, Run, experiment, untested
-from acutance_lab.figure import GREY, Axis, Curve, Level, Lines, Page, Panel, Points, measured
-from acutance_lab.record import Claim, Record, values
+from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem, untested
+from acutance_lab.figure import Axis, Curve, Level, Lines, Panel, Points
+from acutance_lab.record import Claim, Record
 from acutance_lab.sampling import mean
 from acutance_lab.trained import TRAIN_LENGTH, decoder
 
 SPREAD = "logit_std"
+SU = "Su Jianlin, kexue.fm/archives"
 
 
 def subjects(run: Run) -> Iterable[tuple[str, HeadSummary]]:
@@ -47,11 +48,9 @@ def subjects(run: Run) -> Iterable[tuple[str, HeadSummary]]:
         prose, truncation=True, max_length=run.size(128, 256), return_overflowing_tokens=True,
         padding=True, return_tensors="pt",
     )  # fmt: skip
-    inputs = [pieces[name][: run.size(2, 8)].split(4) for name in ("input_ids", "attention_mask")]
-    batches = [
-        {"input_ids": tokens, "attention_mask": mask} for tokens, mask in zip(*inputs, strict=True)
-    ]
-    yield "MiniLM-L6", _summary(encoder.model, batches)
+    names = ("input_ids", "attention_mask")
+    inputs = zip(*(pieces[name][: run.size(2, 8)].split(4) for name in names), strict=True)
+    yield "MiniLM-L6", _summary(encoder.model, [dict(zip(names, x, strict=True)) for x in inputs])
     if run.quick or importlib.util.find_spec(language.PACKAGE) is None:
         return
     model, _, tokens = language.language_model()
@@ -81,83 +80,59 @@ def r_squared(predicted: Tensor, measured: Tensor) -> float:
     return float(1 - miss / (measured - measured.mean()).square().sum())
 
 
-def _against_prediction(claim: str) -> Callable[[Record], Iterator[Curve]]:
-    def curves(record: Record) -> Iterator[Curve]:
-        every: list[float] = []
-        for model in values(record.of("gauss"), "model"):
-            rows = record.of(claim, model=model)
-            x, y = [row.predicted for row in rows], [row.measured for row in rows]
-            every += x + y
-            yield Curve(model, marks=Points(x, y))
-        ends = [min(every) - 0.3, max(every) + 0.3]
-        yield Curve("equal", Points(ends, ends), style=GREY)
-
-    return curves
-
-
-def _name_furthest(axes: Any, record: Record, theme: Any) -> None:
-    """Name the three heads that are furthest off, if it is a quarter of a nat."""
-    off = sorted(record.of("gauss"), key=lambda row: -abs(row.measured - row.predicted))[:3]
-    named = [row for row in off if abs(row.measured - row.predicted) >= 0.25]
-    for at, row in enumerate(sorted(named, key=lambda row: -row.measured)):
-        axes.annotate(
-            row.condition["head"], (row.predicted, row.measured), (0.92, 0.42 - 0.09 * at),
-            textcoords="axes fraction", size=9.5, color=theme.ink,
-            arrowprops={"arrowstyle": "-", "color": theme.muted, "shrinkB": 3.0},
-        )  # fmt: skip
-
-
 @experiment(
-    "heads of trained models",
-    "H of a head is E H of Gaussian logits with its n and standard deviation while "
-    "that is small, and farther from it the larger it is; log n − (s_max − s̄) is a lower bound, "
-    "too low by exactly J + G; with a sink and a skew, four numbers give it",
-    Claim("gauss",
-          "a head's entropy is that of Gaussian logits with its n and standard deviation",
-          expected="holds only where", within=0.03, bound=SPREAD),
-    Claim("four", "a head's entropy follows from gap of the first key, its deviation over rows, "
-          "and deviation and Jensen gap of the other logits", expected="holds only where",
-          within=0.05, bound=SPREAD),
-    Claim("floor", "H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4, theorem=True),
-    Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3, theorem=True),
-    figure=Page(
-        "Entropy of trained heads from two numbers of their logits, and from four",
-        "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "
-        "those furthest off.",
+    partly("gauss",
+           "a head's entropy is that of Gaussian logits with its n and standard deviation",
+           within=0.03, bound=SPREAD),
+    partly("four", "a head's entropy follows from gap of the first key, its deviation over rows, "
+           "and deviation and Jensen gap of the other logits", within=0.05, bound=SPREAD),
+    theorem("floor", "H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4),
+    theorem("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3),
+    figure=[
         Panel(
-            Axis("predicted H, nat"), Axis("measured H, nat"), _against_prediction("gauss"),
-            title="from n and standard deviation, Gaussian", legend="upper left",
-            also=_name_furthest,
-        ),
-        Panel(
-            Axis("predicted H, nat"), Axis("measured H, nat"), _against_prediction("four"),
-            title="from n, gap of the first key and its deviation,\ndeviation and Jensen gap",
-            legend=None,
-        ),
-    ),
+            Axis("predicted H, nat"), Axis("measured H, nat"),
+            [Lines(claim, "predicted", "{}", by="model", line=False, marks="each")],
+            title=title, levels=[Level(name="equal")], legend="upper left",
+        )
+        for claim, title in (
+            ("gauss", "from n and standard deviation, Gaussian"),
+            ("four", "from n, gap of the first key and its deviation,\ndeviation and Jensen gap"),
+        )
+    ],
     needs="transformers",
 )  # fmt: skip
 def real_heads(run: Run) -> Iterator[Measured]:
-    """Compare each head's mean entropy with predictions from two, three and four of its numbers."""
+    """Heads of trained models.
+
+    Each head's mean entropy is compared with predictions from two, three and four of its numbers.
+
+    Predicted: H of a head is E H of Gaussian logits with its n and standard deviation while that is
+    small, and farther from it the larger it is; log n − (s_max − s̄) is a lower bound, too low by
+    exactly J + G; with a sink and a skew, four numbers give it.
+
+    Figure: Entropy of trained heads from two numbers of their logits, and from four. Each mark is a
+    head: mean over rows. On the line prediction and measurement agree.
+    """
     for name, summary in subjects(run):
-        means = {metric: summary.mean(metric) for metric in summary.metrics}
-        H, gauss, floor = (
-            means[metric] for metric in ("entropy", "gaussian_entropy", "mean_field_entropy")
-        )
-        total = floor + means["jensen_gap"] + means["max_gap"]
-        heads = [f"{layer}.{head}" for layer, head in summary.places]
-        spreads, counts = means["logit_std"].tolist(), means["n_keys"].tolist()
+        H, gauss, floor, J, G, spreads, counts = (
+            summary.mean(metric)
+            for metric in ("entropy", "gaussian_entropy", "mean_field_entropy", "jensen_gap",
+                           "max_gap", SPREAD, "n_keys")
+        )  # fmt: skip
+        total, four = floor + J + G, summary.predict()
+        heads = [
+            {"model": name, "head": f"{layer}.{head}", SPREAD: float(spread)}
+            for (layer, head), spread in zip(summary.places, spreads, strict=True)
+        ]
         for at, head in enumerate(heads):
-            where = {"model": name, "head": head, SPREAD: spreads[at], "n": counts[at]}
+            where = {**head, "n": float(counts[at])}
             yield "gauss", "mean H, nat", gauss[at], float(H[at]), where
             yield "floor", "mean H, nat", floor[at], float(H[at]), where
             yield "identity", "mean H, nat", total[at], float(H[at]), where
-        four = summary.predict()
         for at, head in enumerate(heads):
-            expected = float(four.predicted["entropy"][at])
+            expected, entropy = (float(x["entropy"][at]) for x in (four.predicted, four.measured))
             if math.isfinite(expected):
-                where = {"model": name, "head": head, SPREAD: spreads[at], "n": float(four.n[at])}
-                entropy = float(four.measured["entropy"][at])
+                where = {**head, "n": float(four.n[at])}
                 yield "four", "mean H at n, nat", expected, entropy, where
         shares = {
             "Gaussian": r_squared(gauss, H), "from four numbers": four.r_squared(),
@@ -182,12 +157,11 @@ def weights(reader: language.Reader, ids: Tensor) -> Tensor:
     Returns:
         (layers · heads, n).
     """
-    rows = torch.arange(len(ids), 0, -1)
     layers: list[Tensor] = []
 
     def see(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         mass = key_mass(query, key, is_causal=True, scale=scale, enable_gqa=True)
-        layers.append(mass[0] / rows)
+        layers.append(mass[0] / torch.arange(len(ids), 0, -1))
 
     with language.attending(reader.model, see):
         reader.model(input_ids=ids[None])
@@ -209,28 +183,7 @@ def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor
     return windows
 
 
-def _share(windows: Sequence[Tensor]) -> Tensor:
-    """Share of True in each window."""
-    return torch.stack([window.double().mean() for window in windows])
-
-
-def _by_opening(record: Record) -> Iterator[Curve]:
-    names = values(record.untested("share of heads"), "opening")
-    for name, quantity in (("first key", FIRST), ("second key", SECOND)):
-        rows = measured([r for r in record.rows if r.quantity == quantity], "opening", bars=True)
-        yield Curve(name, marks=rows._replace(x=[names.index(opening) for opening in rows.x]))
-
-
-def _name_openings(axes: Any, record: Record, theme: Any) -> None:
-    names = values(record.untested("share of heads"), "opening")
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-
-
 @experiment(
-    "attention sinks of a trained language model",
-    "the sink is the first position, not a token: whatever opens a text takes the "
-    "weight, and what stood there before loses it; random tokens have sinks too, one token "
-    "repeated has none",
     Claim("moves", "whatever token opens a text, at least 80 % as many heads sink in it", XIAO,
           relation=">="),
     Claim("second",
@@ -241,39 +194,47 @@ def _name_openings(axes: Any, record: Record, theme: Any) -> None:
     Claim("bottom", "the two bottom layers have no sink in the first position", XIAO,
           relation="<="),
     # Expected to hold before the first look, which found none in layers 2, 10 and 11 either.
-    Claim("above", "every layer above the bottom two has sinks in the first position", XIAO,
-          "does not hold", relation=">="),
-    figure=Page(
-        "Heads that put more than 0.3 of their weight on the first token",
-        "Means over windows; bars are standard errors. Left: by layer, for each opening. Right: "
-        "of all heads, on the first key and on the second, where another token opens the text.",
+    refuted("above", "every layer above the bottom two has sinks in the first position", XIAO,
+            relation=">="),
+    figure=[
         Panel(
             Axis("layer"), Axis("share of heads", limits=(-0.05, 1.55)),
-            Lines("", "layer", "{}", by="opening", quantity="share of heads", marks=False),
+            [Lines("", "layer", "{}", by="opening", quantity="share of heads", marks="")],
             title="by layer", legend="upper left", columns=2,
         ),
         Panel(
-            Axis("opening"), Axis("share of heads"), _by_opening, title="all layers",
-            also=_name_openings,
+            Axis("opening", slanted=True), Axis("share of heads"),
+            [Lines("", "opening", "first key", quantity=FIRST, line=False, marks="bars"),
+             Lines("", "opening", "second key", quantity=SECOND, line=False, marks="bars")],
+            title="all layers",
         ),
-    ),
+    ],
     needs="transformers", full_needs=language.PACKAGE,
     full_only=("moves", "second", "nonsense", "bottom", "above"),
 )  # fmt: skip
 def real_sinks(run: Run) -> Iterator[Measured]:
-    """Share of heads whose first or second key is an attention sink, for each opening token."""
+    """Attention sinks of a trained language model.
+
+    Share of heads whose first or second key is an attention sink, for each opening token.
+
+    Predicted: the sink is the first position, not a token: whatever opens a text takes the weight,
+    and what stood there before loses it; random tokens have sinks too, one token repeated has none.
+
+    Figure: Heads that put more than 0.3 of their weight on the first token. Means over windows;
+    bars are standard errors. Left: by layer, for each opening. Right: of all heads, on the first
+    key and on the second, where another token opens the text.
+    """
     reader = language.reader(run, windows=run.size(4, 8), length=run.size(64, 512))
     least = THRESHOLDS["sink"].value
-    # by opening: whether each head sinks in the first key, and in the second, one row a window
-    first: dict[str, list[Tensor]] = {}
-    second: dict[str, list[Tensor]] = {}
+    # by opening and key: whether each head sinks in it, for each window
+    sinking: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
     elsewhere: list[Tensor] = []
     strongest: list[int] = []  # the token of each window's strongest other key
     for ids in reader.windows:
         for name, text in variants(reader, run, ids).items():
             received = weights(reader, text)
-            first.setdefault(name, []).append(received[:, 0] > least)
-            second.setdefault(name, []).append(received[:, 1] > least)
+            for key in (0, 1):
+                sinking[name, key].append(received[:, key] > least)
             if name == OWN:
                 half = received[:, 1 : len(ids) // 2]  # keys that many rows see
                 elsewhere.append(half.max(-1).values > least)
@@ -281,10 +242,12 @@ def real_sinks(run: Run) -> Iterator[Measured]:
         if run.note is not None:
             run.note(f"real_sinks: {len(elsewhere)} of {len(reader.windows)} windows")
 
-    own, where = _share(first[OWN]), {"opening": OWN}
+    sinks = {name: torch.stack(windows).double() for name, windows in sinking.items()}
+    own, where = sinks[OWN, 0].mean(1), {"opening": OWN}
     yield untested(FIRST, mean(own), where)
-    for name, sinks in first.items():
-        share, at = _share(sinks), {"opening": name}
+    openings = [name for name, key in sinks if key == 0]
+    for name in openings:
+        share, at = sinks[name, 0].mean(1), {"opening": name}
         if name == REPEATED:
             yield "repeat", FIRST, 0.01, mean(share), at
         elif name != OWN:
@@ -293,20 +256,20 @@ def real_sinks(run: Run) -> Iterator[Measured]:
             claim = "nonsense" if name == RANDOM else "moves"
             yield claim, FIRST, 0.8 * float(own.mean()), estimate, at
         if name in reader.openings:
-            yield "second", SECOND, 0.02, mean(_share(second[name])), at
-    yield untested("share of heads, another key", mean(_share(elsewhere)), where)
+            yield "second", SECOND, 0.02, mean(sinks[name, 1].mean(1)), at
+    other = mean(torch.stack(elsewhere).double().mean(1))
+    yield untested("share of heads, another key", other, where)
     token, times = Counter(strongest).most_common(1)[0]
     quantity = "share of windows, the other key is of one token"
     yield untested(quantity, times / len(strongest), {"token": token})
-    layers, heads = reader.heads
-    by_layer = torch.stack(first[OWN]).view(-1, layers, heads)
-    bottom = mean(by_layer[:, :BOTTOM].double().mean((1, 2)))
-    above = mean(by_layer[:, BOTTOM:].any(-1).double().mean(1))
+    by_layer = {name: sinks[name, 0].view(-1, *reader.heads) for name in openings}
+    bottom = mean(by_layer[OWN][:, :BOTTOM].mean((1, 2)))
+    above = mean(by_layer[OWN][:, BOTTOM:].amax(-1).mean(1))
     yield "bottom", "share of heads in bottom layers", 0.01, bottom, where
     yield "above", "share of layers above", 0.99, above, where
-    for layer in range(layers):
-        for name, sinks in first.items():
-            share = _share([window.view(layers, heads)[layer] for window in sinks])
+    for layer in range(reader.heads[0]):
+        for name in openings:
+            share = by_layer[name][:, layer].mean(1)
             yield untested("share of heads", mean(share), {"layer": layer, "opening": name})
 
 
@@ -329,60 +292,53 @@ def gaussian_share(deviation: Tensor, lost: float = LOST) -> Tensor:
     return share
 
 
-def _needed(record: Record) -> Iterator[Curve]:
-    heads = measured([row for row in record.rows if row.quantity == "k/n"], SPREAD)
-    smooth = torch.linspace(min(heads.x), max(heads.x), 100)
+def _rule(record: Record) -> Iterator[Curve]:
+    spreads = [float(row.condition[SPREAD]) for row in record.rows if row.quantity == "k/n"]
+    smooth = torch.linspace(min(spreads), max(spreads), 100)
     yield Curve("Gaussian rule", Points(smooth.numpy(), gaussian_share(smooth).numpy()), style=0)
-    yield Curve("a head", marks=heads, style=0)
 
 
-def _bounds(record: Record) -> Iterator[Curve]:
-    bounds, H = (
-        [row.measured for row in record.untested(f"mean {name}, nat")] for name in ("bound", "H")
-    )
-    yield Curve("a head", marks=Points(bounds, H))
-    ends = [min(bounds), max(H)]
-    yield Curve("equal", Points(ends, ends), style=GREY)
+_SPREAD = Axis("deviation of the logits")
 
 
 @experiment(
-    "top-k certificates and the mean-field bound on trained heads",
-    "what dropping keys costs follows exactly from their weight; how many keys carry "
-    "99 % follows from σ alone where logits are nearly Gaussian, which few heads are; the "
-    "mean-field bound holds in every row and is below 0 in most",
-    Claim("rule", "k/n = Φ_c(σ + Φ⁻¹(ε)) keys hold all but ε = 1 % of a row", TOPK,
-          "holds only where", within=0.03, bound=SPREAD),
+    partly("rule", "k/n = Φ_c(σ + Φ⁻¹(ε)) keys hold all but ε = 1 % of a row", TOPK, within=0.03,
+           bound=SPREAD),
     # Expected to hold before the first look: a head with a sink needs fewer keys than it says.
-    Claim("enough", "in 95 % of the heads the rule's k is not too small", TOPK, "does not hold",
-          relation=">="),
-    Claim("certificate",
-          "dropping all but the k largest keys is 1 − exp(−KL) away in total variation", TOPK,
-          theorem=True),
+    refuted("enough", "in 95 % of the heads the rule's k is not too small", TOPK, relation=">="),
+    theorem("certificate",
+            "dropping all but the k largest keys is 1 − exp(−KL) away in total variation", TOPK),
     Claim("counted", "the gap histogram tells that distance as sorting does", within=0.03),
     Claim("keys", "the gap histogram tells the keys of 99 % as sorting does", within=0.03),
-    Claim("floor", "in every row H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4,
-          theorem=True),
-    Claim("tight", "in half of the heads that bound is above 0",
-          "Su Jianlin, kexue.fm/archives/9034", "does not hold", relation=">="),
-    figure=Page(
-        "Keys that hold 99 % of a row, and the mean-field bound, head by head",
-        "Each mark is a head: mean over the rows of the second half of the windows. On the line "
-        "prediction and measurement agree.",
+    theorem("floor", "in every row H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4),
+    refuted("tight", "in half of the heads that bound is above 0", f"{SU}/9034", relation=">="),
+    figure=[
         Panel(
-            Axis("deviation of the logits"), Axis("k/n for 99 %", log=True), _needed,
+            _SPREAD, Axis("k/n for 99 %", log=True),
+            [_rule, Lines("", SPREAD, "a head", quantity="k/n", line=False, style=0)],
             title="keys needed",
         ),
         Panel(
-            Axis("log n − (s_max − s̄), nat"), Axis("H, nat"), _bounds, title="mean-field bound",
-            levels=[Level(x=0.0)],
+            _SPREAD, Axis("nat"),
+            [Lines("", SPREAD, "H of a head", quantity="mean H, nat", line=False),
+             Lines("", SPREAD, "its log n − (s_max − s̄)", quantity="mean bound, nat", line=False)],
+            title="mean-field bound", levels=[Level(y=0.0)],
         ),
-    ),
+    ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("rule", "tight"),
 )  # fmt: skip
 def real_topk(run: Run) -> Iterator[Measured]:
-    """For each head of a model: keys that hold 99 % of the weight, entropy and its lower bound.
+    """Top-k certificates and the mean-field bound on trained heads.
 
-    Numbers are means over the rows of the second half of each window, or of its last row only.
+    For each head of a model: keys that hold 99 % of the weight, entropy and its lower bound, as
+    means over the rows of the second half of each window, or of its last row only.
+
+    Predicted: what dropping keys costs follows exactly from their weight; how many keys carry 99 %
+    follows from σ alone where logits are nearly Gaussian, which few heads are; the mean-field bound
+    holds in every row and is below 0 in most.
+
+    Figure: Keys that hold 99 % of a row, and the mean-field bound, head by head. Each mark is a
+    head: mean over the rows of the second half of the windows.
     """
     subject = language.measured(run)
     n, heads = subject.reader.windows.shape[1], subject.reader.heads[1]
@@ -395,14 +351,15 @@ def real_topk(run: Run) -> Iterator[Measured]:
 
     needed = by_head(subject.rows["keys_99"] / counts)
     rule = by_head(gaussian_share(subject.rows[SPREAD]))
+    spreads = by_head(subject.rows[SPREAD])
     entropy, field = subject.rows["entropy"].double(), subject.rows["mean_field_entropy"].double()
     margin = entropy - field
     least = margin[..., late].amin((0, 2))
     shown = {"H": by_head(entropy), "bound": by_head(field)}
     shown |= {gap: by_head(subject.rows[gap]) for gap in ("jensen_gap", "max_gap")}
-    model = {"model": subject.reader.name}
+    model: dict[str, Any] = {"model": subject.reader.name}
     for head in range(needed.shape[1]):
-        spread = float(by_head(subject.rows[SPREAD])[:, head].mean())
+        spread = float(spreads[:, head].mean())
         where = {**model, "head": f"{head // heads}.{head % heads}", SPREAD: spread}
         off = mean(needed[:, head] - rule[:, head])  # of the same rows
         keys = off._replace(value=mean(needed[:, head]).value)
@@ -417,14 +374,13 @@ def real_topk(run: Run) -> Iterator[Measured]:
     yield untested("rows", margin.numel(), model)
     yield untested("median of the rule's k over k", float((rule / needed).median()), model)
     for kept, largest in subject.largest.items():
-        if kept >= n:
-            continue
-        tv, kl = (float(subject.last[kept, what].mean()) for what in ("tv", "kl"))
-        quantity, where = "total variation, last rows", {**model, "k": kept}
-        yield "certificate", quantity, kl, tv, where
-        yield "counted", quantity, tv, float(1 - largest[..., -1].mean()), where
-        middle = float(by_head(1 - largest).mean(0).median())
-        yield untested("total variation, median head", middle, where)
+        if kept < n:
+            tv, kl = (float(subject.last[kept, what].mean()) for what in ("tv", "kl"))
+            quantity, where = "total variation, last rows", {**model, "k": kept}
+            yield "certificate", quantity, kl, tv, where
+            yield "counted", quantity, tv, float(1 - largest[..., -1].mean()), where
+            middle = float(by_head(1 - largest).mean(0).median())
+            yield untested("total variation, median head", middle, where)
     exact = subject.exact_keys.double().mean()
     counted = float(subject.rows["keys_99"][..., -1].mean())
     yield "keys", "keys of 99 %, last rows", exact, counted, model
@@ -432,6 +388,7 @@ def real_topk(run: Run) -> Iterator[Measured]:
 
 MARIN = "Marín (2026), doi:10.5281/zenodo.19826343"
 NEAR = 0.1  # share of the published exponent within which a head's counts as that
+WEIGHT = "weight at a distance"
 
 
 def published(base: float, length: int) -> float:
@@ -459,8 +416,13 @@ def densities(octaves: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """
     count = (length // 2).bit_length() - 1
     width = 2.0 ** torch.arange(count)
-    distances = (width * (2 * width - 1)).sqrt()
-    return distances, octaves[..., 1 : count + 1] / width
+    return (width * (2 * width - 1)).sqrt(), octaves[..., 1 : count + 1] / width
+
+
+def slope(x: Tensor, y: Tensor) -> Tensor:
+    """Least-squares slope of y (..., n) against x (n,)."""
+    x = x.double() - x.double().mean()
+    return (x * y).sum(-1) / x.square().sum()
 
 
 def exponent(distances: Tensor, density: Tensor) -> Tensor:
@@ -471,63 +433,57 @@ def exponent(distances: Tensor, density: Tensor) -> Tensor:
         >>> exponent(d, d**-1.5)
         tensor(1.5000, dtype=torch.float64)
     """
-    x = distances.double().log()
-    x = x - x.mean()
-    y = density.double().clamp(min=1e-12).log()
-    return -(x * y).sum(-1) / x.square().sum()
+    return -slope(distances.double().log(), density.double().clamp(min=1e-12).log())
 
 
-def _gamma(record: Record) -> float:
-    return float(record.untested("weight at a distance")[0].condition["γ"])
-
-
-def _over_heads(record: Record) -> Iterator[Curve]:
-    rows, gamma = record.untested("weight at a distance"), _gamma(record)
-    received = measured(rows, "distance")
-    middle = len(rows) // 2
-    through = received.y[middle] * received.x[middle] ** gamma
-    yield Curve("measured", marks=received)
-    line = Points(received.x, [through * d**-gamma for d in received.x])
-    yield Curve(f"d^−{gamma:.3g}", line)
-
-
-def _exponents(record: Record) -> Iterator[Curve]:
-    yield Curve("a head", marks=measured(record.untested("γ of a head"), "layer"))
+def _power(record: Record) -> Iterator[Curve]:
+    """The published power of distance, through the middle mark."""
+    rows = record.untested(WEIGHT)
+    middle, gamma = rows[len(rows) // 2], float(rows[0].condition["γ"])
+    d = [float(row.condition["distance"]) for row in rows]
+    through = middle.measured * float(middle.condition["distance"]) ** gamma
+    yield Curve(f"d^−{gamma:.3g}", Points(d, [through * x**-gamma for x in d]))
 
 
 @experiment(
-    "decay of attention with distance in a trained language model",
-    "the mean over heads falls as a power of distance, with the exponent that rotary "
-    "base and length of text give; single heads do not, since some look near and some far",
     # Expected to hold before the first run, which found the exponent to rise with T.
-    Claim("exponent",
-          "averaged over heads, weight falls as d^−γ with γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
-          "does not hold", within=0.01),
-    Claim("length", "so the exponent is less in a text four times as long", MARIN,
-          "does not hold", relation="<="),
+    refuted("exponent",
+            "averaged over heads, weight falls as d^−γ with γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
+            within=0.01),
+    refuted("length", "so the exponent is less in a text four times as long", MARIN,
+            relation="<="),
     Claim("decays", "weight falls with distance in at least nine heads of ten",
           "Su et al. (2021), arXiv:2104.09864", relation=">="),
-    Claim("one", "half of the heads have that exponent, to 10 %", MARIN, "does not hold",
-          relation=">="),
-    figure=Page(
-        "Attention falls with distance as a power; heads differ in the power",
-        "Left: mean over heads at the longest text, with the published slope through the middle "
-        "mark. Right: each head's exponent; the line is the published one.",
+    refuted("one", "half of the heads have that exponent, to 10 %", MARIN, relation=">="),
+    figure=[
         Panel(
             Axis("distance, tokens", log=True), Axis("mean weight of a key", log=True),
-            _over_heads, title="mean over heads",
+            [Lines("", "distance", "measured", quantity=WEIGHT, line=False), _power],
+            title="mean over heads",
         ),
         Panel(
-            Axis("layer"), Axis("exponent γ"), _exponents, title="head by head",
-            levels=lambda record: [Level(y=_gamma(record), name="published")],
+            Axis("layer"), Axis("exponent γ"),
+            [Lines("", "layer", "a head", quantity="γ of a head", line=False, marks="each")],
+            title="head by head",
+            levels=lambda record: [
+                Level(y=float(record.untested(WEIGHT)[0].condition["γ"]), name="published")
+            ],
         ),
-    ),
+    ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("exponent", "length", "one"),
 )  # fmt: skip
 def real_distance(run: Run) -> Iterator[Measured]:
-    """Fit γ of weight ∝ distance^−γ: of the mean over heads at each text length, and of each head.
+    """Decay of attention with distance in a trained language model.
 
-    Gives each comparison with the published exponent, and the fitted numbers.
+    γ of weight ∝ distance^−γ is fitted to the mean over heads at each text length, and to each
+    head.
+
+    Predicted: the mean over heads falls as a power of distance, with the exponent that rotary base
+    and length of text give; single heads do not, since some look near and some far.
+
+    Figure: Attention falls with distance as a power; heads differ in the power. Left: mean over
+    heads at the longest text, with the published slope through the middle mark. Right: each head's
+    exponent; the line is the published one.
     """
     subject = language.measured(run)
     base, heads = subject.reader.config.rope_parameters["rope_theta"], subject.reader.heads[1]
@@ -548,7 +504,7 @@ def real_distance(run: Run) -> Iterator[Measured]:
     below = exponent(distances[:-2], density.mean(1)[:, :-2])
     yield untested("γ of distances below T/8", mean(below), where)
     for d, weight in zip(distances.tolist(), density.mean(1).T, strict=True):
-        yield untested("weight at a distance", mean(weight), {"distance": d, "γ": gamma})
+        yield untested(WEIGHT, mean(weight), {"distance": d, "γ": gamma})
     for head, exponents in enumerate(exponent(distances, density).T):
         at = {"layer": head // heads, "head": head % heads}
         yield untested("γ of a head", mean(exponents), at)
@@ -557,7 +513,7 @@ def real_distance(run: Run) -> Iterator[Measured]:
 INFO = "Li et al. (2025), arXiv:2501.08570"
 LAST = 64  # tokens at the end of a window, over which loss beyond the training length is measured
 EARLY = 512  # tokens at the start of a window
-LESS_NONE = "loss less none, nat"
+LESS_NONE, BY_POSITION = "loss less none, nat", "change by position, nat"
 #: Names of :func:`changes`.
 LAWS, SCORES = ("log_n", "info_scale"), ("cos_scale", "scale_invariant")
 Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
@@ -605,66 +561,19 @@ def paired(
         By name, losses in nats, (windows, length − 1).
     """
     width = reader.config.hidden_size // reader.config.num_attention_heads
-    losses = {}
-    for name, change in changes(context, width).items():
-        if name == "none" or name in names:
-            with change(reader.model):
-                losses[name] = torch.stack([reader.losses(ids[:length]) for ids in reader.windows])
+    known, losses = changes(context, width), {}
+    for name in ("none", *names):
+        with known[name](reader.model):
+            losses[name] = torch.stack([reader.losses(ids[:length]) for ids in reader.windows])
     return losses
 
 
-def slopes(entropy: Tensor, least: int) -> Tensor:
-    """Least-squares slope of entropy against log n over rows of at least so many keys.
-
-    Args:
-        entropy: (..., n) of causal rows.
-        least: keys of the first row that counts.
-
-    Example:
-        >>> slopes(torch.arange(1, 101).log() - 0.5, 10)
-        tensor(1., dtype=torch.float64)
-    """
-    n = torch.arange(least, entropy.shape[-1] + 1, dtype=torch.float64)
-    x = n.log() - n.log().mean()
-    return (x * entropy[..., least - 1 :].double()).sum(-1) / x.square().sum()
-
-
-def _slopes(record: Record) -> Iterator[Curve]:
-    rows = record.of("grows") or record.untested("dH/d log n")[::2]
-    yield Curve("a head", marks=measured(rows, "layer"))
-
-
-def _model(record: Record) -> str:
-    """The model of the right panel: the larger one, where there are two."""
-    return str(record.untested("change by position, nat")[-1].condition["model"])
-
-
-def _changes(record: Record) -> Iterator[Curve]:
-    rows = record.untested("change by position, nat", model=_model(record))
-    for name in values(rows, "law"):
-        line = [row for row in rows if row.condition["law"] == name]
-        middle = [(float(row.condition["from"]) + float(row.condition["to"])) / 2 for row in line]
-        points = Points(middle, [row.measured for row in line], [row.error for row in line])
-        yield Curve(name, points, points)
-
-
-def _symmetric(axes: Any, record: Record, theme: Any) -> None:
-    axes.set_yscale("symlog", linthresh=0.1)
-
-
 @experiment(
-    "a trained language model against length",
-    "entropy grows with n in most heads, by less than log n; InfoScale, which grows as "
-    "√log n, helps beyond the training length less than log n; inside the context no law helps, "
-    "not even one that keeps each head's entropy constant, and scores that a model was not "
-    "trained with cost loss",
-    Claim("grows", "no head's entropy falls as n grows", "Su Jianlin, kexue.fm/archives/8823",
-          relation=">="),
-    Claim("unit", "a head's entropy is log n less a constant",
-          "Su Jianlin, kexue.fm/archives/8823", "does not hold", within=0.03),
+    Claim("grows", "no head's entropy falls as n grows", f"{SU}/8823", relation=">="),
+    refuted("unit", "a head's entropy is log n less a constant", f"{SU}/8823", within=0.03),
     Claim("beyond", "InfoScale lowers the loss beyond the training length", INFO, relation="<="),
-    Claim("log_n", "beyond the training length InfoScale has no more loss than log n (the "
-          "comparison is ours)", INFO, "does not hold", relation="<="),
+    refuted("log_n", "beyond the training length InfoScale has no more loss than log n (the "
+            "comparison is ours)", INFO, relation="<="),
     Claim("costs",
           "log n and InfoScale, 1 at the trained context, cost loss at the start of a text",
           relation=">="),
@@ -672,34 +581,43 @@ def _symmetric(axes: Any, record: Record, theme: Any) -> None:
           "without", relation=">="),
     Claim("calibrated", "calibrated to constant entropy, the model has a higher loss inside its "
           "own context", "acutance.calibrate", relation=">="),
-    figure=Page(
-        "Entropy against length, and laws put on a trained model",
-        lambda record: "Left: slope of each head's entropy against log n; 1 is log n less a "
-        f"constant. Right: loss of {_model(record)} under a law less that without, by position in "
-        "the text; bars are standard errors.",
+    figure=[
         Panel(
-            Axis("layer"), Axis("dH / d log n"), _slopes, title="head by head",
-            levels=[Level(y=0.0), Level(y=1.0, name="log n less a constant")],
+            Axis("layer"), Axis("dH / d log n"),
+            [Lines("", "layer", "a head", quantity="dH/d log n", line=False, marks="each")],
+            title="head by head", levels=[Level(y=0.0), Level(y=1.0, name="log n less a constant")],
         ),
         Panel(
-            Axis("position", log=True), Axis("change of the loss, nat"), _changes, title="laws",
-            levels=[Level(y=0.0)], also=_symmetric,
+            Axis("position, up to", log=True), Axis("change of the loss, nat", log=0.1),
+            [Lines("", "to", "{}", by="law", quantity=BY_POSITION, last="model", marks="bars")],
+            title="laws", levels=[Level(y=0.0)],
         ),
-    ),
+    ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("grows", "unit", "costs"),
 )  # fmt: skip
 def real_lengths(run: Run) -> Iterator[Measured]:
-    """The entropy of each head against log n, then the loss under each law.
+    """A trained language model against length.
 
-    The bundled decoder is measured within and beyond its training length, SmolLM2 only within.
+    The entropy of each head against log n, then the loss under each law. The bundled decoder is
+    measured within and beyond its training length, SmolLM2 only within.
+
+    Predicted: entropy grows with n in most heads, by less than log n; InfoScale, which grows as
+    √log n, helps beyond the training length less than log n; inside the context no law helps, not
+    even one that keeps each head's entropy constant, and scores that a model was not trained with
+    cost loss.
+
+    Figure: Entropy against length, and laws put on a trained model. Left: slope of each head's
+    entropy against log n; 1 is log n less a constant. Right: loss of SmolLM2 (at the quick size, of
+    the decoder) under a law less that without, by position in the text; bars are standard errors.
     """
     subject = language.measured(run)
-    read, heads = subject.reader.windows.shape[1], subject.reader.heads[1]
-    by_head = slopes(subject.rows["entropy"], read // 8)
-    for head, slope in enumerate(by_head.T):
+    least, heads = subject.reader.windows.shape[1] // 8, subject.reader.heads[1]
+    n = torch.arange(least, 8 * least + 1, dtype=torch.float64)
+    by_head = slope(n.log(), subject.rows["entropy"][..., least - 1 :].double())
+    for head, slopes in enumerate(by_head.T):
         where: dict[str, Any] = {"layer": head // heads, "head": head % heads}
-        yield "grows", "dH/d log n", 0.0, mean(slope), where
-        yield "unit", "dH/d log n", 1.0, mean(slope), where
+        yield "grows", "dH/d log n", 0.0, mean(slopes), where
+        yield "unit", "dH/d log n", 1.0, mean(slopes), where
     where = {"model": subject.reader.name}
     yield untested("share of heads that grow", mean((by_head > 0).double().mean(1)), where)
     yield untested("median slope", float(by_head.mean(0).median()), where)
@@ -730,13 +648,12 @@ def _within(model: str, losses: dict[str, Tensor], early: int) -> Iterator[Measu
         losses: by name of the change, (windows, length − 1), in nats.
         early: tokens at the start of a window on which the claims are tested.
     """
+    none = losses.pop("none")
     for name, loss in losses.items():
-        if name != "none":
-            change = loss - losses["none"]
-            where = {"model": model, "law": name, "from": 0, "to": early}
-            claim = "after" if name in SCORES else "costs"
-            yield claim, LESS_NONE, 0.0, mean(change[:, :early].mean(1)), where
-            yield from _by_position(model, name, change)
+        where = {"model": model, "law": name, "from": 0, "to": early}
+        claim = "after" if name in SCORES else "costs"
+        yield claim, LESS_NONE, 0.0, mean((loss - none)[:, :early].mean(1)), where
+        yield from _by_position(model, name, loss - none)
 
 
 def _by_position(model: str, name: str, change: Tensor) -> Iterator[Measured]:
@@ -745,7 +662,7 @@ def _by_position(model: str, name: str, change: Tensor) -> Iterator[Measured]:
     while start < length:
         stop = min(max(2 * start, 32), length)
         where = {"model": model, "law": name, "from": start, "to": stop}
-        yield untested("change by position, nat", mean(change[:, start:stop].mean(1)), where)
+        yield untested(BY_POSITION, mean(change[:, start:stop].mean(1)), where)
         start = stop
 
 
@@ -771,9 +688,8 @@ def _of_calibration(run: Run) -> Iterator[Measured]:
     before = torch.stack([reader.losses(ids) for ids in windows])
     with apply(reader.model, law):
         change = torch.stack([reader.losses(ids) for ids in windows]) - before
-    where = {"model": reader.name, "law": "calibrated", "from": 0, "to": length}
-    late = {**where, "from": length // 2}
-    yield "calibrated", LESS_NONE, 0.0, mean(change.mean(1)), where
-    yield "calibrated", LESS_NONE, 0.0, mean(change[:, length // 2 :].mean(1)), late
-    yield untested("loss of none, nat", mean(before.mean(1)), where)
+    for start in (0, length // 2):
+        where = {"model": reader.name, "law": "calibrated", "from": start, "to": length}
+        yield "calibrated", LESS_NONE, 0.0, mean(change[:, start:].mean(1)), where
+    yield untested("loss of none, nat", mean(before.mean(1)), {**where, "from": 0})
     yield from _by_position(reader.name, "calibrated", change)

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from scipy.special import roots_genlaguerre
+from scipy.special import digamma, roots_genlaguerre
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from acutance import row_statistics, theory
-from acutance_lab.experiment import Measured, Run, experiment
-from acutance_lab.figure import Axis, Level, Lines, Page, Panel
-from acutance_lab.record import Claim, Estimate, Record
+from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem
+from acutance_lab.figure import Axis, Level, Lines, Panel
+from acutance_lab.record import Claim, Estimate, values
 from acutance_lab.sampling import mean, statistics
 
 N = 1024
@@ -30,46 +31,46 @@ POWERS = {"relu²": (2.0, 0.5), "|x|": (1.0, 1.0), "|x|³": (3.0, 1.0)}
 def power_entropy(n: int, k: float, share: float) -> float:
     """Entropy in nats, for large n, of n weights |z|^k of normal z, a ``share`` of them not 0."""
     moment = 2 ** (k / 2) * math.gamma((k + 1) / 2) / math.sqrt(math.pi)
-    digamma = float(torch.special.digamma(torch.tensor((k + 1) / 2, dtype=torch.float64)))
-    log_mean = k / 2 * (math.log(2) + digamma)  # E |z|^k log |z|^k over E |z|^k
+    log_mean = k / 2 * (math.log(2) + float(digamma((k + 1) / 2)))  # E |z|^k log |z|^k / E |z|^k
     return math.log(n * share) + math.log(moment) - log_mean
 
 
 @experiment(
-    "temperature on homogeneous weights",
-    "f(λx) = λ^k f(x) makes λ cancel in f(s)/Σf(s): the entropy of relu² and |x|^k is "
-    "the same at every λ, that of exp falls",
-    Claim("sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
-          "holds only where", relation="<=", bound="weights", sense="in"),
-    Claim("cancels", "λ leaves relu² and |x|^k unchanged", "Su Jianlin, kexue.fm/archives/9019",
-          within=1e-9, theorem=True),
+    partly("sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
+           relation="<=", bound="weights", sense="in"),
+    theorem("cancels", "λ leaves relu² and |x|^k unchanged", "Su Jianlin, kexue.fm/archives/9019",
+            within=1e-9),
     Claim("entropy", "there H = log n + log E|x|^k − E|x|^k log|x|^k / E|x|^k, for any λ",
           within=0.005),
     Claim("exp", "exp: E H is the exact integral at every λ"),
-    figure=Page(
-        "A temperature sharpens exp and nothing that is a power",
-        f"n = {N} Gaussian scores multiplied by λ; weights are normalised by their sum. Lines: "
-        "theory. Marks: mean over sampled rows.",
-        Panel(
-            Axis("scale λ of the scores", log=True, ticks=LAMBDAS),
-            Axis("entropy H, nat", limits=(0.0, 7.4)),
-            Lines("exp", "λ", "exp"), Lines("entropy", "λ", "{}", by="weights"),
-            levels=[Level(y=math.log(N), name="log n")],
-            legend="lower left", legend_title="weights ∝",
-        ),
-    ),
+    figure=[Panel(
+        Axis("scale λ of the scores", log=True, ticks=LAMBDAS),
+        Axis("entropy H, nat", limits=(0.0, 7.4)),
+        [Lines("exp", "λ", "exp"), Lines("entropy", "λ", "{}", by="weights")],
+        levels=[Level(y=math.log(N), name="log n")],
+        legend="lower left", legend_title="weights ∝",
+    )],
 )  # fmt: skip
 def homogeneous(run: Run) -> Iterator[Measured]:
-    """Mean entropy of the same Gaussian rows for each kind of weights and scale λ of the scores."""
+    """Temperature on homogeneous weights.
+
+    Mean entropy of the same Gaussian rows for each kind of weights and scale λ of the scores.
+
+    Predicted: f(λx) = λ^k f(x) makes λ cancel in f(s)/Σf(s): the entropy of relu² and |x|^k is the
+    same at every λ, that of exp falls.
+
+    Figure: A temperature sharpens exp and nothing that is a power. n = 1024 Gaussian scores
+    multiplied by λ; weights are normalised by their sum. Lines: theory. Marks: mean over sampled
+    rows.
+    """
     z = run.normal(run.size(256, 4096), N)
-    exact = np.asarray(theory.expected_entropy_gauss(N, LAMBDAS))
     for kind, weigh in WEIGHTS.items():
         before = None
-        for at, lam in enumerate(LAMBDAS):
+        for lam in LAMBDAS:
             H = torch.cat([statistics(weigh(lam * block)).entropy for block in z.split(128)])
             where = {"weights": kind, "λ": lam, "n": N}
             if kind == "exp":
-                yield "exp", "mean H, nat", exact[at], mean(H), where
+                yield "exp", "mean H, nat", theory.expected_entropy_gauss(N, lam), mean(H), where
             else:
                 yield "entropy", "mean H, nat", power_entropy(N, *POWERS[kind]), mean(H), where
             if before is not None:
@@ -106,48 +107,46 @@ def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
     for count in run.blocks(sets, n * max(1, d // 16)):
         query, key = run.normal(count, 1, 8, d), run.normal(count, 1, n, d)
         if kind == "cosine":
-            query, key = (torch.nn.functional.normalize(x, dim=-1) for x in (query, key))
+            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
         scale = d**-0.5 if kind == "scaled dot" else 1.0
         heads.append(row_statistics(query, key, scale=scale).entropy.mean((1, 2)))
     return mean(heads)
 
 
-def _n(record: Record) -> int:
-    return int(record.of("entropy")[0].condition["n"])
-
-
 @experiment(
-    "dot, scaled dot and cosine scores at initialisation",
-    "Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines "
-    "at log n − 1/(2d); 1/‖q‖ keeps the order of the keys, 1/‖k‖ does not",
     Claim("variance", "q·k has variance d", "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"),
     Claim("kurtosis", "and fourth moment (3 + 6/d)·d²: excess kurtosis 6/d"),
-    Claim("half", "scaled dot products start at H = log n − ½", expected="holds only where",
-          within=0.005, bound="n", sense="from"),
-    Claim("almost none", "cosines start with log n − H = 1/(2d), almost no information",
-          expected="holds only where", within=0.03, bound="d", sense="from"),
+    partly("half", "scaled dot products start at H = log n − ½", within=0.005, bound="n",
+           sense="from"),
+    partly("almost none", "cosines start with log n − H = 1/(2d), almost no information",
+           within=0.03, bound="d", sense="from"),
     Claim("entropy", "E H is the exact integral over logits and ‖q‖"),
-    Claim("sharp", "dot products start with H below a fifth of log n",
-          expected="holds only where", relation="<=", bound="d/(2 log n)", sense="from"),
-    Claim("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays",
-          theorem=True),
-    Claim("key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
-          "cosine read as a normalised dot product", "does not hold"),
-    figure=Page(
-        "At the start dot products are frozen and cosines say nothing",
-        lambda record: f"Queries and keys N(0, I), n = {_n(record):,} keys. Lines: exact integrals "
-        "over logits and ‖q‖. Marks: mean over sampled queries and keys.",
-        Panel(
-            Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat", limits=(0.0, None)),
-            Lines("entropy", "d", KINDS, by="scores"), legend="center right",
-            levels=lambda record: [
-                Level(2 * math.log(_n(record)), math.log(_n(record)), "log n; d = 2 log n")
-            ],
-        ),
-    ),
+    partly("sharp", "dot products start with H below a fifth of log n", relation="<=",
+           bound="d/(2 log n)", sense="from"),
+    theorem("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays"),
+    refuted("key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
+            "cosine read as a normalised dot product"),
+    figure=[Panel(
+        Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat", limits=(0.0, None)),
+        [Lines("entropy", "d", KINDS, by="scores")], legend="center right",
+        levels=lambda record: [
+            Level(2 * math.log(n), math.log(n), "log n; d = 2 log n")
+            for n in values(record.of("almost none"), "n")
+        ],
+    )],
 )  # fmt: skip
 def scores(run: Run) -> Iterator[Measured]:
-    """Variance and fourth moment of q·k, and entropy of each kind of scores, for each width d."""
+    """Dot, scaled dot and cosine scores at initialisation.
+
+    Variance and fourth moment of q·k, and entropy of each kind of scores, for each width d.
+
+    Predicted: Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines at
+    log n − 1/(2d); 1/‖q‖ keeps the order of the keys, 1/‖k‖ does not.
+
+    Figure: At the start dot products are frozen and cosines say nothing. Queries and keys N(0, I),
+    4,096 keys (512 at the quick size). Lines: exact integrals over logits and ‖q‖. Marks: mean over
+    sampled queries and keys.
+    """
     n = run.size(512, 4096)
     for d in WIDTHS:
         count = run.size(1 << 22, 1 << 26) // d
@@ -168,10 +167,9 @@ def scores(run: Run) -> Iterator[Measured]:
                 yield "sharp", "mean H, nat", math.log(n) / 5, H, where
     d = WIDTHS[-1]
     for keys in (16, 64, 256, n):
-        H = entropy(run, "scaled dot", keys, d, run.size(200, 1000))
-        yield "half", "mean H, nat", math.log(keys) - 0.5, H, {"n": keys, "d": d}
-        exact = expected("scaled dot", keys, d)
-        yield "entropy", "mean H, nat", exact, H, {"n": keys, "d": d}
+        H, where = entropy(run, "scaled dot", keys, d, run.size(200, 1000)), {"n": keys, "d": d}
+        yield "half", "mean H, nat", math.log(keys) - 0.5, H, where
+        yield "entropy", "mean H, nat", expected("scaled dot", keys, d), H, where
     for keys in (16, 64, 256):
         for kind in ("dot", "cosine"):
             H = entropy(run, kind, keys, 64, run.size(60, 200))

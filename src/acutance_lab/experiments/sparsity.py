@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
 from scipy.special import ndtr
-from torch import Tensor
 
 from acutance import theory
-from acutance_lab.experiment import Measured, Run, experiment
-from acutance_lab.figure import Axis, Level, Lines, Page, Panel
-from acutance_lab.record import Claim, Record, values
+from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem
+from acutance_lab.figure import Axis, Level, Lines, Panel
+from acutance_lab.record import Claim, values
 from acutance_lab.sampling import (
     difference,
     gaussian_collision,
@@ -20,51 +18,46 @@ from acutance_lab.sampling import (
     over_scales,
     sparsity,
     statistics,
-)
+)  # fmt: skip
 
 SU = "Su Jianlin, kexue.fm/archives/9889"
-SPARSITY = "sparsity S = E|a| / √E[a²]"
-SCORES = "standard deviation of the scores γ = σ‖q‖"
-
-
-def _keys(record: Record) -> str:
-    """How many keys the rows of a record have."""
-    return f"{record.of('formula')[0].condition['n']:,}"
+_S = partial(Axis, "sparsity S = E|a| / √E[a²]")
+_SCORES = Axis("standard deviation of the scores γ = σ‖q‖", True, (0.25, 0.5, 1, 2, 5, 10))
 
 
 @experiment(
-    "sparsity of exponential weights",
-    "S = exp(−γ²/2) whatever β, until γ nears √(log n / 2); never below 1/√n",
-    Claim("formula", "S = exp(−γ²/2)", f"{SU}, eq. 5", "holds only where", within=0.02,
-          bound="γ/√(log n / 2)"),
+    partly("formula", "S = exp(−γ²/2)", f"{SU}, eq. 5", within=0.02, bound="γ/√(log n / 2)"),
     Claim("exact", "E Σp² at finite n is the exact integral"),
-    Claim("floor", "S ≥ 1/√n in every row", relation=">=", theorem=True),
-    figure=Page(
-        "Wide logits make softmax attention sparse, down to 1/√n",
-        "Line: S = exp(−γ²/2), the limit of many keys. Marks: mean over sampled rows of n keys; "
-        "dotted: the floor 1/√n below which no row can go.",
-        Panel(
-            Axis("logit deviation γ = σ‖q‖, nat"), Axis(SPARSITY, log=True, limits=(2e-3, 1.4)),
-            Lines("formula", "γ", "exp(−γ²/2)", marks=False),
-            Lines("formula", "γ", "n = {:,}", by="n", line=False),
-            levels=lambda record: [Level(y=n**-0.5) for n in values(record.of("formula"), "n")],
-            legend="lower left",
-        ),
-    ),
+    theorem("floor", "S ≥ 1/√n in every row", relation=">="),
+    figure=[Panel(
+        Axis("logit deviation γ = σ‖q‖, nat"), _S(log=True, limits=(2e-3, 1.4)),
+        [Lines("formula", "γ", "exp(−γ²/2)", marks=""),
+         Lines("formula", "γ", "n = {:,}", by="n", line=False)],
+        levels=lambda record: [Level(y=n**-0.5) for n in values(record.of("formula"), "n")],
+        legend="lower left",
+    )],
 )  # fmt: skip
 def sparsity_exp(run: Run) -> Iterator[Measured]:
-    """Mean sparsity S and collision Σp² of Gaussian rows, for each n and deviation γ."""
+    """Sparsity of exponential weights.
+
+    Mean sparsity S and collision Σp² of Gaussian rows, for each n and deviation γ.
+
+    Predicted: S = exp(−γ²/2) whatever β, until γ nears √(log n / 2); never below 1/√n.
+
+    Figure: Wide logits make softmax attention sparse, down to 1/√n. Line: S = exp(−γ²/2), the limit
+    of many keys. Marks: mean over sampled rows of n keys; dotted: the floor 1/√n below which no row
+    can go.
+    """
     gammas = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
         count = run.size(1000, 4000 if n <= 4096 else 1000)
         sampled = over_scales(run, Run.normal, n, count, gammas, ("sparsity",))["sparsity"]
         collision = gaussian_collision(run, n, count // 2, gammas)
-        exact = np.asarray(theory.expected_collision_gauss(n, gammas))
-        for at, gamma in enumerate(gammas):
+        for gamma, S, Y in zip(gammas, sampled, collision, strict=True):
             where = {"n": n, "γ": gamma, "γ/√(log n / 2)": gamma / math.sqrt(math.log(n) / 2)}
-            yield "formula", "mean S", theory.sparsity_exp(gamma), mean(sampled[at]), where
-            yield "exact", "mean Σp²", exact[at], collision[at], where
-            yield "floor", "least S", n**-0.5, float(sampled[at].min()), where
+            yield "formula", "mean S", theory.sparsity_exp(gamma), mean(S), where
+            yield "exact", "mean Σp²", theory.expected_collision_gauss(n, gamma), Y, where
+            yield "floor", "least S", n**-0.5, float(S.min()), where
 
 
 def printed(beta: float, gamma: float) -> float:
@@ -79,30 +72,30 @@ def printed(beta: float, gamma: float) -> float:
 
 
 @experiment(
-    "sparsity of squared-ReLU weights",
-    "S depends on u = β/γ alone and rises with it; S ≥ 1/√6 for β ≥ 0, S → 0 only as "
-    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; one active key has S = 1/√n",
-    Claim("formula", "S = M₂/√M₄, a function of u = β/γ alone", f"{SU}, eq. 6", "holds only where",
-          within=0.02, bound="n·Φ(u)", sense="from"),
-    Claim("printed", "eq. 6, typeset rightly, is M₂/√M₄", f"{SU}, eq. 6", rounding=0.0,
-          within=1e-9, theorem=True),
+    partly("formula", "S = M₂/√M₄, a function of u = β/γ alone", f"{SU}, eq. 6", within=0.02,
+           bound="n·Φ(u)", sense="from"),
+    theorem("printed", "eq. 6, typeset rightly, is M₂/√M₄", f"{SU}, eq. 6", rounding=0.0,
+            within=1e-9),
     Claim("bounded", "for β ≥ 0, S ≥ 1/√6", f"{SU}, eq. 6", relation=">=", within=0.005),
     Claim("opposite", "for β < 0, a smaller γ is sparser", f"{SU}, eq. 6", relation="<="),
-    Claim("floor", "S ≥ 1/√n in every row", relation=">=", theorem=True),
-    figure=Page(
-        "Squared ReLU is sparse only where most scores are negative",
-        lambda record: "Lines: eq. 6 of article 9889. Marks: mean over sampled rows of "
-        f"{_keys(record)} keys; they leave the line where too few keys are active. Dotted: 1/√6, "
-        "the bound for β ≥ 0.",
-        Panel(
-            Axis(SCORES, True, (0.25, 0.5, 1, 2, 5, 10)), Axis(SPARSITY, limits=(0.0, 1.02)),
-            Lines("formula", "γ", "β = {:g}", by="β"),
-            levels=[Level(y=6**-0.5)], legend="upper right", columns=2,
-        ),
-    ),
+    theorem("floor", "S ≥ 1/√n in every row", relation=">="),
+    figure=[Panel(
+        _SCORES, _S(limits=(0.0, 1.02)), [Lines("formula", "γ", "β = {:g}", by="β")],
+        levels=[Level(y=6**-0.5)], legend="upper right", columns=2,
+    )],
 )  # fmt: skip
 def sparsity_relu2(run: Run) -> Iterator[Measured]:
-    """Mean sparsity S of rows with a positive score, for each mean β and deviation γ."""
+    """Sparsity of squared-ReLU weights.
+
+    Mean sparsity S of rows with a positive score, for each mean β and deviation γ.
+
+    Predicted: S depends on u = β/γ alone and rises with it; S ≥ 1/√6 for β ≥ 0, S → 0 only as
+    β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; one active key has S = 1/√n.
+
+    Figure: Squared ReLU is sparse only where most scores are negative. Lines: eq. 6 of article
+    9889. Marks: mean over sampled rows of 65,536 keys (4,096 at the quick size); they leave the
+    line where too few keys are active. Dotted: 1/√6, the bound for β ≥ 0.
+    """
     n, count = run.size(4096, 65536), run.size(60, 100)
     blocks = [run.normal(size, n) for size in run.blocks(count, n)]
     for beta in (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0):
@@ -127,41 +120,29 @@ def sparsity_relu2(run: Run) -> Iterator[Measured]:
             before = estimate
 
 
-def _name_others(axes: Any, record: Record, theme: Any) -> None:
-    """Name the levels of keys that are not Gaussian, at the right edge."""
-    for row in record.of("bounded"):
-        law = row.condition["keys"]
-        if law != "Gaussian":
-            axes.annotate(
-                f"keys: {law}", (11.0, row.measured), (8.6, row.measured + 0.03), ha="right",
-                va="bottom", color=theme.ink, size=9.5,
-                arrowprops={"arrowstyle": "->", "color": theme.ink},
-            )  # fmt: skip
-
-
 @experiment(
-    "sparsity of linear attention",
-    "S is even in β, rises with |β|/γ and is least at β = 0, where it is √(2/π) = "
-    "0.7979; that bound is a property of Gaussian keys, not of linear attention",
     Claim("formula", "S = (√(2/π)·e^(−u²/2) + u·erf(u/√2)) / √(1 + u²), u = β/γ", f"{SU}, eq. 7",
           within=0.001),
-    Claim("bounded", "linear attention has S ≥ √(2/π) whatever the query", f"{SU}, eq. 7",
-          "holds only where", relation=">=", within=0.001, bound="keys", sense="in"),
-    figure=Page(
-        "Linear attention over Gaussian keys cannot be sparse",
-        lambda record: "Lines: eq. 7 of article 9889. Marks: mean over sampled rows of "
-        f"{_keys(record)} keys. Dotted: √(2/π), the bound for Gaussian keys; keys of other laws, "
-        "at the right edge, go below it.",
-        Panel(
-            Axis(SCORES, True, (0.25, 0.5, 1, 2, 5, 10), (0.22, 11)),
-            Axis(SPARSITY, limits=(0.2, 1.02)),
-            Lines("formula", "γ", "β = {:g}", by="β"),
-            levels=[Level(y=math.sqrt(2 / math.pi))], legend="lower left", also=_name_others,
-        ),
-    ),
+    partly("bounded", "linear attention has S ≥ √(2/π) whatever the query", f"{SU}, eq. 7",
+           relation=">=", within=0.001, bound="keys", sense="in"),
+    figure=[Panel(
+        _SCORES, _S(limits=(0.2, 1.02)), [Lines("formula", "γ", "β = {:g}", by="β")],
+        levels=lambda record: [Level(y=row.measured) for row in record.of("bounded")[-2:]],
+        legend="lower left",
+    )],
 )  # fmt: skip
 def sparsity_identity(run: Run) -> Iterator[Measured]:
-    """Mean sparsity S of signed weights: normal scores of mean β and deviation γ, then others."""
+    """Sparsity of linear attention.
+
+    Mean sparsity S of signed weights: normal scores of mean β and deviation γ, then others.
+
+    Predicted: S is even in β, rises with |β|/γ and is least at β = 0, where it is √(2/π) = 0.7979;
+    that bound is a property of Gaussian keys, not of linear attention.
+
+    Figure: Linear attention over Gaussian keys cannot be sparse. Lines: eq. 7 of article 9889,
+    nowhere below √(2/π) = 0.80. Marks: mean over sampled rows of 65,536 keys (4,096 at the quick
+    size). Dotted: what keys of other distributions have, Laplace 0.71 and nine in ten zero 0.25.
+    """
     n, count, bound = run.size(4096, 65536), run.size(100, 200), math.sqrt(2 / math.pi)
     blocks = [run.normal(size, n) for size in run.blocks(count, n)]
     for beta in (0.0, 0.5, 1.0, 2.0, 4.0):
@@ -170,46 +151,45 @@ def sparsity_identity(run: Run) -> Iterator[Measured]:
             where = {"β": beta, "γ": gamma, "n": n}
             yield "formula", "mean S", theory.sparsity_identity(beta, gamma), estimate, where
             yield "bounded", "mean S", bound, estimate, {**where, "keys": "Gaussian"}
-    # one component of the query matters, and the keys' law is seen as it is
-    others: dict[str, list[Tensor]] = {"Laplace": [], "nine in ten zero": []}
+    # one component of the query matters, and the keys' distribution is seen as it is
+    laplace, sparse = [], []
     for z in blocks:
         u = 2 * run.uniform(*z.shape) - 1
-        others["Laplace"].append(sparsity(-u.sign() * (1 - u.abs()).log()))
-        others["nine in ten zero"].append(sparsity(z * (run.uniform(*z.shape) < 0.1)))
-    for law, sampled in others.items():
-        yield "bounded", "mean S", bound, mean(sampled), {"n": n, "keys": law}
+        laplace.append(sparsity(-u.sign() * (1 - u.abs()).log()))
+        sparse.append(sparsity(z * (run.uniform(*z.shape) < 0.1)))
+    yield "bounded", "mean S", bound, mean(laplace), {"n": n, "keys": "Laplace"}
+    yield "bounded", "mean S", bound, mean(sparse), {"n": n, "keys": "nine in ten zero"}
+
+
+_GENERAL = f"{SU}, on general linear attention"
 
 
 @experiment(
-    "sparsity of linear attention with non-negative features",
-    "S is set by the features' relative spread along q'; ‖q'‖₂/‖q'‖₁ is least, "
-    "d^(−1/2), for a dense query, so S → 1 as d grows",
-    Claim("identity", "S = (1 + q'Σ'q' / (q'·μ')²)^(−1/2) with the row's own μ', Σ'",
-          f"{SU}, on general linear attention", within=1e-9, theorem=True),
-    Claim("iid", "independent components: S = (1 + (σ'/μ')²‖q'‖₂²/‖q'‖₁²)^(−1/2)",
-          f"{SU}, on general linear attention", within=0.002),
-    Claim("wider", "a larger d makes it sparser",
-          f"{SU}, on general linear attention, as two public copies have it", "does not hold",
-          relation="<="),
-    Claim("ratio", "‖q'‖₂/‖q'‖₁ ≥ d^(−1/2): a minimum, not a maximum", relation=">=",
-          theorem=True),
-    figure=Page(
-        "A wider non-negative linear attention is less sparse, not more",
-        lambda record: "Lines: S = (1 + (σ'/μ')²/d)^(−1/2) for a dense query and independent "
-        "feature components. Marks: mean over sampled rows of "
-        f"{record.of('iid')[0].condition['n']:,} keys with gamma-distributed components.",
-        Panel(
-            Axis("width d of the features", log=True, ticks=(1, 4, 16, 64, 256)),
-            Axis(SPARSITY, limits=(0.35, 1.02)),
-            Lines("iid", "d", "σ'/μ' = {:g}", by="σ'/μ'"), legend="lower right",
-        ),
-    ),
+    theorem("identity", "S = (1 + q'Σ'q' / (q'·μ')²)^(−1/2) with the row's own μ', Σ'", _GENERAL,
+            within=1e-9),
+    Claim("iid", "independent components: S = (1 + (σ'/μ')²‖q'‖₂²/‖q'‖₁²)^(−1/2)", _GENERAL,
+          within=0.002),
+    refuted("wider", "a larger d makes it sparser", f"{_GENERAL}, as two public copies have it",
+            relation="<="),
+    theorem("ratio", "‖q'‖₂/‖q'‖₁ ≥ d^(−1/2): a minimum, not a maximum", relation=">="),
+    figure=[Panel(
+        Axis("width d of the features", log=True, ticks=(1, 4, 16, 64, 256)),
+        _S(limits=(0.35, 1.02)), [Lines("iid", "d", "σ'/μ' = {:g}", by="σ'/μ'")],
+        legend="lower right",
+    )],
 )  # fmt: skip
 def sparsity_linear(run: Run) -> Iterator[Measured]:
-    """Sparsity S of sampled non-negative features, compared with the formula from their moments.
+    """Sparsity of linear attention with non-negative features.
 
-    First with the empirical moments of the row, then with those of the distribution, for growing
-    width d.
+    S of sampled features is compared with the formula from their moments: first the row's own,
+    then those of the distribution, for growing width d.
+
+    Predicted: S is set by the features' relative spread along q'; ‖q'‖₂/‖q'‖₁ is least, d^(−1/2),
+    for a dense query, so S → 1 as d grows.
+
+    Figure: A wider non-negative linear attention is less sparse, not more. Lines:
+    S = (1 + (σ'/μ')²/d)^(−1/2) for a dense query and independent feature components. Marks: mean
+    over sampled rows of 4,096 keys (1,024 at the quick size) with gamma-distributed components.
     """
     for n in (16, 1024):
         query, keys = run.uniform(8), run.normal(n, 8).exp()
@@ -218,17 +198,14 @@ def sparsity_linear(run: Run) -> Iterator[Measured]:
         S = float(sparsity((keys @ query)[None]))
         yield "identity", "S", formula, S, {"n": n, "d": 8, "keys": "log-normal"}
     n = run.size(1024, 4096)
-    for shape in (0.25, 1.0, 4.0):  # of the gamma law; σ'/μ' = 1/√shape
+    for shape in (0.25, 1.0, 4.0):  # of the gamma distribution; σ'/μ' = 1/√shape
         spread, before = 1 / math.sqrt(shape), None
         for d in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            law = torch.full((n, d), shape, dtype=torch.float64)
-            query = torch.ones(d, dtype=torch.float64)  # dense
-            sampled = [
-                sparsity((torch._standard_gamma(law, generator=run.generator) @ query)[None])
-                for _ in range(32)
-            ]
-            estimate, where = mean(sampled), {"d": d, "σ'/μ'": spread, "n": n}
-            yield "iid", "mean S", theory.sparsity_linear_iid(query, 1.0, spread), estimate, where
+            shapes = torch.full((n, d), shape, dtype=torch.float64)
+            draws = (torch._standard_gamma(shapes, generator=run.generator) for _ in range(32))
+            estimate = mean([sparsity(keys.sum(1)[None]) for keys in draws])
+            where, dense = {"d": d, "σ'/μ'": spread, "n": n}, torch.ones(d, dtype=torch.float64)
+            yield "iid", "mean S", theory.sparsity_linear_iid(dense, 1.0, spread), estimate, where
             if before is not None:
                 gain = difference(estimate, before)
                 yield "wider", "S at d − S at the d before", 0.0, gain, where
@@ -243,40 +220,44 @@ _N = Axis("keys n", log=True, ticks=(16, 256, 4096, 65536))
 
 
 @experiment(
-    "sparsity of geometrically decaying weights",
-    "S ~ √((1 + λ)/((1 − λ)n)) → 0, while 1/Σp² = nS² → (1 + λ)/(1 − λ): 3, 19, 199, "
-    "1999 keys for λ = 0.5, 0.9, 0.99, 0.999",
-    Claim("formula", "S = (1 − λⁿ)/(√n(1 − λ))·√((1 − λ²)/(1 − λ²ⁿ))", f"{SU}, on linear RNNs",
-          within=1e-9, theorem=True),
-    Claim("vanishes", "S → 0 as n grows", f"{SU}, on linear RNNs", relation="<=", theorem=True),
-    Claim("keys", "so it attends to ever fewer keys: 1/Σp² falls as S does",
-          "a reading of article 9889", "does not hold", within=0.02),
-    Claim("limit", "1/Σp² → (1 + λ)/(1 − λ), whatever n", expected="holds only where",
-          within=0.01, bound="n·(1 − λ)", sense="from"),
-    figure=Page(
-        "A decaying linear RNN: S → 0, but it goes on attending to the same keys",
-        "Lines: closed forms. Marks: the weights (λ^(n−1), …, λ, 1) themselves. S falls only "
-        "because zeros are appended; dotted: (1 + λ)/(1 − λ).",
+    theorem("formula", "S = (1 − λⁿ)/(√n(1 − λ))·√((1 − λ²)/(1 − λ²ⁿ))", f"{SU}, on linear RNNs",
+            within=1e-9),
+    theorem("vanishes", "S → 0 as n grows", f"{SU}, on linear RNNs", relation="<="),
+    refuted("keys", "so it attends to ever fewer keys: 1/Σp² falls as S does",
+            "a reading of article 9889", within=0.02),
+    partly("limit", "1/Σp² → (1 + λ)/(1 − λ), whatever n", within=0.01, bound="n·(1 − λ)",
+           sense="from"),
+    figure=[
         Panel(
-            _N, Axis(SPARSITY, log=True), Lines("formula", "n", "λ = {:g}", by="λ"),
+            _N, _S(log=True), [Lines("formula", "n", "λ = {:g}", by="λ")],
             title="sparsity", legend="lower left",
         ),
         Panel(
-            _N, Axis("effective keys 1/Σp²", log=True), Lines("limit", "n", by="λ"),
+            _N, Axis("effective keys 1/Σp²", log=True), [Lines("limit", "n", by="λ")],
             title="effective keys", levels=[Level(y=(1 + lam) / (1 - lam)) for lam in LAMBDAS],
             legend=None,
         ),
-    ),
+    ],
 )  # fmt: skip
 def sparsity_decay(run: Run) -> Iterator[Measured]:
-    """Sparsity S and effective keys of n weights λ^(n−1), …, λ, 1, for n from 16 to 65,536."""
+    """Sparsity of geometrically decaying weights.
+
+    Sparsity S and effective keys of n weights λ^(n−1), …, λ, 1, for n from 16 to 65,536.
+
+    Predicted: S ~ √((1 + λ)/((1 − λ)n)) → 0, while 1/Σp² = nS² → (1 + λ)/(1 − λ): 3, 19, 199, 1999
+    keys for λ = 0.5, 0.9, 0.99, 0.999.
+
+    Figure: A decaying linear RNN: S → 0, but it goes on attending to the same keys. Lines: closed
+    forms. Marks: the weights (λ^(n−1), …, λ, 1) themselves. S falls only because zeros are
+    appended; dotted: (1 + λ)/(1 − λ).
+    """
     for lam in LAMBDAS:
         before = None
         for n in (16, 64, 256, 1024, 4096, 16384, 65536):
             far = torch.arange(n - 1, -1, -1, dtype=torch.float64)
             S = float(sparsity((lam**far)[None]))
             # weights below float64's range still have logarithms
-            keys = float(statistics((far * float(np.log(lam)))[None]).effective_keys)
+            keys = float(statistics((far * math.log(lam))[None]).effective_keys)
             where, near = {"λ": lam, "n": n}, {"λ": lam, "n": n, "n·(1 − λ)": n * (1 - lam)}
             yield "formula", "S", theory.sparsity_decay(lam, n), S, where
             yield "limit", "effective keys", (1 + lam) / (1 - lam), keys, near

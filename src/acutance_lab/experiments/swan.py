@@ -1,6 +1,7 @@
 """Position-free global layers beyond the trained length: log n, fitted factors, and a window."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +12,11 @@ from acutance import apply, calibrate
 from acutance.calibration import measure as measure_law
 from acutance.scaling import ClipLogN, HeadTable, Llama4, LogN, NoScaling, Window
 from acutance_lab import texts
-from acutance_lab.experiment import Measured, Run, experiment, untested
-from acutance_lab.figure import Axis, Level, Lines, Page, Panel
+from acutance_lab.experiment import Measured, Run, experiment, refuted, theorem, untested
+from acutance_lab.experiments.calibrated_length import BOUND, LOSS, calibrations
+from acutance_lab.experiments.calibrated_length import CALIBRATED as ENTROPY
+from acutance_lab.experiments.calibrated_length import FRACTION as SHARE
+from acutance_lab.figure import Axis, Level, Lines, Panel
 from acutance_lab.record import Claim, Estimate
 from acutance_lab.sampling import difference
 from acutance_lab.trained import Size, next_byte_losses, train_hybrid
@@ -20,12 +24,8 @@ from acutance_lab.trained import Size, next_byte_losses, train_hybrid
 SWAN = "Puvvada et al. (2025), SWAN-GPT, arXiv:2504.08719"
 NONE, LOG_N, CLIPPED, LLAMA = "none", "log_n", "clip_log_n", "llama4"
 ONE = "fitted coefficient"  # 1 + c log(n / T), one c for all heads
-ENTROPY, SHARE, LOSS = "calibrated", "calibrated H / log n", "calibrated loss"
 WINDOW, HALF = "window of T", "window of T / 2"
 HYBRID, ROPE = "position-free", "RoPE"  # the two kinds of model
-BOUND = "times"  # the training length T; rows read at most so many keys, and more than half
-#: Coefficients c of 1 + c log(n / T) that are tried.
-COEFFICIENTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
 
 
 class Texts(NamedTuple):
@@ -76,12 +76,10 @@ def losses(run: Run, model: torch.nn.Module, windows: Tensor) -> Tensor:
 def coefficient(run: Run, model: torch.nn.Module, known: Tensor) -> float:
     """The c of 1 + c log(n / T) with the lowest loss beyond T on windows of training text."""
     beyond = {}
-    for c in (0.0, *COEFFICIENTS):
+    for c in (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6):
         with apply(model, growing(run, c)), torch.no_grad():
-            parts = [
-                next_byte_losses(model, batch)[:, size(run).length :] for batch in known.split(1)
-            ]
-        beyond[c] = float(torch.cat(parts).mean())
+            by_byte = torch.cat([next_byte_losses(model, batch) for batch in known.split(1)])
+        beyond[c] = float(by_byte[:, size(run).length :].mean())
     return min(beyond, key=lambda c: beyond[c])
 
 
@@ -96,18 +94,11 @@ def laws(run: Run, model: torch.nn.Module, known: Tensor) -> dict[str, Any]:
     length, some = size(run).length, known[: run.size(6, 12)]
     lengths = [length * factor for factor in times(run)]
     tried: dict[str, Any] = {
-        NONE: NoScaling(),
-        LOG_N: LogN(train_length=length),
-        CLIPPED: ClipLogN(train_length=length),
-        LLAMA: Llama4(length=length),
-        WINDOW: Window(length),
-        HALF: Window(length // 2),
+        NONE: NoScaling(), LOG_N: LogN(train_length=length), CLIPPED: ClipLogN(train_length=length),
+        LLAMA: Llama4(length=length), WINDOW: Window(length), HALF: Window(length // 2),
         ONE: growing(run, coefficient(run, model, some)),
-    }
-    for name, target in ((ENTROPY, "entropy"), (SHARE, "normalized_entropy")):
-        tried[name] = calibrate(
-            model, [some], target=target, lengths=lengths, reference=length, passes=run.size(3, 4)
-        )
+    }  # fmt: skip
+    tried |= calibrations(model, some, lengths, passes=run.size(3, 4))
     tried[LOSS] = calibrate(
         model, list(known.split(1)), target="loss", lengths=lengths, passes=run.size(2, 6)
     )
@@ -187,9 +178,7 @@ def of_all_seeds(factors: Sequence[int], losses: Losses) -> Iterator[Measured]:
             where = {"model": kind, "law": law, BOUND: factor}
             yield untested("loss, nat", over_seeds([own[at] for own in by_seed]), where)
             yield untested("loss less none, nat", less(kind, law, NONE, at), where)
-    for at, factor in enumerate(factors):
-        if factor == 1:
-            continue
+    for at, factor in enumerate(factors[1:], 1):
         pairs = zip(losses[HYBRID, NONE], losses[ROPE, NONE], strict=False)  # of the first seed
         grown = over_seeds([(a[at] - a[0]) - (b[at] - b[0]) for a, b in pairs])
         where = {"model": HYBRID, "law": NONE, BOUND: factor}
@@ -212,9 +201,9 @@ def of_all_seeds(factors: Sequence[int], losses: Losses) -> Iterator[Measured]:
     yield "window", "loss, window − best temperature, nat", 0.0, change, where
 
 
-def _lines(kind: str, quantity: str, names: dict[str, str], *, bars: bool = False) -> Lines:
+def _lines(kind: str, quantity: str, names: dict[str, str], marks: str = "means") -> Lines:
     """A curve for each law of a kind of model."""
-    return Lines("", BOUND, names, by="law", quantity=quantity, where={"model": kind}, bars=bars)
+    return Lines("", BOUND, names, by="law", quantity=quantity, where={"model": kind}, marks=marks)
 
 
 _SHOWN = {law: law for law in (CLIPPED, LLAMA, ONE, ENTROPY, SHARE, LOSS, WINDOW)}
@@ -225,14 +214,8 @@ _READ = Axis(
 
 
 @experiment(
-    "position-free global layers beyond the trained length",
-    "a model with RoPE in windows and no positions in its global layers loses less "
-    "beyond its trained length T than one with RoPE throughout; log n on the global layers and "
-    "Llama 4's temperature do not lower its loss, factors that hold the entropy constant raise it, "
-    "and factors fitted to the loss are better than log n; a window of T on the global layers is "
-    "better than every temperature",
-    Claim("free", "with it reading more than T keys costs nothing: no more loss than with a window "
-          "of T", f"{SWAN}; the comparison is ours", "does not hold", relation="<="),
+    refuted("free", "with it reading more than T keys costs nothing: no more loss than with a "
+            "window of T", f"{SWAN}; the comparison is ours", relation="<="),
     # Before the first run log n and Llama 4's temperature were expected to have less loss.
     Claim("log_n", "log n on the position-free layers, clipped at the training length T, has no "
           "less loss beyond T than none", relation=">="),
@@ -240,64 +223,66 @@ _READ = Axis(
           "layers", SWAN, relation="<=", bound=BOUND, sense="from"),
     Claim("llama4", "Llama 4's temperature, its length set to T, has no less loss beyond T than "
           "none", "Meta (2025), Llama 4, in transformers", relation=">="),
-    Claim("entropy", "calibrated to constant entropy, the position-free heads have no more loss "
-          "than with log n", "acutance.calibrate", "does not hold", relation="<="),
+    refuted("entropy", "calibrated to constant entropy, the position-free heads have no more loss "
+            "than with log n", "acutance.calibrate", relation="<="),
     Claim("loss", "calibrated to the loss, the position-free heads have less loss than with log n",
           "acutance.calibrate", relation="<=", bound=BOUND, sense="from"),
     Claim("window", "a window of T on the position-free layers has less loss than every "
           "temperature, at the longest texts", "acutance.scaling.Window", relation="<="),
     Claim("spreads", "without a law the entropy of the position-free heads grows with the text",
           SWAN, relation=">="),
-    Claim("same", "what begins beyond T changes no loss at T", within=1e-5, theorem=True),
-    figure=Page(
-        "Position-free global layers beyond their trained length",
-        "Decoders of bytes; RoPE in windows, no positions in global layers. Held-out loss of rows "
-        "that read at most 1 to 16 times the trained length T, and more than half of it. Bars: "
-        "standard errors over windows and seeds.",
+    theorem("same", "what begins beyond T changes no loss at T", within=1e-5),
+    figure=[
         Panel(
             _READ, Axis("loss, nat a byte"),
-            *(
-                _lines(kind, "loss, nat", {NONE: f"{name}, no law", WINDOW: f"{name}, {WINDOW}"})
-                for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers"))
-            ),
+            [_lines(kind, "loss, nat", {NONE: f"{name}, no law", WINDOW: f"{name}, {WINDOW}"})
+             for kind, name in ((HYBRID, "position-free"), (ROPE, "RoPE in all layers"))],
             title="models", legend="center right",
         ),
         Panel(
             _READ, Axis("loss less that without a law, nat"),
-            _lines(HYBRID, "loss less none, nat", _SHOWN, bars=True),
+            [_lines(HYBRID, "loss less none, nat", _SHOWN, "bars")],
             title="laws, position-free model", levels=[Level(y=0.0)], legend="lower left",
         ),
-    ),
+    ],
     needs="transformers",
     full_only=("log_n", "free", "robust", "llama4", "entropy", "loss", "window"),
 )  # fmt: skip
 def swan(run: Run) -> Iterator[Measured]:
-    """Train the models, fit the laws to each, and read held-out text under all of them.
+    """Position-free global layers beyond the trained length.
 
+    The models are trained, laws are fitted to each, and held-out text is read under all of them.
     The model with RoPE throughout is trained with the first seed only.
+
+    Predicted: a model with RoPE in windows and no positions in its global layers loses less beyond
+    its trained length T than one with RoPE throughout; log n on the global layers and Llama 4's
+    temperature do not lower its loss, factors that hold the entropy constant raise it, and factors
+    fitted to the loss are better than log n; a window of T on the global layers is better than
+    every temperature.
+
+    Figure: Position-free global layers beyond their trained length. Decoders of bytes; RoPE in
+    windows, no positions in global layers. Held-out loss of rows that read at most 1 to 16 times
+    the trained length T, and more than half of it. Bars: standard errors over windows and seeds.
     """
     read, length = read_texts(run), size(run).length
-    by_law: dict[tuple[str, str], list[Tensor]] = {}
+    by_law: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for seed in run.seeds(1, 3):
-        for kind in (HYBRID, ROPE):
+        for kind in (HYBRID, ROPE) if seed == 100 * run.seed else (HYBRID,):
             free = kind == HYBRID
-            if not free and seed > 100 * run.seed:
-                continue
-            name = f"swan-{'free' if free else 'rope'}-{seed}"
             model = train_hybrid(
-                size(run), seed, read.training, position_free=free, keep=run.checkpoint(name),
-                note=run.note,
+                size(run), seed, read.training, position_free=free,
+                keep=run.checkpoint(f"swan-{'free' if free else 'rope'}-{seed}"), note=run.note,
             )  # fmt: skip
             if run.note is not None:
                 run.note(f"swan: laws of {kind}, seed {seed}")
+            tried: dict[str, Any] = {
+                NONE: NoScaling(), CLIPPED: ClipLogN(train_length=length), WINDOW: Window(length)
+            }  # fmt: skip
             if free:
                 tried = laws(run, model, read.known)
-            else:
-                clipped = ClipLogN(train_length=length)
-                tried = {NONE: NoScaling(), CLIPPED: clipped, WINDOW: Window(length)}
             for law, scaling in tried.items():
                 with apply(model, scaling):
-                    by_law.setdefault((kind, law), []).append(losses(run, model, read.held_out))
+                    by_law[kind, law].append(losses(run, model, read.held_out))
             if free:
                 yield from of_one_seed(run, model, seed, tried, read, by_law)
     yield from of_all_seeds(times(run), by_law)
