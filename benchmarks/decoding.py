@@ -37,7 +37,7 @@ from acutance import CachePlan, HeadPlan
 from acutance.caching.growing import restore
 from acutance.caching.planned_cache import PlannedCache, PlannedLayer
 from acutance.caching.stores import Attend
-from acutance.comparison.measured import cpu_seconds
+from acutance.comparison.timing import cpu_seconds
 from acutance.corpus.load_model import load_model
 
 HEADS, GROUP, WIDTH, LAYERS = 3, 3, 64, 30  # of SmolLM2-135M

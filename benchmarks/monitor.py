@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from acutance.comparison.measured import cpu_seconds
+from acutance.comparison.timing import cpu_seconds
 from acutance.corpus.load_model import load_model
 from acutance.training import AttentionMonitor
 from benchmarks.cpu.machine import processor

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.comparison.measured import cpu_seconds
+from acutance.comparison.timing import cpu_seconds
 
 #: Options of each contender's probe; None probes nothing.
 CONTENDERS: dict[str, dict[str, Any] | None] = {

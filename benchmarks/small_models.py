@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import acutance
-from acutance.comparison.measured import cpu_seconds
+from acutance.comparison.timing import cpu_seconds
 from acutance.scaling import LogN
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from acutance.comparison.measured import cpu_seconds
+from acutance.comparison.timing import cpu_seconds
 from acutance.kernels import info, library
 from benchmarks.cpu.memory import memory_method
 from benchmarks.cpu.records import Environment, Peak

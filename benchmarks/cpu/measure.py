@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from acutance.comparison.measured import Seconds, timed
+from acutance.comparison.timing import Seconds, timed
 
 #: A call shorter than this is repeated and averaged, seconds.
 SHORTEST = 0.02

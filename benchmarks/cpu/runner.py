@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from acutance.comparison.measured import Seconds
+from acutance.comparison.timing import Seconds
 from acutance.kernels import library
 from acutance.shapes import check_count, check_flag
 from benchmarks.cpu.cases import CASES, REFERENCE, Case, choose

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.readers.torch_functions import NO_PRODUCT
-from acutance.comparison.measured import cpu_seconds
+from acutance.comparison.timing import cpu_seconds
 from acutance.probing import Probe, ProbeError
 from acutance.probing.settings import ProbeSettings
 from zoo import inputs, parts, small

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from acutance.comparison import measured
-from acutance.comparison.measured import Seconds
+from acutance.comparison import timing
+from acutance.comparison.timing import Seconds
 from benchmarks.cpu import machine, measure, memory
 from benchmarks.cpu.cases import CASES, Case
 from benchmarks.cpu.contenders import CONTENDERS
@@ -67,7 +67,7 @@ class Clock:
     def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let measurements read this clock."""
         monkeypatch.setattr(time, "perf_counter", self.perf_counter)
-        for module in (measured, machine):
+        for module in (timing, machine):
             monkeypatch.setattr(module, "cpu_seconds", self.cpu_seconds)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acutance.comparison.measured import Seconds
+from acutance.comparison.timing import Seconds
 from acutance.kernels import library
 from benchmarks.cpu import contenders, machine, memory, page, runner
 from benchmarks.cpu.cases import EVERYONE, Case

@@ -9,8 +9,7 @@ import torch
 
 from acutance import theory
 from acutance.comparison import compare
-from acutance.comparison.measured import measure
-from acutance.comparison.record import Gaussian, gaussian
+from acutance.comparison.rows import Gaussian, gaussian, measure
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
 

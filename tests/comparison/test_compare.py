@@ -11,9 +11,16 @@ import torch
 
 from acutance import theory
 from acutance.comparison import compare
-from acutance.comparison.measured import mean_and_error, measure, query_gradient
-from acutance.comparison.predicted import feature_moments, predict_rows
-from acutance.comparison.record import Gaussian, Inputs, gaussian
+from acutance.comparison.rows import (
+    Gaussian,
+    Inputs,
+    feature_moments,
+    gaussian,
+    mean_and_error,
+    measure,
+    predict_rows,
+    query_gradient,
+)
 from acutance.mechanisms import MECHANISMS
 from acutance.mechanisms.entry import Linear
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import acutance
-from acutance.comparison.measured import timed
+from acutance.comparison.timing import timed
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the mark is reset on Linux only")
 
@@ -29,7 +29,7 @@ from resource import RLIM_INFINITY, RLIMIT_CPU, getrlimit, setrlimit
 soft, hard = getrlimit(RLIMIT_CPU)
 if soft == RLIM_INFINITY:
     setrlimit(RLIMIT_CPU, (3600, hard))
-from acutance.comparison.measured import timed
+from acutance.comparison.timing import timed
 print(min(timed(lambda: sum(range(20_000))).cpu for _ in range(40)))
 """
     done = subprocess.run(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from acutance.comparison.record import Comparison, heading
 from acutance.report import plot_style
@@ -37,14 +38,16 @@ def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
         ImportError: without matplotlib.
         ValueError: if nothing was measured.
     """
-    names = [
-        name
-        for name in comparison.mechanisms
-        if any(not math.isnan(result["effective_keys"].measured) for result in comparison.of(name))
-    ]
-    if not names:
+    points = {}  # by mechanism: n, measured, error, predicted
+    for name in comparison.mechanisms:
+        readings = [(result.n, result["effective_keys"]) for result in comparison.of(name)]
+        rows = np.array([(n, keys.measured, keys.error, keys.predicted) for n, keys in readings])
+        rows = rows[~np.isnan(rows[:, 1])]
+        if len(rows):
+            points[name] = rows
+    if not points:
         raise ValueError("nothing to draw: no mechanism has effective keys")
-    names.sort(key=lambda name: -comparison.of(name)[-1]["effective_keys"].measured)
+    names = sorted(points, key=lambda name: -points[name][-1, 1])
     drawing, [axes] = plot_style.new_figure(
         "Effective number of keys per row",
         f"{heading(comparison)}. Lines: theory. Marks: measured.",
@@ -52,23 +55,14 @@ def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
         height=max(5.2, 1.6 + 0.235 * len(names)),
     )
     for name, curve in zip(names, plot_style.curves(len(names), theme), strict=True):
-        readings = [(result.n, result["effective_keys"]) for result in comparison.of(name)]
-        readings = [each for each in readings if not math.isnan(each[1].measured)]
-        at = [n for n, _ in readings]
-        marks = [reading.measured for _, reading in readings]
-        error = [0.0 if math.isnan(r.error) else r.error for _, r in readings]
-        line = [(n, r.predicted) for n, r in readings if not math.isnan(r.predicted)]
-        if line:
-            places, values = zip(*line, strict=True)
+        n, measured, error, predicted = points[name].T
+        error, known = np.nan_to_num(error), ~np.isnan(predicted)
+        if known.any():
             plot_style.draw_line_and_marks(
-                axes, places, values, at, marks, curve, name, error=error
+                axes, n[known], predicted[known], n, measured, curve, name, error=error
             )
         else:
-            plot_style.draw_marks(axes, at, marks, curve, error=error, hollow=True)
-            axes.plot(
-                [], [], color=curve.colour, linestyle="None", marker=curve.mark, markersize=6.0,
-                markerfacecolor=theme.page, markeredgewidth=1.3, label=name,
-            )  # fmt: skip
+            plot_style.draw_marks(axes, n, measured, curve, name, error=error, hollow=True)
     lengths = comparison.lengths
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -78,10 +72,8 @@ def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
     axes.set_xlim(lengths[0] / pad, lengths[-1] * pad)
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.8, low), max(1.4 * lengths[-1], high))
-    axes.plot(
-        [lengths[0] / pad, lengths[-1] * pad], [lengths[0] / pad, lengths[-1] * pad],
-        color=theme.muted, linewidth=1.1, linestyle=(0, (1, 1.5)), label="all n keys", zorder=1,
-    )  # fmt: skip
+    ends, dots = axes.get_xlim(), (0, (1, 1.5))
+    axes.plot(ends, ends, color=theme.muted, linestyle=dots, label="all n keys", zorder=1)
     plot_style.reference(axes, theme, y=1.0)
     plot_style.label(axes, x="keys n", y="effective keys (Σ|a|)² / Σa²")
     plot_style.legend(axes, theme, where="upper left")

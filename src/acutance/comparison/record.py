@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from acutance.files import as_json, finite
 from acutance.mechanisms import MECHANISMS
-from acutance.probing.query_key_sample import QueryKeySample
 from acutance.report.table import Cell, Column, Table, figures
 from acutance.rowstats import METRICS
 
@@ -232,142 +228,20 @@ class Comparison:
         return as_json(self.to_dict(), indent=1, ascii_only=False) + "\n"
 
 
-@dataclass(frozen=True)
-class Gaussian:
-    """Means and standard deviations of Gaussian queries and keys.
-
-    Attributes:
-        query_mean, query_std: of the queries.
-        key_mean, key_std: of the keys.
-    """
-
-    query_mean: float
-    query_std: float
-    key_mean: float
-    key_std: float
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """A few query rows of every head, with all keys and values.
-
-    The queries are the last rows of their sequence, so that even under a causal mask each sees
-    (nearly) all n keys.
-
-    Attributes:
-        query: (B, H, rows, E).
-        key: (B, H, n, E).
-        value: (B, H, n, Ev).
-        is_causal: whether a row sees only the keys up to its own position.
-        law: distribution of random queries and keys; None for those of a model.
-        names: names of the heads; may be empty.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    is_causal: bool
-    law: Gaussian | None = None
-    names: tuple[str, ...] = ()
-
-    @property
-    def n(self) -> int:
-        """Number of keys."""
-        return self.key.shape[2]
-
-    @property
-    def offset(self) -> int:
-        """Position of the first query row."""
-        return self.n - self.query.shape[2]
-
-    @property
-    def value_variance(self) -> float:
-        """Variance over keys, summed over a value's components, averaged over batch and heads.
-
-        For drawn inputs it is that of their distribution, the width of a value.
-        """
-        if self.law is not None:
-            return float(self.value.shape[3])
-        return float(self.value.double().var(2, correction=0).sum(-1).mean())
-
-
-def gaussian(
-    n: int,
-    d: int,
-    law: Gaussian,
-    *,
-    heads: int,
-    batch: int,
-    samples: int,
-    seed: int,
-    is_causal: bool,
-) -> Inputs:
-    """Draw independent Gaussian queries, keys and values; each head has its own keys.
-
-    Args:
-        n: number of keys.
-        d: width of queries, keys and values.
-        law: means and deviations.
-        heads: number of heads.
-        batch: number of sequences.
-        samples: number of rows per head, at most n.
-        seed: seed of the random numbers, which differ for each n.
-        is_causal: whether rows see only the keys up to their own position.
-    """
-    draw = torch.Generator().manual_seed(seed * 1_000_003 + n)
-    key = torch.randn(batch, heads, n, d, generator=draw)
-    value = torch.randn(batch, heads, n, d, generator=draw)
-    query = torch.randn(batch, heads, min(samples, n), d, generator=draw)
-    query = law.query_mean + law.query_std * query
-    return Inputs(query, law.key_mean + law.key_std * key, value, is_causal, law)
-
-
-def captured(
-    sample: QueryKeySample, n: int, *, heads: int, samples: int, is_causal: bool
-) -> Inputs:
-    """Inputs from a model's queries, keys and values: the last rows of its first n tokens.
-
-    Args:
-        sample: a sample from :func:`acutance.probing.load_queries_keys`.
-        n: number of keys.
-        heads: largest number of heads, evenly spaced over the model.
-        samples: number of rows per head.
-        is_causal: whether rows see only the keys up to their own position.
-
-    Raises:
-        ValueError: if the sample is shorter than n.
-    """
-    if n > sample.length:
-        raise ValueError(
-            f"n must be at most the {sample.length} tokens whose queries and keys were "
-            f"recorded, got {n}"
-        )
-    chosen = sample.spread(heads)
-    query = chosen.query[:, max(0, n - samples) : n]
-    return Inputs(
-        query[None], chosen.key[None, :, :n], chosen.value[None, :, :n], is_causal,
-        names=chosen.heads,
-    )  # fmt: skip
-
-
 def heading(comparison: Comparison) -> str:
     """A line that describes the inputs of the comparison."""
     settings = comparison.settings
     heads = settings["heads"]
     rows = f"{settings['samples'] * heads * settings['batch']:,} rows, {heads} heads"
-    causal = ", causal" if settings["is_causal"] else ""
+    rows += ", causal" if settings["is_causal"] else ""
     if settings["query_mean"] is None:
-        return f"Queries and keys of a model, width {settings['d']}; {rows}{causal}"
-    means = settings["query_mean"], settings["key_mean"]
-    stds = settings["query_std"], settings["key_std"]
+        return f"Queries and keys of a model, width {settings['d']}; {rows}"
     more = ""
-    if any(means):
-        more += f", mean {means[0]:g}" + (f" and {means[1]:g}" if means[0] != means[1] else "")
-    if stds != (1.0, 1.0):
-        more += (f", standard deviation {stds[0]:g}") + (
-            f" and {stds[1]:g}" if stds[0] != stds[1] else ""
-        )
-    return f"Gaussian queries and keys, width {settings['d']}{more}; {rows}{causal}"
+    for words, name, plain in (("mean", "mean", 0.0), ("standard deviation", "std", 1.0)):
+        query, key = settings[f"query_{name}"], settings[f"key_{name}"]
+        if query != plain or key != plain:
+            more += f", {words} {query:g}" + (f" and {key:g}" if key != query else "")
+    return f"Gaussian queries and keys, width {settings['d']}{more}; {rows}"
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -388,19 +262,18 @@ def sentences(comparison: Comparison) -> list[str]:
 
 def _agreement(comparison: Comparison) -> str:
     """A sentence on the largest distance between theory and measurement, in standard errors."""
-    judged: list[tuple[float, Result, str]] = [
-        (abs(reading.z), result, name)
+    exact = [
+        (abs(reading.z), f"{name.replace('_', ' ')} of {result.mechanism} at n = {result.n}")
         for result in comparison.results
         for name, reading in result.readings.items()
         if not math.isnan(reading.z)
     ]
-    if not judged:
+    if not exact:
         return ""
-    most, result, name = max(judged, key=lambda each: each[0])
+    most, what = max(exact, key=lambda pair: pair[0])
     return (
-        f"Of {len(judged)} exact expectations, the one that differs most from the measurement "
-        f"is {most:.1f} standard errors away: {name.replace('_', ' ')} of {result.mechanism} "
-        f"at n = {result.n}."
+        f"Of {len(exact)} exact expectations, the one that differs most from the measurement "
+        f"is {most:.1f} standard errors away: {what}."
     )
 
 

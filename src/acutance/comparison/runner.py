@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from acutance.comparison.measured import (
-    Seconds,
-    cost,
-    fixed_weights,
-    heads_alike,
-    mean_and_error,
-    measure,
-)
-from acutance.comparison.predicted import predict_rows
-from acutance.comparison.record import (
-    COMPARED,
-    Comparison,
+from acutance.comparison.record import COMPARED, Comparison, Reading, Result
+from acutance.comparison.rows import (
     Gaussian,
     Inputs,
-    Reading,
-    Result,
     captured,
     gaussian,
+    mean_and_error,
+    measure,
+    predict_rows,
 )
+from acutance.comparison.timing import Seconds, timed
 from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
+from acutance.mechanisms.entry import Decay, Linear, Recurrence
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.shapes import check_count, check_flag, check_number
 
+#: A call shorter than this is taken three times, seconds, and the quickest counts.
+QUICK = 0.1
 DEFAULT_LENGTHS = (256, 1024, 4096)
 #: One of each kind: what concentrates, what cannot, and what does so by place alone.
 DEFAULT_MECHANISMS = (
@@ -203,7 +199,8 @@ def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) 
     """Measure and predict one mechanism at one n."""
     measured = measure(entry, sampled, seed)
     predicted = predict_rows(entry, sampled, measured)
-    fixed, alike = fixed_weights(entry), heads_alike(entry)
+    fixed = isinstance(entry.form, Decay | Recurrence)  # weights depend only on distance
+    alike = not (isinstance(entry.form, Linear) and entry.form.decays is not None)
     readings = {}
     for name in COMPARED:
         reading: dict[str, Any] = {}
@@ -221,9 +218,24 @@ def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) 
         reasons = [measured.why.get(name, ""), predicted.why.get(name, "")]
         reading["why"] = next(filter(None, reasons), "")
         readings[name] = Reading(**reading)
-    spent = Seconds(math.nan, math.nan) if whole is None else cost(entry, whole)
+    spent = Seconds(math.nan, math.nan) if whole is None else _cost(entry, whole)
     count = next(iter(measured.values.values())).numel()
     return Result(entry.name, sampled.n, count, readings, *spent, parameters=predicted.parameters)
+
+
+def _cost(mechanism: Mechanism, inputs: Inputs) -> Seconds:
+    """Time of a mechanism, statistics included, after a warm-up over 64 rows."""
+
+    def run(tensors: Iterable[Tensor]) -> None:
+        mechanism.run(*tensors, is_causal=inputs.is_causal)
+
+    tensors = inputs.query, inputs.key, inputs.value
+    with torch.no_grad():
+        run(tensor[:, :, :64] for tensor in tensors)
+        timings = [timed(lambda: run(tensors))]
+        if timings[0].wall < QUICK:
+            timings += [timed(lambda: run(tensors)) for _ in range(2)]
+    return min(timings, key=lambda seconds: seconds.wall)
 
 
 def _lengths(n: int | Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Predictions for the rows of a comparison, from their queries alone if possible.
+"""The rows of a mechanism, measured, and predicted from their queries alone if possible.
 
 For Gaussian keys and a dot-product score, a row's scores are normal with mean β and deviation γ
 that follow from its query. For other scores, and for queries and keys of a model, β and γ are
@@ -9,6 +9,7 @@ covariance of its key features.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -19,22 +20,252 @@ from scipy.interpolate import CubicSpline
 from torch import Tensor
 
 from acutance import scaling, theory
-from acutance.comparison.measured import Rows as MeasuredRows
-from acutance.comparison.record import Gaussian, Inputs
+from acutance.comparison.record import COMPARED
 from acutance.mechanisms import Mechanism
-from acutance.mechanisms.entry import Call, Decay, FeatureMap, Linear, Recurrence, Rows, Sizes
+from acutance.mechanisms.entry import (
+    Call,
+    Decay,
+    FeatureMap,
+    Gated,
+    Linear,
+    Recurrence,
+    Rows,
+    Sizes,
+    Statistics,
+)
+from acutance.probing.query_key_sample import QueryKeySample
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
 
 Array = NDArray[np.float64]
 
+_MISSING = {
+    "entropy": "The weights are not a distribution.",
+    "jacobian_trace": "Not defined for these weights.",
+    "noise_gain": "Not defined for these weights.",
+}
 _PREDICTED = ("entropy", "sparsity", "effective_keys", "noise_gain", "jacobian_trace")
 #: Scores that are normal, given the query, if the keys are.
 _NORMAL = (ScaledDot, Dot, GeneralScore)
 #: Points at which theory is computed: so many, and more per doubling of what varies over rows.
 _POINTS, _PER_DOUBLING, _MOST_POINTS = 4, 3, 25
-_NO_GRADIENT = "There is no theory for it."
-_ONLY_SOFTMAX = "Theory covers softmax weights only."
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Means and standard deviations of Gaussian queries and keys.
+
+    Attributes:
+        query_mean, query_std: of the queries.
+        key_mean, key_std: of the keys.
+    """
+
+    query_mean: float
+    query_std: float
+    key_mean: float
+    key_std: float
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A few query rows of every head, with all keys and values.
+
+    The queries are the last rows of their sequence, so that even under a causal mask each sees
+    (nearly) all n keys.
+
+    Attributes:
+        query: (B, H, rows, E).
+        key: (B, H, n, E).
+        value: (B, H, n, Ev).
+        is_causal: whether a row sees only the keys up to its own position.
+        law: distribution of random queries and keys; None for those of a model.
+        names: names of the heads; may be empty.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    law: Gaussian | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Number of keys."""
+        return self.key.shape[2]
+
+    @property
+    def offset(self) -> int:
+        """Position of the first query row."""
+        return self.n - self.query.shape[2]
+
+    @property
+    def value_variance(self) -> float:
+        """Variance over keys, summed over a value's components, averaged over batch and heads.
+
+        For drawn inputs it is that of their distribution, the width of a value.
+        """
+        if self.law is not None:
+            return float(self.value.shape[3])
+        return float(self.value.double().var(2, correction=0).sum(-1).mean())
+
+
+def gaussian(
+    n: int,
+    d: int,
+    law: Gaussian,
+    *,
+    heads: int,
+    batch: int,
+    samples: int,
+    seed: int,
+    is_causal: bool,
+) -> Inputs:
+    """Draw independent Gaussian queries, keys and values; each head has its own keys.
+
+    Args:
+        n: number of keys.
+        d: width of queries, keys and values.
+        law: means and deviations.
+        heads: number of heads.
+        batch: number of sequences.
+        samples: number of rows per head, at most n.
+        seed: seed of the random numbers, which differ for each n.
+        is_causal: whether rows see only the keys up to their own position.
+    """
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + n)
+    key = torch.randn(batch, heads, n, d, generator=draw)
+    value = torch.randn(batch, heads, n, d, generator=draw)
+    query = torch.randn(batch, heads, min(samples, n), d, generator=draw)
+    query = law.query_mean + law.query_std * query
+    return Inputs(query, law.key_mean + law.key_std * key, value, is_causal, law)
+
+
+def captured(
+    sample: QueryKeySample, n: int, *, heads: int, samples: int, is_causal: bool
+) -> Inputs:
+    """Inputs from a model's queries, keys and values: the last rows of its first n tokens.
+
+    Args:
+        sample: a sample from :func:`acutance.probing.load_queries_keys`.
+        n: number of keys.
+        heads: largest number of heads, evenly spaced over the model.
+        samples: number of rows per head.
+        is_causal: whether rows see only the keys up to their own position.
+
+    Raises:
+        ValueError: if the sample is shorter than n.
+    """
+    if n > sample.length:
+        raise ValueError(
+            f"n must be at most the {sample.length} tokens whose queries and keys were "
+            f"recorded, got {n}"
+        )
+    chosen = sample.spread(heads)
+    query = chosen.query[:, max(0, n - samples) : n]
+    return Inputs(
+        query[None], chosen.key[None, :, :n], chosen.value[None, :, :n], is_causal,
+        names=chosen.heads,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Metrics of every row of one mechanism.
+
+    Attributes:
+        values: each quantity, (heads, rows) float64; heads of different batch items count
+            separately.
+        why: the reason for each missing quantity.
+        statistics: the statistics of all rows.
+    """
+
+    values: dict[str, Tensor]
+    why: dict[str, str]
+    statistics: Statistics
+
+
+def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Measured:
+    """Run a mechanism and compute the metrics of its rows.
+
+    Args:
+        mechanism: an entry of the table.
+        inputs: the queries, keys and values.
+        seed: seed of the random direction for the gradient.
+    """
+    with torch.no_grad():
+        statistics = mechanism.run(
+            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal,
+            query_offset=inputs.offset, noise=True,
+        )[1]  # fmt: skip
+    recorded = [name for name in COMPARED if name in statistics.available]
+    values = {name: _heads_rows(statistics[name]) for name in recorded}
+    why = {name: reason for name, reason in _MISSING.items() if name not in values}
+    if isinstance(mechanism.form, Gated):
+        why["query_gradient"] = "Its queries and keys come from one sequence."
+    else:
+        values["query_gradient"] = query_gradient(mechanism, inputs, seed)
+    return Measured(values, why, statistics)
+
+
+def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tensor:
+    r"""Relative change of each output with its query, (heads, rows).
+
+    .. math:: \frac{\lVert J^\top u \rVert \, \lVert q \rVert}{\sqrt d \, \lVert o \rVert},
+        \qquad J = \partial o / \partial q, \quad u \sim N(0, I)
+
+    The root mean square of :math:`\lVert J^\top u \rVert` is the Frobenius norm of J. The result is
+    about 1 for an output that is linear in the query, and nearly 0 if the row is saturated on one
+    key or averages all keys.
+
+    Args:
+        mechanism: an entry of the table.
+        inputs: the queries, keys and values.
+        seed: seed of u.
+    """
+    query = inputs.query.detach().clone().requires_grad_()
+    out, _ = mechanism.run(
+        query, inputs.key, inputs.value, is_causal=inputs.is_causal, query_offset=inputs.offset,
+    )  # fmt: skip
+    u = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
+    if not out.requires_grad:
+        return torch.zeros_like(_heads_rows(query[..., 0]))
+    (gradient,) = torch.autograd.grad(
+        (out * u).sum(), query, allow_unused=True, materialize_grads=True
+    )
+    size = out.detach().norm(dim=-1).double() * math.sqrt(query.shape[3])
+    ratio = gradient.norm(dim=-1).double() * query.detach().norm(dim=-1).double() / size
+    return _heads_rows(torch.where(size > 0, ratio, torch.nan))
+
+
+def mean_and_error(
+    values: Tensor, *, fixed: bool = False, alike: bool = True
+) -> tuple[float, float]:
+    """Mean over rows and its standard error; heads are treated as independent.
+
+    Args:
+        values: (heads, rows); NaN is ignored.
+        fixed: rows are not random, so the error is 0.
+        alike: heads have the same distribution; otherwise the error is unknown.
+
+    Example:
+        >>> mean_and_error(torch.tensor([[1.0, 3.0], [4.0, 4.0]], dtype=torch.float64))
+        (3.0, 1.0)
+    """
+    heads = values.nanmean(1)
+    heads = heads[~heads.isnan()]
+    if fixed and len(heads):
+        error = 0.0
+    elif len(heads) < 2 or not alike:
+        error = math.nan
+    else:
+        error = float(heads.std()) / math.sqrt(len(heads))
+    return float(heads.mean()), error
+
+
+def _heads_rows(values: Tensor) -> Tensor:
+    """Reshape (B, H, rows) to (B · H, rows) in float64."""
+    return values.detach().double().flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +285,7 @@ class Predicted:
     parameters: dict[str, float] = field(default_factory=dict)
 
 
-def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -> Predicted:
+def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: Measured) -> Predicted:
     """Predict every compared quantity for every row.
 
     Args:
@@ -73,17 +304,17 @@ def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -
         predicted = _linear(form, inputs, n)
     else:
         predicted = _scored(mechanism, inputs, measured, n)
-    predicted.why["query_gradient"] = _NO_GRADIENT
+    predicted.why["query_gradient"] = "There is no theory for it."
     if isinstance(measured.statistics, WeightStatistics):  # theory knows these by size alone
         for name in ("noise_gain", "jacobian_trace"):
             predicted.values.pop(name, None)
-            predicted.why[name] = _ONLY_SOFTMAX
+            predicted.why[name] = "Theory covers softmax weights only."
         if "entropy" not in measured.values and predicted.values.pop("entropy", None) is not None:
             predicted.why["entropy"] = measured.why["entropy"]
     return predicted
 
 
-def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: float) -> Predicted:
+def _scored(mechanism: Mechanism, inputs: Inputs, measured: Measured, n: float) -> Predicted:
     """Predictions for mechanisms that compute weights from scores."""
     law = str(mechanism.theory.law)
     distribution, form = inputs.law, mechanism.form
@@ -95,11 +326,8 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: flo
         if isinstance(score, Cosine) and distribution.key_mean == 0:
             parameters = {"tau": score.temperature, "d": float(inputs.key.shape[3])}
             row = _predict(law, n, variance, **parameters)
-            one = torch.ones_like(inputs.query[..., 0], dtype=torch.float64).flatten(0, 1)
-            values = {name: float(row[name]) * one for name in _PREDICTED if name in row.kinds}
-            return Predicted(
-                values, {name: row.kinds[name] for name in values}, _why([row]), parameters
-            )
+            rows = np.zeros(inputs.query.flatten(0, 1).shape[:2])
+            return _between([row], np.zeros(1), rows, parameters)
         if isinstance(score, _NORMAL):
             query, _, scale = score.transform(inputs.query, inputs.key)
             factor = scaling.get(options.get("scaling")).factor(torch.tensor([round(n)]))
@@ -107,10 +335,13 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: flo
             return _normal(law, n, *_of_query(query, scale, distribution), variance)
     if isinstance(form, Linear) and distribution is not None:  # the identity: scores q·k
         return _normal(law, n, *_of_query(inputs.query, 1.0, distribution), variance)
-    stats = measured.statistics
     if isinstance(form, Linear):
-        mean, std = _sampled_scores(inputs)
+        group = inputs.query.shape[1] // inputs.key.shape[1]
+        key = inputs.key.double().repeat_interleave(group, 1)
+        scores = (inputs.query.double() @ key.mT).flatten(0, 1)
+        mean, std = scores.mean(-1), scores.std(-1, correction=0)
     else:
+        stats = measured.statistics
         mean, std = (stats[name].double().flatten(0, 1) for name in ("logit_mean", "logit_std"))
     return _normal("softmax" if law == "cosine" else law, n, mean, std, variance, plug_in=True)
 
@@ -119,14 +350,6 @@ def _of_query(query: Tensor, scale: float, law: Gaussian) -> tuple[Tensor, Tenso
     """Mean and deviation of the scores of each row, (heads, rows)."""
     q = query.detach().double().flatten(0, 1)
     return scale * law.key_mean * q.sum(-1), abs(scale * law.key_std) * q.norm(dim=-1)
-
-
-def _sampled_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of q·k over the keys, (heads, rows)."""
-    group = inputs.query.shape[1] // inputs.key.shape[1]
-    key = inputs.key.double().repeat_interleave(group, 1)
-    scores = (inputs.query.double() @ key.mT).flatten(0, 1)
-    return scores.mean(-1), scores.std(-1, correction=0)
 
 
 def _normal(
@@ -151,24 +374,37 @@ def _normal(
         at = [{"logit_mean": round(float(point), 12), "logit_std": 1.0} for point in points]
     else:
         at = [{"logit_std": round(math.exp(point), 12)} for point in points]
-    rows = [_predict(law, n, variance, **arguments) for arguments in at]
-    kinds, why = rows[0].kinds, _why(rows)
+    predictions = [_predict(law, n, variance, **arguments) for arguments in at]
+    return _between(predictions, points, where, parameters, plug_in=plug_in)
+
+
+def _between(
+    predictions: Sequence[theory.Prediction],
+    points: Array,
+    where: Array,
+    parameters: dict[str, float],
+    *,
+    plug_in: bool = False,
+) -> Predicted:
+    """Predictions for rows that lie at ``where`` between the points, (heads, rows).
+
+    By a cubic spline, in logarithms if all values are positive; one point counts for all rows.
+    """
+    kinds = predictions[0].kinds
+    why = {name: row.why[name] for row in predictions for name in _PREDICTED if name in row.why}
     values = {}
-    for name in _PREDICTED:
-        if name in kinds and name not in why:
-            heights = np.array([float(row[name]) for row in rows])
-            flat = heights[0] * np.ones_like(where)
-            values[name] = torch.from_numpy(flat if count == 1 else _curve(points, heights, where))
+    for name in kinds.keys() & set(_PREDICTED) - why.keys():
+        heights = np.array([float(row[name]) for row in predictions])
+        if len(points) == 1:
+            curve = np.full_like(where, heights[0])
+        elif (heights > 0).all():
+            curve = np.exp(CubicSpline(points, np.log(heights))(where))
+        else:
+            curve = CubicSpline(points, heights)(where)
+        values[name] = torch.from_numpy(curve)
     return Predicted(
         values, {name: "plug-in" if plug_in else kinds[name] for name in values}, why, parameters
     )
-
-
-def _curve(points: Array, heights: Array, where: Array) -> Array:
-    """A cubic spline through the points, in logarithms if all values are positive."""
-    if (heights > 0).all():
-        return np.asarray(np.exp(CubicSpline(points, np.log(heights))(where)), np.float64)
-    return np.asarray(CubicSpline(points, heights)(where), np.float64)
 
 
 @lru_cache(maxsize=4096)
@@ -182,11 +418,6 @@ def _predict(
 ) -> theory.Prediction:
     """One prediction of :mod:`acutance.theory`."""
     return theory.predict(law, n, value_variance=variance, metrics=metrics, **parameters)
-
-
-def _why(rows: list[theory.Prediction]) -> dict[str, str]:
-    """The reason for each quantity that one of these rows does not have."""
-    return {name: row.why[name] for row in rows for name in _PREDICTED if name in row.why}
 
 
 def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
@@ -204,8 +435,8 @@ def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
         "entropy": np.array([float(row.entropy) for row in rows])[:, None] * np.ones_like(counts),
     }
     values = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
-    why = dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
-    return Predicted(values, dict.fromkeys(values, "fixed"), why, {"lam": float(lam.mean())})
+    parameters = {"lam": float(lam.mean())}
+    return Predicted(values, dict.fromkeys(values, "fixed"), parameters=parameters)
 
 
 def _linear(form: Linear | Rows, inputs: Inputs, n: float) -> Predicted:
@@ -214,14 +445,14 @@ def _linear(form: Linear | Rows, inputs: Inputs, n: float) -> Predicted:
     sparsity = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
     for head, rows in enumerate(q):
         has_weight = rows @ mean[head] > 0  # a query without features gives no key any weight
-        if bool(has_weight.any()):
-            exact_values = theory.sparsity_linear(
-                rows[has_weight].numpy(), mean[head].numpy(), covariance[head].numpy()
+        if has_weight.any():
+            sparsity[head, has_weight] = torch.as_tensor(
+                theory.sparsity_linear(
+                    rows[has_weight].numpy(), mean[head].numpy(), covariance[head].numpy()
+                )
             )
-            sparsity[head, has_weight] = torch.from_numpy(np.asarray(exact_values, np.float64))
     values = {"sparsity": sparsity, "effective_keys": n * sparsity.square()}
-    why = dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
-    why["entropy"] = "Not determined by the mean and covariance of key features."
+    why = {"entropy": "Not determined by the mean and covariance of key features."}
     kind = "fixed" if exact else "plug-in"
     return Predicted(values, dict.fromkeys(values, kind), why)
 
