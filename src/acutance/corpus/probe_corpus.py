@@ -60,6 +60,12 @@ class Options:
         """The windows of one batch of the corpus."""
         return pieces[number * self.batch_size : (number + 1) * self.batch_size]
 
+    def todo(self, windows: int, done: Iterable[tuple[int, int]]) -> list[int]:
+        """Numbers of the shard's batches of so many windows, without ranges that are done."""
+        before = {index for start, stop in done for index in range(start, stop)}
+        batches = -(-windows // self.batch_size)
+        return [n for n in self.shard.of(batches) if n * self.batch_size not in before]
+
     def left_out(self) -> dict[str, Any]:
         """The options that restrict what is read, by name."""
         options = {name: getattr(self.probe, name) for name in _FEWER}
@@ -135,21 +141,58 @@ def run_windows(
                 f"{batches} batches of {options.batch_size}"
             )
     done = world.first(() if base is None else base.run.done)
-    before = {index for start, stop in done for index in range(start, stop)}
-    todo = [n for n in options.shard.of(batches) if n * options.batch_size not in before]
+    todo = options.todo(len(pieces), done)
     for start, stop in done:
         advance(sum(len(piece) for piece in pieces[start:stop]), stop - start, False)
     facts = about | options.left_out() | ({"ranks": world.size} if world.size > 1 else {})
-    job = _Job(loaded, pieces, options, facts, world, probe, base, run)
+    # what was read and from which batches changes in one step: an interrupt cannot part them
+    progress: tuple[HeadSummary | None, tuple[int, ...]] = (None, ())
+
+    def state_so_far() -> State | None:
+        """The state of all ranks, on the first one; saved if the run saves."""
+        summary, numbers = progress
+        with world.together():
+            state, joined = base, world.collect(summary)
+            if joined is not None and world.rank == 0:
+                state = added(base, joined, numbers, run, pieces, options)
+            if state is not None and options.save is not None:
+                state.save(options.save)
+        return state
+
+    finished, unsaved = True, 0
     try:
-        finished = job.go(todo, advance)
+        with ExitStack() as context:
+            with world.together():
+                if world.rank < len(todo):
+                    context.enter_context(probe)
+                    context.enter_context(torch.inference_mode())
+            for start in range(0, len(todo), world.size):  # in rounds of one batch for each rank
+                if world.stopped():
+                    finished = False
+                    break
+                turn = todo[start : start + world.size]
+                with world.together():
+                    summary, numbers = progress
+                    if world.rank < len(turn):
+                        mine = turn[world.rank]
+                        windows = options.batch(pieces, mine)
+                        summary = run_batch(loaded, probe, mine, windows, options, facts)
+                    progress = summary, (*numbers, *turn)
+                lengths = [len(piece) for number in turn for piece in options.batch(pieces, number)]
+                unsaved += len(lengths)
+                advance(sum(lengths), len(lengths), True)
+                if options.save is not None and unsaved >= options.save_every:
+                    state_so_far()
+                    unsaved = 0
+            else:
+                with world.together():
+                    context.close()  # raises if the model ran no attention that can be read
     except KeyboardInterrupt:
-        if not job.done and base is None:
+        if not progress[1] and base is None:
             raise
         finished = False
-    state = job.finish()
     resumed = 0 if base is None else base.run.windows
-    return Outcome(state, finished, resumed, probe if todo else None)
+    return Outcome(state_so_far(), finished, resumed, probe if todo else None)
 
 
 def open_probe(loaded: TextModel, options: Options) -> Probe:
@@ -238,78 +281,6 @@ def run_batch(
             "device": options.device,
         }
     )
-
-
-@dataclass
-class _Job:
-    """The batches of one rank, and the summary of all ranks so far."""
-
-    loaded: TextModel
-    pieces: Sequence[Sequence[int]]
-    options: Options
-    about: dict[str, Any]
-    world: SingleProcess
-    probe: Probe
-    base: State | None
-    run: Run
-    # what was read and from which batches changes in one step: an interrupt cannot part them
-    progress: tuple[HeadSummary | None, tuple[int, ...]] = (None, ())
-    unsaved: int = 0
-
-    @property
-    def done(self) -> tuple[int, ...]:
-        """Batches that all ranks have finished in this run."""
-        return self.progress[1]
-
-    def go(self, todo: list[int], advance: Callable[[int, int, bool], None]) -> bool:
-        """Run the batches in rounds of one for each rank; False if a signal stopped the run."""
-        world, size = self.world, self.world.size
-        with ExitStack() as context:
-            with world.together():
-                if world.rank < len(todo):
-                    context.enter_context(self.probe)
-                    context.enter_context(torch.inference_mode())
-            for start in range(0, len(todo), size):
-                if world.stopped():
-                    return False
-                turn = todo[start : start + size]
-                with world.together():
-                    self._step(turn)
-                batches = [self.options.batch(self.pieces, number) for number in turn]
-                lengths = [len(piece) for batch in batches for piece in batch]
-                self.unsaved += len(lengths)
-                advance(sum(lengths), len(lengths), True)
-                if self.options.save is not None and self.unsaved >= self.options.save_every:
-                    self.finish()
-            with world.together():
-                context.close()  # raises if the model ran no attention that can be read
-        return True
-
-    def finish(self) -> State | None:
-        """The state of all ranks so far, on the first rank; saved if the run saves."""
-        with self.world.together():
-            state = self._state()
-            if state is not None and self.options.save is not None:
-                state.save(self.options.save)
-        self.unsaved = 0
-        return state
-
-    def _step(self, turn: list[int]) -> None:
-        """Run this rank's batch of one round."""
-        summary, done = self.progress
-        if self.world.rank < len(turn):
-            number = turn[self.world.rank]
-            windows = self.options.batch(self.pieces, number)
-            summary = run_batch(self.loaded, self.probe, number, windows, self.options, self.about)
-        self.progress = (summary, (*done, *turn))
-
-    def _state(self) -> State | None:
-        """The merged state of all ranks on rank 0, None on the others."""
-        summary, done = self.progress
-        joined = self.world.collect(summary)
-        if self.world.rank != 0 or joined is None:
-            return self.base
-        return added(self.base, joined, done, self.run, self.pieces, self.options)
 
 
 def added(

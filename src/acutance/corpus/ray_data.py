@@ -29,6 +29,7 @@ from acutance.corpus.texts import model_digest
 from acutance.extras import install
 from acutance.files import refuse_replacing, tidy
 from acutance.probing.settings import ProbeSettings
+from acutance.shapes import check_count
 from acutance.summary.state import Run, State
 
 if TYPE_CHECKING:
@@ -101,10 +102,9 @@ def probe_dataset(
         raise ImportError(
             f"acutance.corpus.ray_data needs Ray; install it with: {install('ray')}"
         ) from error
-    counts = {"actors": actors, "batch_size": batch_size, "batches_per_task": batches_per_task}
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count("actors", actors, 1)
+    check_count("batch_size", batch_size, 1)
+    check_count("batches_per_task", batches_per_task, 1)
     refuse_replacing(save, resume=resume, overwrite=overwrite)
     loaded = _load(model, "cpu")
     texts = _texts(dataset, column, ray_data)
@@ -182,9 +182,7 @@ def _tasks(
     pieces: Sequence[Sequence[int]], state: State | None, options: Options, most: int
 ) -> list[dict[str, Any]]:
     """The batches that a state lacks, at most so many in a task, with their windows."""
-    done = {i for start, stop in (state.run.done if state else ()) for i in range(start, stop)}
-    size = options.batch_size
-    todo = [start // size for start in range(0, len(pieces), size) if start not in done]
+    todo = options.todo(len(pieces), state.run.done if state else ())
     tasks = []
     for first in range(0, len(todo), most):
         batches = todo[first : first + most]
