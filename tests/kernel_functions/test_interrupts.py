@@ -69,7 +69,7 @@ def state() -> dict[str, Any]:
 
 
 def kernels() -> list[Any]:
-    from acutance.capture.kernel_functions.replace import loaded_kernels
+    from acutance.capture.kernel_functions.calls import loaded_kernels
 
     return [found for found, _ in loaded_kernels()]
 

@@ -139,7 +139,7 @@ class AppliedPlan(CountedChange):
         """Context of a call that runs under the plan, whatever kernel it calls."""
         return self._running.mute()
 
-    def _on_kernel_call(self, call: calls.KernelCall, run: Callable[[], Any]) -> Any:
+    def _on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Raise ApplyError for a kernel that the model calls without transformers' interface."""
         name = None if self._running.depth else module_of_method(self._names)
         if name is None:

@@ -358,23 +358,23 @@ class Applied(Interception, CountedChange):
             self._count(name)
             return as_query(factor, given["query"], call.query)
 
-    def on_kernel_call(self, call: calls.KernelCall, run: Callable[[], Any]) -> Any:
+    def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Run a call of a kernel function or operator with its queries scaled.
 
         Raises:
             ApplyError: if the law has windows, the call is not understood or does not fit the law.
         """
+        self.on_function()
         name = None if self.muted() else self.module_to_change()
         if name is not None:
             self.note_function()
-            plan = self._running()
-            assert plan is not None
-            assert plan.laws is not None
+            laws = self._plans.of(name).laws
+            assert laws is not None
             try:
-                if plan.laws.all_windows():
+                if laws.all_windows():
                     raise ValueError("a law's windows cannot be passed to it")
                 with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-                    factor = factor_of_call(plan.laws, call.read(name))
+                    factor = factor_of_call(laws, call.read(name))
                 call.scale_queries(factor.unsqueeze(-1))
             except ValueError as error:
                 raise self.unreachable(name, call.refusal(str(error))) from error

@@ -21,7 +21,7 @@ from acutance.capture.handwritten.softmax import (
     scores_of,
 )
 from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP
-from acutance.capture.kernel_functions.calls import KernelCall, operator_call
+from acutance.capture.kernel_functions.calls import FunctionCall, operator_call
 from acutance.capture.readers.torch_multihead import (
     changing_sdpa,
     changing_softmax,
@@ -53,7 +53,7 @@ class FunctionChanger(Protocol):
     def module_to_change(self) -> str | None:
         """Name of the running module if its scores are to be scaled, else None."""
 
-    def on_kernel_call(self, call: KernelCall, run: Callable[[], Any]) -> Any:
+    def on_kernel_call(self, call: FunctionCall, run: Callable[[], Any]) -> Any:
         """Run a call of an operator that is a kernel, with its queries scaled."""
 
     def changed_arguments(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

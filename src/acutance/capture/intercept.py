@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from acutance.capture.find_layers import has_forward, may_compute_attention
-from acutance.capture.kernel_functions.replace import replace_new
+from acutance.capture.kernel_functions.calls import replace_new
 from acutance.capture.module_names import named_modules, unwrap
 from acutance.capture.padding import RealRows, TokenMasks
 from acutance.capture.torch_modes import undoing, unwatched

@@ -236,14 +236,15 @@ class Listener(Interception):
             self.observe(read_call, name, lambda: call.output(result))
         return result
 
-    def on_kernel_call(self, call: calls.KernelCall, run: Callable[[], Any]) -> Any:
+    def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Read a call of a kernel function or operator."""
+        self.on_function()
         name = None if self.muted() else self.call_name()
         if name is None:
             return run()
         self.note_function()
         read_call = functools.partial(call.read, name)
-        self.provide(read_call, name, run, f"{call.kernel.name} is called as a function")
+        self.provide(read_call, name, run, f"{call.name} is called as a function")
         with self.mute():
             result = run()
         self.observe(read_call, name, lambda: call.output(result))

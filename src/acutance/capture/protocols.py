@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.kernel_functions.calls import KernelCall
+from acutance.capture.kernel_functions.calls import FunctionCall
 
 __all__ = [
     "FunctionObserver",
@@ -71,7 +71,7 @@ class FunctionObserver(Observer, Protocol):
     def note_function(self) -> None:
         """Note that the model calls a function that is or may be attention."""
 
-    def on_kernel_call(self, call: KernelCall, run: Callable[[], Any]) -> Any:
+    def on_kernel_call(self, call: FunctionCall, run: Callable[[], Any]) -> Any:
         """Handle a call of an operator that is a kernel."""
 
     def call_name(self) -> str | None:

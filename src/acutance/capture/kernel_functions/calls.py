@@ -1,96 +1,115 @@
-"""Pass the calls of kernel functions and operators through handlers, while something is open."""
+"""Pass calls of kernel functions and operators through handlers, while something is open.
+
+The functions are those of known modules and of kernels from the Hugging Face hub. Other modules
+hold them under any name, in closures, partial objects and attributes. So the function object stays
+and its ``__code__`` is exchanged; the original code runs in a copy of the function. Restoring puts
+the same code object back.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from acutance.capture.attention_call import AttentionCall
-from acutance.capture.intercept import notify_all
-from acutance.capture.kernel_functions.flash_attn import OPERATORS
-from acutance.capture.kernel_functions.reading import Arguments, Kernel, Reading
-from acutance.capture.kernel_functions.replace import Replaced, replaced
+from acutance.capture.kernel_functions.flash_attn import (
+    FLASH_ATTN,
+    OPERATORS,
+    SAGE,
+    VARLEN_ATTN,
+)
+from acutance.capture.kernel_functions.flashinfer import FLASHINFER_DECODE, FLASHINFER_PREFILL
+from acutance.capture.kernel_functions.reading import FunctionCall, Kernel
+from acutance.capture.kernel_functions.transformer_engine import TRANSFORMER_ENGINE
+from acutance.capture.kernel_functions.xformers import XFORMERS
 from acutance.capture.readers.huggingface import pass_on
-from acutance.capture.readers.interface_call import is_cross
-from acutance.capture.torch_modes import undoing
+from acutance.capture.torch_modes import AfterImport, undoing
+
+__all__ = ["FunctionCall", "intercept", "loaded_kernels", "operator_call", "replace_new"]
+
+_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention"
+#: The modules that define or hold kernels.
+MODULES: dict[str, tuple[Kernel, ...]] = {
+    "flash_attn.flash_attn_interface": FLASH_ATTN,
+    "flash_attn_interface": FLASH_ATTN,
+    "flash_attn_3.flash_attn_interface": FLASH_ATTN,
+    "flash_attn.cute.interface": FLASH_ATTN,
+    "vllm.vllm_flash_attn.flash_attn_interface": FLASH_ATTN,
+    "torch.nn.attention.varlen": VARLEN_ATTN,
+    "xformers.ops.fmha": XFORMERS,
+    "mslk.attention.fmha": XFORMERS,
+    _ENGINE: TRANSFORMER_ENGINE,
+    f"{_ENGINE}.dot_product_attention": TRANSFORMER_ENGINE,
+    "sageattention.core": SAGE,
+    "flashinfer.prefill": FLASHINFER_PREFILL,
+    "flashinfer.decode": FLASHINFER_DECODE,
+}
+#: The folder of a kernel from the hub: ``build/torch29-cxx11-cu128-x86_64-linux``, for one.
+_HUB = re.compile(r"[/\\]build[/\\]torch[^/\\]*[/\\]")
+_hub: set[str] = set()  # names of its modules
+_searched: set[str] = set()  # names of modules whose files were looked at
 
 
-class KernelCall:
-    """One call of a kernel that a model calls as a function.
-
-    Args:
-        kernel: how its arguments are read.
-        function: what computes it.
-        bound: its arguments, bound to the function's signature.
-    """
-
-    def __init__(
-        self, kernel: Kernel, function: Callable[..., Any], bound: inspect.BoundArguments
-    ) -> None:
-        self.kernel, self._function, self._bound = kernel, function, bound
-        self._reading: Reading | None = None
-
-    def read(self, module: str) -> AttentionCall:
-        """The call as the kernel computes it; ``module`` is the name of the module that makes it.
-
-        Raises:
-            ValueError: if it is not understood; the message names the kernel.
-        """
-        self._reading = self.kernel.reading(self._bound)
-        fields = self._reading.fields
-        if is_cross(module):
-            fields["cross"] = True
-        return AttentionCall(module=module, source=self.kernel.name, **fields)
-
-    def refusal(self, reason: str) -> str:
-        """Why the call cannot be changed, with the name of the kernel."""
-        name = self.kernel.name
-        return reason if name in reason else f"it calls {name}: {reason}"
-
-    def scale_queries(self, factor: Tensor) -> None:
-        """Multiply the queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.
-
-        Raises:
-            ValueError: if they are in 8 bits, where the product would be rounded to few digits.
-        """
-        reading = self._reading
-        assert reading is not None
-        name = self.kernel.names.get(reading.argument, reading.argument)
-        given: Tensor = self._bound.arguments[name]
-        if given.dtype.itemsize < 2:
-            raise ValueError(f"its queries are {given.dtype}")
-        # where each row of each head lies, from 1; rows of padding are at 0
-        places = torch.arange(1, given[..., 0].numel() + 1, device=given.device)
-        rows = reading.rows(places.view(*given.shape[:-1], 1))
-        factors = given.new_ones(len(places) + 1)
-        factors[rows] = factor.to(given.dtype).expand(rows.shape)
-        self._bound.arguments[name] = given * factors[1:].view(*given.shape[:-1], 1)
-
-    def compute(self) -> Any:
-        """The result of the kernel."""
-        return self._function(*self._bound.args, **self._bound.kwargs)
-
-    def output(self, result: Any) -> Tensor:
-        """The output (B, Hq, L, Ev) in a result, once the call has been read."""
-        assert self._reading is not None
-        if self.kernel.name.endswith("_out"):
-            result = self._bound.arguments["out"]
-        output: Tensor = result[0] if isinstance(result, tuple | list) else result
-        return self._reading.rows(output)
+def loaded_kernels() -> Iterator[tuple[FunctionType, Kernel]]:
+    """The functions and methods of all libraries that are imported."""
+    for name in sys.modules.keys() - _searched:
+        _searched.add(name)
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+        if isinstance(file, str) and "torch" in file and _HUB.search(file):
+            _hub.add(name)
+    for name, kernels in (*MODULES.items(), *((name, (*FLASH_ATTN, *SAGE)) for name in _hub)):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        for kernel in kernels:
+            owner, _, member = kernel.name.rpartition(".")
+            holder = getattr(module, owner, None) if owner else module
+            function = getattr(holder, "__dict__", {}).get(member)
+            if isinstance(function, FunctionType):
+                function = inspect.unwrap(function)  # a decorator's closure calls it
+            if isinstance(function, FunctionType) and not function.__code__.co_freevars:
+                yield function, kernel
 
 
 #: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
-Handler = Callable[[KernelCall, Callable[[], Any]], Any]
+Handler = Callable[[FunctionCall, Callable[[], Any]], Any]
 
 #: Open handlers that change calls, outermost first, and those that only look.
 _changing: list[Handler] = []
 _looking: list[Handler] = []
+_lock = threading.RLock()
+_modules = 0  # number of imported modules when they were last searched
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """A kernel function whose code is exchanged.
+
+    Attributes:
+        function: the function.
+        original: a copy of it, with the original code.
+        kernel: how its calls are read.
+        signature: of the original function.
+    """
+
+    function: FunctionType
+    original: FunctionType
+    kernel: Kernel
+    signature: inspect.Signature
+
+
+#: Functions that were ever replaced: a thread may still run their new code after restoring.
+_known: dict[str, _Replaced] = {}
+_active: dict[str, _Replaced] = {}
 
 
 @contextmanager
@@ -107,33 +126,104 @@ def intercept(handler: Handler, *, looks: bool = False) -> Iterator[None]:
     group = _looking if looks else _changing
 
     def remove() -> None:
-        group[:] = [other for other in group if other is not handler]
+        with _lock:
+            group[:] = [other for other in group if other is not handler]
+            if not (_changing or _looking):
+                if _finder in sys.meta_path:
+                    sys.meta_path.remove(_finder)
+                _restore()
 
-    with replaced(_on_call), undoing(remove):
-        group.append(handler)
+    with undoing(remove):
+        with _lock:
+            group.append(handler)
+            if _finder not in sys.meta_path:
+                sys.meta_path.insert(0, _finder)
+                _replace_all()
+        replace_new()
         yield
 
 
-def _on_call(function: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass a call of a replaced function through the open handlers."""
-    run, kernel, handlers = function.original, function.kernel, (*_changing, *_looking)
+def run_replaced(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass a call of the function with this key through the open handlers."""
+    replaced, handlers = _known[key], (*_changing, *_looking)
+    run = replaced.original
     if torch.compiler.is_compiling() or not handlers:
         return run(*args, **kwargs)
     try:
-        bound = function.signature.bind(*args, **kwargs)
+        call = FunctionCall(replaced.kernel, run, replaced.signature.bind(*args, **kwargs))
     except TypeError:  # the function says so in its own words
         return run(*args, **kwargs)
-    if kernel.plan:
+    if replaced.kernel.plans:
         result = run(*args, **kwargs)
-        kernel.read(Arguments(kernel.name, bound, kernel.names))
+        replaced.kernel.reading(call)
         return result
-    notify_all()
-    return pass_on(KernelCall(kernel, run, bound), handlers)
+    return pass_on(call, handlers)
+
+
+def _new_code(*args: Any, **kwargs: Any) -> Any:
+    from acutance.capture.kernel_functions.calls import run_replaced
+
+    return run_replaced("key of the function", args, kwargs)
+
+
+def _replace(function: FunctionType, kernel: Kernel) -> None:
+    """Exchange the code of a function for one that calls :func:`run_replaced` with its key."""
+    key, code = str(id(function)), function.__code__
+    if key in _active:
+        return
+    known = _known.get(key)
+    if known is None or known.function is not function or known.original.__code__ is not code:
+        original = FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        original.__qualname__, original.__module__ = function.__qualname__, function.__module__
+        known = _Replaced(function, original, kernel, inspect.signature(function))
+        _known[key] = known
+    _active[key] = known  # first: an interrupt may come
+    if "__signature__" not in vars(function):  # libraries look up which parameters it has
+        vars(function)["__signature__"] = known.signature
+    template = _new_code.__code__
+    constants = [
+        key if constant == "key of the function" else constant for constant in template.co_consts
+    ]
+    function.__code__ = template.replace(co_consts=tuple(constants), co_name=code.co_name)
+
+
+def _restore() -> None:
+    """Put the original code of all functions back."""
+    for known in _active.values():
+        known.function.__code__ = known.original.__code__
+        if vars(known.function).get("__signature__") is known.signature:
+            del vars(known.function)["__signature__"]
+    _active.clear()
+
+
+def replace_new() -> None:
+    """Replace the functions of libraries that were imported since; for the start of a pass."""
+    global _modules
+    if not (_changing or _looking) or len(sys.modules) == _modules:
+        return
+    with _lock:
+        if _changing or _looking:
+            _modules = len(sys.modules)
+            for function, kernel in loaded_kernels():
+                _replace(function, kernel)
+
+
+def _replace_all() -> None:
+    """Search all modules; after one of the known modules was imported."""
+    global _modules
+    _modules = 0
+    replace_new()
+
+
+_finder = AfterImport(frozenset(MODULES), _replace_all)
 
 
 def operator_call(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> KernelCall | None:
+) -> FunctionCall | None:
     """The call of an operator that is a kernel; None for any other operator."""
     is_operator = type(operator) is OpOverload or type(operator) is OpOverloadPacket
     kernel = OPERATORS.get(".".join(str(operator).split(".")[:2])) if is_operator else None
@@ -148,4 +238,4 @@ def operator_call(
         kind = kinds[argument.kwarg_only]
         parameters.append(inspect.Parameter(argument.name, kind, default=default))
     bound = inspect.Signature(parameters).bind(*args, **kwargs)
-    return KernelCall(kernel, operator, bound)
+    return FunctionCall(kernel, operator, bound)

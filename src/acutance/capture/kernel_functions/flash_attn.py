@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.reading import (
-    Arguments,
+    FunctionCall,
     Kernel,
     Reading,
     Sequences,
@@ -29,25 +29,25 @@ from acutance.capture.kernel_functions.reading import (
 from acutance.capture.rotary import rotated
 
 
-def _read(arguments: Arguments, layout: str = "BLHE") -> Reading:
+def _read(call: FunctionCall, layout: str = "BLHE") -> Reading:
     """Any function without a cache: on a batch or on packed sequences."""
-    arguments.ignore("rotary_interleaved")
-    qkv, kv = arguments.optional("qkv"), arguments.optional("kv")
+    call.ignore("rotary_interleaved")
+    qkv, kv = call.optional("qkv"), call.optional("kv")
     if qkv is not None:
-        return _read_packed(arguments, qkv)
-    key, value = (arguments.tensor("k"), arguments.tensor("v")) if kv is None else kv.unbind(-3)
-    return _reading(arguments, arguments.tensor("q"), key, value, layout)
+        return _read_packed(call, qkv)
+    key, value = (call.tensor("k"), call.tensor("v")) if kv is None else kv.unbind(-3)
+    return _reading(call, call.tensor("q"), key, value, layout)
 
 
-def _read_packed(arguments: Arguments, qkv: Tensor) -> Reading:
+def _read_packed(call: FunctionCall, qkv: Tensor) -> Reading:
     """Queries, keys and values in one tensor (..., 3, H, E), or (B, L, all heads, E)."""
-    heads = arguments["num_heads_q"]
+    heads = call["num_heads_q"]
     if heads is None:
         query, key, value = qkv.unbind(-3)
     else:
         fewer = (qkv.shape[-2] - heads) // 2
         query, key, value = qkv.split([heads, fewer, fewer], dim=-2)
-    reading = _reading(arguments, query, key, value)
+    reading = _reading(call, query, key, value)
 
     def rows(tensor: Tensor) -> Tensor:
         if heads is not None:
@@ -60,22 +60,22 @@ def _read_packed(arguments: Arguments, qkv: Tensor) -> Reading:
 
 
 def _reading(
-    arguments: Arguments, query: Tensor, key: Tensor, value: Tensor, layout: str = "BLHE"
+    call: FunctionCall, query: Tensor, key: Tensor, value: Tensor, layout: str = "BLHE"
 ) -> Reading:
     """Read a call, given its query, key and value."""
-    tensors = query, key, value = _widened(arguments, query, key, value)
-    queries, keys = _sequences(arguments, query, "q"), _sequences(arguments, key, "k")
-    options = _options(arguments)
+    tensors = query, key, value = _widened(call, query, key, value)
+    queries, keys = _sequences(call, query, "q"), _sequences(call, key, "k")
+    options = _options(call)
     if queries is None and keys is None:
         return batch_reading(tensors, layout, **options)
     return sequence_reading(tensors, queries or batched(query), keys or batched(key), **options)
 
 
-def _sequences(arguments: Arguments, tensor: Tensor, side: str) -> Sequences | None:
+def _sequences(call: FunctionCall, tensor: Tensor, side: str) -> Sequences | None:
     """The sequences of queries ("q") or keys ("k"); None for a batch of one length."""
-    bounds, lengths = (arguments.optional(f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
-    bounds = arguments.optional("cu_seqlens") if bounds is None else bounds
-    table = _table(arguments) if side == "k" else None
+    bounds, lengths = (call.optional(f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
+    bounds = call.optional("cu_seqlens") if bounds is None else bounds
+    table = _table(call) if side == "k" else None
     if table is not None:
         lengths = bounds.diff() if lengths is None and bounds is not None else lengths
         if lengths is None:
@@ -88,83 +88,81 @@ def _sequences(arguments: Arguments, tensor: Tensor, side: str) -> Sequences | N
     return None if lengths is None else batched(tensor, lengths)
 
 
-def _table(arguments: Arguments) -> Tensor | None:
+def _table(call: FunctionCall) -> Tensor | None:
     """The table of pages, which has two names."""
-    table = arguments.optional("block_table")
-    return arguments.optional("page_table") if table is None else table
+    table = call.optional("block_table")
+    return call.optional("page_table") if table is None else table
 
 
-def _options(arguments: Arguments) -> dict[str, Any]:
+def _options(call: FunctionCall) -> dict[str, Any]:
     """What all share: masks, scale, softcap, sinks, dropout."""
-    if arguments["attention_chunk"] not in (None, 0):
-        raise ValueError(f"{arguments.function} with attention_chunk cannot be read")
-    softcap, sinks, sides = (arguments[name] for name in ("softcap", "s_aux", "window_size"))
+    if call["attention_chunk"] not in (None, 0):
+        raise ValueError(f"{call.name} with attention_chunk cannot be read")
+    softcap, sinks, sides = (call[name] for name in ("softcap", "s_aux", "window_size"))
     if sides is None:
-        sides = arguments["window_size_left"], arguments["window_size_right"]
+        sides = call["window_size_left"], call["window_size_right"]
     if any(side is not None and int(side) < -1 for side in sides):
-        raise ValueError(f"{arguments.function} is called with the window {tuple(sides)}")
+        raise ValueError(f"{call.name} is called with the window {tuple(sides)}")
     return {
-        "causal": bool(arguments["causal"]),
+        "causal": bool(call["causal"]),
         "window": tuple(None if side is None or int(side) < 0 else int(side) for side in sides),
-        "slopes": arguments.optional("alibi_slopes"),
-        "scale": arguments.number("softmax_scale"),
+        "slopes": call.optional("alibi_slopes"),
+        "scale": call.number("softmax_scale"),
         "softcap": float(softcap) if softcap and softcap > 0 else None,
-        "sinks": arguments.optional("learnable_sink") if sinks is None else sinks,
-        "dropout_p": float(arguments["dropout_p"] or 0.0),
+        "sinks": call.optional("learnable_sink") if sinks is None else sinks,
+        "dropout_p": float(call["dropout_p"] or 0.0),
     }
 
 
-def _widened(arguments: Arguments, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _widened(call: FunctionCall, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, in float32 if one is in 8 bits.
 
     A descale factor (B, H), of key heads, multiplies what is stored.
     """
-    descales = [arguments.optional(f"{name}_descale") for name in "qkv"]
+    descales = [call.optional(f"{name}_descale") for name in "qkv"]
     query, key, value = tensors
     if descales == [None] * 3 and all(tensor.dtype.itemsize > 1 for tensor in tensors):
         return query, key, value
     query, key, value = (
-        tensor.float() if descale is None else tensor.float() * _factors(arguments, descale, tensor)
+        tensor.float() if descale is None else tensor.float() * _factors(call, descale, tensor)
         for tensor, descale in zip(tensors, descales, strict=True)
     )
     return query, key, value
 
 
-def _factors(arguments: Arguments, descale: Tensor, tensor: Tensor) -> Tensor:
+def _factors(call: FunctionCall, descale: Tensor, tensor: Tensor) -> Tensor:
     """A descale factor (B, H) as it multiplies (B, L, Hq, E), or packed tensors if B is 1."""
     factors = descale.float().repeat_interleave(tensor.shape[-2] // descale.shape[-1], -1)
     if tensor.dim() == 4:
         return factors[:, None, :, None]
     if not bool((factors == factors[:1]).all()):
-        raise ValueError(
-            f"{arguments.function} with a descale for each packed sequence cannot be read"
-        )
+        raise ValueError(f"{call.name} with a descale for each packed sequence cannot be read")
     return factors[0, :, None]
 
 
-def _read_kvcache(arguments: Arguments) -> Reading:
+def _read_kvcache(call: FunctionCall) -> Reading:
     """``flash_attn_with_kvcache``: q (B, L, Hq, E) on a cache (B, S, H, E) or in pages."""
-    query, key, value = (arguments.tensor(name) for name in ("q", "k_cache", "v_cache"))
-    new, new_value = arguments.optional("k"), arguments.optional("v")
-    if arguments["cu_seqlens_q"] is not None or arguments["cu_seqlens_k_new"] is not None:
+    query, key, value = (call.tensor(name) for name in ("q", "k_cache", "v_cache"))
+    new, new_value = call.optional("k"), call.optional("v")
+    if call["cu_seqlens_q"] is not None or call["cu_seqlens_k_new"] is not None:
         raise ValueError("flash_attn_with_kvcache with packed sequences cannot be read")
-    blank, table = arguments.optional("cache_leftpad"), _table(arguments)
-    if (chosen := arguments.optional("cache_batch_idx")) is not None:
+    blank, table = call.optional("cache_leftpad"), _table(call)
+    if (chosen := call.optional("cache_batch_idx")) is not None:
         key, value = key[chosen.long()], value[chosen.long()]
     if table is None:
         table = torch.arange(len(query), device=key.device).unsqueeze(1)  # a page each
-    filled = arguments["cache_seqlens"]
+    filled = call["cache_seqlens"]
     filled = table.shape[1] * key.shape[1] if filled is None else filled
     lengths = torch.as_tensor(filled, device=key.device).long().reshape(-1).expand(len(query))
     index = paged(table, key.shape[1], lengths).index
     key, value = key.flatten(0, 1), value.flatten(0, 1)
-    options = _options(arguments)
-    if arguments["rotary_cos"] is not None:
+    options = _options(call)
+    if call["rotary_cos"] is not None:
         if new is None or blank is not None:
             raise ValueError("flash_attn_with_kvcache with these rotary factors cannot be read")
         by_row = options["causal"] or options["window"] != (None, None)
-        query = _rotated(arguments, query, lengths, by_row)
-        new = _rotated(arguments, new, lengths, True)
+        query = _rotated(call, query, lengths, by_row)
+        new = _rotated(call, new, lengths, True)
     if new is not None and new_value is not None:  # the kernel writes them there, before or after
         columns = lengths.unsqueeze(1) + torch.arange(new.shape[1], device=key.device)
         if int(columns.max()) >= index.shape[1]:
@@ -180,7 +178,7 @@ def _read_kvcache(arguments: Arguments) -> Reading:
         columns = torch.arange(index.shape[1], device=key.device) + blank.long().unsqueeze(1)
         index = index.gather(1, columns.clamp(max=index.shape[1] - 1))
         lengths = lengths - blank.long()
-    query, key, value = _widened(arguments, query, key, value)
+    query, key, value = _widened(call, query, key, value)
     if bool((lengths == lengths[0]).all()):
         index = index[:, : int(lengths[0])]
         return batch_reading((query, key[index], value[index]), **options)
@@ -188,31 +186,31 @@ def _read_kvcache(arguments: Arguments) -> Reading:
     return sequence_reading((query, key, value), batched(query), keys, **options)
 
 
-def _rotated(arguments: Arguments, tensor: Tensor, lengths: Tensor, by_row: bool) -> Tensor:
+def _rotated(call: FunctionCall, tensor: Tensor, lengths: Tensor, by_row: bool) -> Tensor:
     """A tensor (B, L, H, E) rotated by ``rotary_cos`` and ``rotary_sin``.
 
     Args:
-        arguments: the factors, (positions, rotated width / 2), and ``rotary_interleaved``.
+        call: the factors, (positions, rotated width / 2), and ``rotary_interleaved``.
         tensor: queries or new keys.
         lengths: position of row 0, (B,).
         by_row: whether row i is at position i from there; else all rows are at row 0's.
     """
     rows = torch.arange(tensor.shape[1], device=tensor.device) * by_row
     places = lengths.unsqueeze(1) + rows
-    cos, sin = (arguments.tensor(f"rotary_{name}")[places][:, :, None] for name in ("cos", "sin"))
-    return rotated(tensor, cos, sin, interleaved=bool(arguments["rotary_interleaved"]))
+    cos, sin = (call.tensor(f"rotary_{name}")[places][:, :, None] for name in ("cos", "sin"))
+    return rotated(tensor, cos, sin, interleaved=bool(call["rotary_interleaved"]))
 
 
-def _read_sage(arguments: Arguments) -> Reading:
+def _read_sage(call: FunctionCall) -> Reading:
     """``sageattn`` and ``sageattn_varlen``: tensors (B, H, L, E), (B, L, H, E) or (T, H, E)."""
-    if arguments["dropout_p"]:  # of a call of SDPA that was redirected here
+    if call["dropout_p"]:  # of a call of SDPA that was redirected here
         raise ValueError("sageattn has no dropout_p")
-    reading = _read(arguments, "BHLE" if arguments["tensor_layout"] == "HND" else "BLHE")
-    bounds = [arguments.optional(f"cu_seqlens_{side}") for side in "qk"]
+    reading = _read(call, "BHLE" if call["tensor_layout"] == "HND" else "BLHE")
+    bounds = [call.optional(f"cu_seqlens_{side}") for side in "qk"]
     alike = reading.fields["query"].shape[2] == reading.fields["key"].shape[2]
     if bounds[0] is not None and bounds[1] is not None:
         alike = bounds[0].equal(bounds[1])
-    if arguments["causal"] and not alike:
+    if call["causal"] and not alike:
         raise ValueError("sageattn with is_causal needs as many keys as queries")
     return reading
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.reading import (
-    Arguments,
+    FunctionCall,
     Kernel,
     Reading,
     Sequences,
@@ -32,24 +32,24 @@ _IGNORED = (
     *("fixed_split_size", "disable_split_kv", "window_right", "token_pos_in_items_len"),
 )
 #: By wrapper, the arguments of its last plan.
-_plans: weakref.WeakKeyDictionary[Any, Arguments] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def _read_single(arguments: Arguments) -> Reading:
+def _read_single(call: FunctionCall) -> Reading:
     """One request: q (L, Hq, E) in prefill, (Hq, E) in decoding."""
-    mask, tensors = arguments.optional("custom_mask"), arguments.qkv()
+    mask, tensors = call.optional("custom_mask"), call.qkv()
     decodes = tensors[0].dim() == 2
-    keys = {"NHD": "LHE", "HND": "HLE"}[arguments["kv_layout"]]
+    keys = {"NHD": "LHE", "HND": "HLE"}[call["kv_layout"]]
     layouts = ("HE" if decodes else "LHE", keys, keys)
     query, key, value = (
-        _scaled(tensor, arguments.optional(f"scale_{name}"), layout.index("H"))
+        _scaled(tensor, call.optional(f"scale_{name}"), layout.index("H"))
         for name, tensor, layout in zip("qkv", tensors, layouts, strict=True)
     )
-    options = _options(arguments, query, causal=decodes)
+    options = _options(call, query, causal=decodes)
     options["causal"] &= mask is None or decodes
     if mask is not None:
         options["attn_mask"] = mask.bool()[None, None]
-    value = _scaled(value, arguments.number("v_scale"))
+    value = _scaled(value, call.number("v_scale"))
     return batch_reading((query, key, value), layouts[0], keys=keys, **options)
 
 
@@ -65,42 +65,42 @@ def _scaled(tensor: Tensor, factor: Tensor | float | None, heads: int | None = N
     return tensor if factor is None else tensor * factor
 
 
-def _read_paged(arguments: Arguments) -> Reading:
+def _read_paged(call: FunctionCall) -> Reading:
     """``run`` of the wrappers of a paged cache: prefill, and decoding of one row a request."""
-    query, cache = arguments.tensor("q"), arguments["paged_kv_cache"]
-    layout = _add_plan(arguments)
+    query, cache = call.tensor("q"), call["paged_kv_cache"]
+    layout = _add_plan(call)
     key, value = cache.unbind(1) if isinstance(cache, Tensor) else cache
     if layout == "HND":
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-    bounds = arguments.optional("qo_indptr")
+    bounds = call.optional("qo_indptr")
     prefix = "paged_kv_" if bounds is not None else ""
     starts, pages, last = (
-        arguments.tensor(f"{prefix}{name}").to(query.device).long()
+        call.tensor(f"{prefix}{name}").to(query.device).long()
         for name in ("indptr", "indices", "last_page_len")
     )
     counts = starts.diff()
     if bounds is None:  # decoding
-        arguments.ignore("q_len_per_req")
+        call.ignore("q_len_per_req")
         bounds = torch.arange(len(counts) + 1, device=query.device)
         if len(query) != len(counts):
-            raise ValueError(f"{arguments.function} with several rows of a request cannot be read")
+            raise ValueError(f"{call.name} with several rows of a request cannot be read")
     table = packed(starts).index.clamp(max=max(len(pages) - 1, 0))
     lengths = torch.where(counts > 0, (counts - 1) * key.shape[1] + last, 0)
     keys = paged(pages[table], key.shape[1], lengths)
-    return _planned(arguments, (query, key, value), bounds, keys, causal=not prefix)
+    return _planned(call, (query, key, value), bounds, keys, causal=not prefix)
 
 
-def _read_ragged(arguments: Arguments) -> Reading:
+def _read_ragged(call: FunctionCall) -> Reading:
     """``run`` of the wrapper of packed keys and values."""
-    tensors = arguments.qkv()
-    if _add_plan(arguments) != "NHD":
+    tensors = call.qkv()
+    if _add_plan(call) != "NHD":
         raise ValueError("its key layout is not NHD")
-    keys = packed(arguments.tensor("kv_indptr").to(tensors[0].device))
-    return _planned(arguments, tensors, arguments.tensor("qo_indptr"), keys, causal=False)
+    keys = packed(call.tensor("kv_indptr").to(tensors[0].device))
+    return _planned(call, tensors, call.tensor("qo_indptr"), keys, causal=False)
 
 
 def _planned(
-    arguments: Arguments,
+    call: FunctionCall,
     tensors: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor,
     keys: Sequences,
@@ -108,62 +108,66 @@ def _planned(
     causal: bool,
 ) -> Reading:
     """Read a call of a wrapper, given where its queries and keys lie."""
-    if arguments["custom_mask"] is not None:
-        raise ValueError(f"{arguments.function} with custom_mask cannot be read")
+    if call["custom_mask"] is not None:
+        raise ValueError(f"{call.name} with custom_mask cannot be read")
     query, key, value = tensors
-    options = _options(arguments, query, causal=causal)
-    tensors = _scaled(query, None), _scaled(key, None), _scaled(value, arguments.number("v_scale"))
-    queries, sinks = packed(bounds.to(query.device)), arguments.optional("sinks")
+    options = _options(call, query, causal=causal)
+    tensors = _scaled(query, None), _scaled(key, None), _scaled(value, call.number("v_scale"))
+    queries, sinks = packed(bounds.to(query.device)), call.optional("sinks")
     return sequence_reading(tensors, queries, keys, sinks=sinks, **options)
 
 
-def _add_plan(arguments: Arguments) -> str:
+def _add_plan(call: FunctionCall) -> str:
     """Add what the plan of a wrapper was given to the arguments of a call; its key layout."""
-    wrapper = arguments["self"]
+    wrapper = call["self"]
     plan = _plans.get(wrapper)
     if plan is None:
         reason = "was planned before the probe or the law began: call plan again"
-        raise ValueError(f"{arguments.function} {reason}")
-    arguments.add(plan)
+        raise ValueError(f"{call.name} {reason}")
+    call.add(plan)
     layout: str = wrapper._kv_layout
     return layout
 
 
-def _remember(arguments: Arguments) -> None:
+def _remember(call: FunctionCall) -> None:
     """Store the arguments of ``plan``; tensors are copied, since they may be overwritten."""
-    wrapper = arguments["self"]
-    _plans[wrapper] = arguments.keep()
+    planned = call.changed()
+    wrapper = planned.pop("self")
+    _plans[wrapper] = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in planned.items()
+    }
 
 
-def _options(arguments: Arguments, query: Tensor, *, causal: bool) -> dict[str, Any]:
+def _options(call: FunctionCall, query: Tensor, *, causal: bool) -> dict[str, Any]:
     """Mask, scale with the factors of queries and keys, and softcap."""
-    arguments.ignore(*_IGNORED)
-    if arguments["packed_custom_mask"] is not None:
-        raise ValueError(f"{arguments.function} with packed_custom_mask cannot be read")
-    if (mode := arguments["pos_encoding_mode"]) not in (None, "NONE"):
-        raise ValueError(f"{arguments.function} with pos_encoding_mode={mode!r} cannot be read")
-    scale, softcap = arguments.number("sm_scale"), arguments["logits_soft_cap"]
+    call.ignore(*_IGNORED)
+    if call["packed_custom_mask"] is not None:
+        raise ValueError(f"{call.name} with packed_custom_mask cannot be read")
+    if (mode := call["pos_encoding_mode"]) not in (None, "NONE"):
+        raise ValueError(f"{call.name} with pos_encoding_mode={mode!r} cannot be read")
+    scale, softcap = call.number("sm_scale"), call["logits_soft_cap"]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     for name in ("q_scale", "k_scale"):
-        factor = arguments.number(name)
+        factor = call.number(name)
         scale *= 1.0 if factor is None else factor
-    left = arguments["window_left"]
+    left = call["window_left"]
     return {
-        "causal": causal or bool(arguments["causal"]),
+        "causal": causal or bool(call["causal"]),
         "window": (None if left is None or left < 0 else int(left), None),
         "scale": scale,
         "softcap": float(softcap) if softcap and softcap > 0 else None,
     }
 
 
-def _deprecated(arguments: Arguments) -> Reading:
-    raise ValueError(f"{arguments.function} overrides what its plan says: call run")
+def _deprecated(call: FunctionCall) -> Reading:
+    raise ValueError(f"{call.name} overrides what its plan says: call run")
 
 
 def _wrapper(name: str, read: Any) -> tuple[Kernel, ...]:
     """The methods of a wrapper."""
     return (
-        Kernel(f"{name}.plan", _remember, plan=True),
+        Kernel(f"{name}.plan", _remember, plans=True),
         Kernel(f"{name}.run", read),
         Kernel(f"{name}.forward", _deprecated),
         Kernel(f"{name}.forward_return_lse", _deprecated),

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.interface_call import is_cross
+
 #: Arguments that change how a kernel computes, not what.
 _HARMLESS = {
     *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "return_lse"),
@@ -23,106 +26,6 @@ _HARMLESS = {
     *("quantization_backend", "op", "output_dtype"),
 }
 _Tensors = tuple[Tensor, Tensor, Tensor]
-
-
-class Arguments:
-    """The arguments of one call of a kernel, and which of them have been read.
-
-    Args:
-        function: name of the function, for messages.
-        bound: the arguments of the call, bound to the function's signature.
-        names: what the function calls an argument that is read by another name.
-
-    Example:
-        >>> def kernel(query, softcap=0.0, **options):
-        ...     return query
-        >>> bound = inspect.signature(kernel).bind(1, tilt=3)
-        >>> arguments = Arguments("kernel", bound, {"q": "query"})
-        >>> arguments["q"], arguments["softcap"], arguments["window"]
-        (1, 0.0, None)
-        >>> arguments.check()
-        Traceback (most recent call last):
-            ...
-        ValueError: kernel is called with tilt=3, which the probe does not know
-    """
-
-    def __init__(
-        self, function: str, bound: inspect.BoundArguments, names: Mapping[str, str]
-    ) -> None:
-        self.function, self._names = function, names
-        self._read: set[str] = set()
-        self._given, self._defaults = dict(bound.arguments), dict[str, Any]()
-        for name, parameter in bound.signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                self._given |= self._given.pop(name, {})
-            elif parameter.default is not inspect.Parameter.empty:
-                self._defaults[name] = parameter.default
-
-    def __getitem__(self, name: str) -> Any:
-        """An argument, or its default; None if the function has no such parameter."""
-        name = self._names.get(name, name)
-        self._read.add(name)
-        return self._given.get(name, self._defaults.get(name))
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor argument.
-
-        Raises:
-            ValueError: if it is anything but a plain tensor.
-        """
-        value = self[name]
-        if not isinstance(value, Tensor) or value.is_nested:
-            kind = "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
-            name = self._names.get(name, name)
-            raise ValueError(f"{self.function} is called with {name} of type {kind}")
-        return value
-
-    def optional(self, name: str) -> Tensor | None:
-        """A tensor argument, or None."""
-        return None if self[name] is None else self.tensor(name)
-
-    def number(self, name: str) -> float | None:
-        """A number, which may be given as a tensor of one element; None if there is none."""
-        value = self[name]
-        return None if value is None else float(torch.as_tensor(value).reshape(()).item())
-
-    def qkv(self) -> _Tensors:
-        """Query, key and value."""
-        return self.tensor("q"), self.tensor("k"), self.tensor("v")
-
-    def ignore(self, *names: str) -> None:
-        """Mark arguments as read, because they do not change what is computed."""
-        self._read.update(names)
-
-    def keep(self) -> Arguments:
-        """These arguments without ``self``, for later: with copies of tensors."""
-        del self._given["self"]
-        for name, value in self._given.items():
-            self._given[name] = value.clone() if isinstance(value, Tensor) else value
-        return self
-
-    def add(self, earlier: Arguments) -> None:
-        """Add the arguments of an earlier call, which those of this one replace."""
-        own = {name: value for name, value in self._given.items() if value is not None}
-        self._given = {**earlier._given, **own}
-        self._defaults = {**earlier._defaults, **self._defaults}
-
-    def check(self) -> None:
-        """Check that every argument that is not at its default has been read.
-
-        Raises:
-            ValueError: if one has not; the message names the function and the argument.
-        """
-        for name, value in self._given.items():
-            if name in self._read or name in _HARMLESS or value is None:
-                continue
-            default = self._defaults.get(name)
-            if value is default or (type(value) is type(default) and value == default):
-                continue
-            shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
-            raise ValueError(
-                f"{self.function} is called with {name}={shown}, which the probe does not know"
-            )
 
 
 @dataclass(frozen=True)
@@ -146,36 +49,175 @@ class Kernel:
 
     Attributes:
         name: the function's name; of a method, with its class.
-        read: reads the arguments of a call.
-        names: what the function calls the arguments that ``read`` asks for by other names.
-        plan: whether the function only plans later calls; ``read`` then stores its arguments.
+        reading: reads the arguments of a call; of a function that only plans later calls, stores
+            them.
+        names: what the function calls the arguments that ``reading`` asks for by other names.
+        plans: whether the function only plans later calls.
     """
 
     name: str
-    read: Callable[[Arguments], Any]
+    reading: Callable[[FunctionCall], Any]
     names: Mapping[str, str] = field(default_factory=dict)
-    plan: bool = False
+    plans: bool = False
 
-    def reading(self, bound: inspect.BoundArguments) -> Reading:
-        """Read a call, from its arguments.
+
+class FunctionCall:
+    """One call of a kernel that a model calls as a function, and which arguments have been read.
+
+    Args:
+        kernel: the kernel.
+        function: what computes the call.
+        bound: its arguments, bound to the function's signature.
+
+    Example:
+        >>> def kernel(query, softcap=0.0, **options):
+        ...     return query
+        >>> bound = inspect.signature(kernel).bind(1, tilt=3)
+        >>> call = FunctionCall(Kernel("kernel", print, {"q": "query"}), kernel, bound)
+        >>> call["q"], call["softcap"], call["window"]
+        (1, 0.0, None)
+        >>> call.check()
+        Traceback (most recent call last):
+            ...
+        ValueError: kernel is called with tilt=3, which the probe does not know
+    """
+
+    def __init__(
+        self, kernel: Kernel, function: Callable[..., Any], bound: inspect.BoundArguments
+    ) -> None:
+        self.kernel, self.name = kernel, kernel.name
+        self._function, self._bound = function, bound
+        self._reading: Reading | None = None
+        self._read: set[str] = set()
+        self._given, self._defaults = dict(bound.arguments), dict[str, Any]()
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self._given |= self._given.pop(name, {})
+            elif parameter.default is not inspect.Parameter.empty:
+                self._defaults[name] = parameter.default
+
+    # -- what a handler does with a call ----------------------------------------------------------
+
+    def read(self, module: str) -> AttentionCall:
+        """The call as the kernel computes it; ``module`` is the name of the module that makes it.
 
         Raises:
-            ValueError: if it is not understood; the message names the function.
+            ValueError: if it is not understood; the message names the kernel.
         """
-        arguments = Arguments(self.name, bound, self.names)
         try:
-            reading: Reading = self.read(arguments)
+            self._reading = reading = self.kernel.reading(self)
         except ValueError as error:
             if self.name in str(error):
                 raise
             raise ValueError(f"{self.name} cannot be read: {error}") from error
         except Exception as error:  # a version of the library with other arguments
-            reason = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"the arguments of {self.name} are not understood: {reason}"
+                f"the arguments of {self.name} are not understood: {type(error).__name__}: {error}"
             ) from error
-        arguments.check()
-        return reading
+        self.check()
+        if is_cross(module):
+            reading.fields["cross"] = True
+        return AttentionCall(module=module, source=self.name, **reading.fields)
+
+    def refusal(self, reason: str) -> str:
+        """Why the call cannot be changed, with the name of the kernel."""
+        return reason if self.name in reason else f"it calls {self.name}: {reason}"
+
+    def scale_queries(self, factor: Tensor) -> None:
+        """Multiply the queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.
+
+        Raises:
+            ValueError: if they are in 8 bits, where the product would be rounded to few digits.
+        """
+        assert self._reading is not None
+        name = self.kernel.names.get(self._reading.argument, self._reading.argument)
+        given: Tensor = self._given[name]
+        if given.dtype.itemsize < 2:
+            raise ValueError(f"its queries are {given.dtype}")
+        # where each row of each head lies, from 1; rows of padding are at 0
+        places = torch.arange(1, given[..., 0].numel() + 1, device=given.device)
+        rows = self._reading.rows(places.view(*given.shape[:-1], 1))
+        factors = given.new_ones(len(places) + 1)
+        factors[rows] = factor.to(given.dtype).expand(rows.shape)
+        scaled = given * factors[1:].view(*given.shape[:-1], 1)
+        self._bound.arguments[name] = self._given[name] = scaled
+
+    def compute(self) -> Any:
+        """The result of the kernel."""
+        return self._function(*self._bound.args, **self._bound.kwargs)
+
+    def output(self, result: Any) -> Tensor:
+        """The output (B, Hq, L, Ev) in a result, once the call has been read."""
+        assert self._reading is not None
+        if self.name.endswith("_out"):
+            result = self._given["out"]
+        return self._reading.rows(result[0] if isinstance(result, tuple | list) else result)
+
+    # -- its arguments ----------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument, or its default; None if the function has no such parameter."""
+        name = self.kernel.names.get(name, name)
+        self._read.add(name)
+        return self._given.get(name, self._defaults.get(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor argument.
+
+        Raises:
+            ValueError: if it is anything but a plain tensor.
+        """
+        value = self[name]
+        if not isinstance(value, Tensor) or value.is_nested:
+            kind = "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
+            name = self.kernel.names.get(name, name)
+            raise ValueError(f"{self.name} is called with {name} of type {kind}")
+        return value
+
+    def optional(self, name: str) -> Tensor | None:
+        """A tensor argument, or None."""
+        return None if self[name] is None else self.tensor(name)
+
+    def number(self, name: str) -> float | None:
+        """A number, which may be given as a tensor of one element; None if there is none."""
+        value = self[name]
+        return None if value is None else float(torch.as_tensor(value).reshape(()).item())
+
+    def qkv(self) -> _Tensors:
+        """Query, key and value."""
+        return self.tensor("q"), self.tensor("k"), self.tensor("v")
+
+    def ignore(self, *names: str) -> None:
+        """Mark arguments as read, because they do not change what is computed."""
+        self._read.update(names)
+
+    def add(self, earlier: Mapping[str, Any]) -> None:
+        """Add the arguments of an earlier call, which those of this one replace."""
+        self._given = {**earlier, **self.changed()}
+
+    def changed(self) -> dict[str, Any]:
+        """The arguments that are not at their defaults."""
+        changed = {}
+        for name, value in self._given.items():
+            default = self._defaults.get(name)
+            same = value is default or (type(value) is type(default) and value == default)
+            if value is not None and not same:
+                changed[name] = value
+        return changed
+
+    def check(self) -> None:
+        """Check that every argument that is not at its default has been read.
+
+        Raises:
+            ValueError: if one has not; the message names the function and the argument.
+        """
+        for name, value in self.changed().items():
+            if name not in self._read and name not in _HARMLESS:
+                plain = isinstance(value, bool | int | float | str)
+                shown = value if plain else type(value).__name__
+                raise ValueError(
+                    f"{self.name} is called with {name}={shown}, which the probe does not know"
+                )
 
 
 # -- where sequences lie --------------------------------------------------------------------------

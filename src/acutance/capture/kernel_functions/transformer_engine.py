@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.reading import (
-    Arguments,
+    FunctionCall,
     Kernel,
     Reading,
     Sequences,
@@ -36,34 +36,34 @@ _TYPES = {
 }
 
 
-def _read(arguments: Arguments) -> Reading:
-    module: Any = arguments["self"]
-    arguments.ignore(*_IGNORED)
+def _read(call: FunctionCall) -> Reading:
+    module: Any = call["self"]
+    call.ignore(*_IGNORED)
     for name in _REFUSED:
-        if arguments[name] is not None:
+        if call[name] is not None:
             raise ValueError(f"{_NAME} with {name} cannot be read")
     group = module.cp_group
     if group is not None and (isinstance(group, list) or group.size() > 1):
         raise ValueError(f"{_NAME} with context parallelism has keys on other ranks; not read")
-    tensors = arguments.qkv()
+    tensors = call.qkv()
     query = tensors[0]
     if type(query) is not Tensor:
         raise ValueError(f"{_NAME} of {type(query).__name__} cannot be read")
-    kind = _mask_type(arguments["attn_mask_type"] or module.attn_mask_type)
-    options = _options(arguments, module, kind)
-    form = arguments["qkv_format"] or module.qkv_format
-    options |= _added(arguments, options["scale"], is_packed=form == "thd")
+    kind = _mask_type(call["attn_mask_type"] or module.attn_mask_type)
+    options = _options(call, module, kind)
+    form = call["qkv_format"] or module.qkv_format
+    options |= _added(call, options["scale"], is_packed=form == "thd")
     if form == "thd":
-        queries, keys = _of_thd(arguments, "q"), _of_thd(arguments, "kv")
+        queries, keys = _of_thd(call, "q"), _of_thd(call, "kv")
         reading = sequence_reading(tensors, queries, keys, **options)
     else:
         if kind == "arbitrary":
-            options["attn_mask"] = torch.logical_not(arguments.tensor("attention_mask").bool())
+            options["attn_mask"] = torch.logical_not(call.tensor("attention_mask").bool())
         elif "padding" not in kind:
-            arguments.ignore("attention_mask", "cu_seqlens_q", "cu_seqlens_kv")
+            call.ignore("attention_mask", "cu_seqlens_q", "cu_seqlens_kv")
         reading = batch_reading(tensors, {"sbhd": "LBHE", "bshd": "BLHE"}[form], **options)
         if "padding" in kind:
-            _add_padding(arguments, reading.fields, options)
+            _add_padding(call, reading.fields, options)
 
     def rows(tensor: Tensor) -> Tensor:
         is_output = tensor.dim() < query.dim()
@@ -72,14 +72,14 @@ def _read(arguments: Arguments) -> Reading:
     return Reading(reading.fields, rows)
 
 
-def _options(arguments: Arguments, module: Any, kind: str) -> dict[str, Any]:
+def _options(call: FunctionCall, module: Any, kind: str) -> dict[str, Any]:
     """Masks, scale, dropout and sinks."""
-    causal, size = "causal" in kind, arguments["window_size"]
+    causal, size = "causal" in kind, call["window_size"]
     size = module.window_size if size is None else size
     if size is None or (not causal and tuple(size) == (-1, 0)):
         size = (-1, -1)
     at_end = kind not in ("causal", "padding_causal")
-    given = arguments["bottom_right_diagonal"]
+    given = call["bottom_right_diagonal"]
     given = getattr(module, "bottom_right_diagonal", None) if given is None else given
     if at_end and given is not None and "bottom_right" not in kind:
         at_end = bool(given)
@@ -95,12 +95,12 @@ def _options(arguments: Arguments, module: Any, kind: str) -> dict[str, Any]:
     }
 
 
-def _add_padding(arguments: Arguments, fields: dict[str, Any], options: dict[str, Any]) -> None:
+def _add_padding(call: FunctionCall, fields: dict[str, Any], options: dict[str, Any]) -> None:
     """Add the masks of a batch whose sequences are padded at their ends."""
     rows, columns = fields["query"].shape[2], fields["key"].shape[2]
     device = fields["query"].device
-    lengths = _lengths(arguments, "q", rows, device)
-    key_lengths = _lengths(arguments, "kv", columns, device)
+    lengths = _lengths(call, "q", rows, device)
+    key_lengths = _lengths(call, "kv", columns, device)
     fields["real"] = torch.arange(rows, device=device) < lengths.unsqueeze(1)
     fields["key_mask"] = torch.arange(columns, device=device) < key_lengths.unsqueeze(1)
     fields["packed"] = True
@@ -117,10 +117,10 @@ def _add_padding(arguments: Arguments, fields: dict[str, Any], options: dict[str
         fields["attn_mask"] = torch.cat(masks)
 
 
-def _lengths(arguments: Arguments, name: str, width: int, device: torch.device) -> Tensor:
+def _lengths(call: FunctionCall, name: str, width: int, device: torch.device) -> Tensor:
     """Lengths (B,) of padded sequences, from cumulative lengths or from ``attention_mask``."""
-    cumulative = arguments.optional(f"cu_seqlens_{name}")
-    mask = arguments["attention_mask"]
+    cumulative = call.optional(f"cu_seqlens_{name}")
+    mask = call["attention_mask"]
     if cumulative is not None:
         return cumulative.to(device).long().diff()
     if isinstance(mask, tuple | list):
@@ -135,17 +135,17 @@ def _lengths(arguments: Arguments, name: str, width: int, device: torch.device) 
     return lengths
 
 
-def _of_thd(arguments: Arguments, name: str) -> Sequences:
+def _of_thd(call: FunctionCall, name: str) -> Sequences:
     """The sequences of a packed tensor (T, H, E), with or without gaps."""
-    cumulative = arguments.tensor(f"cu_seqlens_{name}").long()
-    starts = arguments.optional(f"cu_seqlens_{name}_padded")
+    cumulative = call.tensor(f"cu_seqlens_{name}").long()
+    starts = call.optional(f"cu_seqlens_{name}_padded")
     return packed(cumulative if starts is None else starts, cumulative.diff())
 
 
-def _added(arguments: Arguments, scale: float, *, is_packed: bool) -> dict[str, Any]:
+def _added(call: FunctionCall, scale: float, *, is_packed: bool) -> dict[str, Any]:
     """What is added to the scores: slopes of ALiBi, or a bias (1, H, L, S)."""
-    kind, bias = arguments["core_attention_bias_type"], arguments.optional("core_attention_bias")
-    slopes = arguments.optional("alibi_slopes")
+    kind, bias = call["core_attention_bias_type"], call.optional("core_attention_bias")
+    slopes = call.optional("alibi_slopes")
     if kind == "alibi":
         if slopes is None:
             raise ValueError(f"{_NAME} with alibi and without alibi_slopes cannot be read")

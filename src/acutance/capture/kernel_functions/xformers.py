@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.kernel_functions.reading import (
-    Arguments,
+    FunctionCall,
     Kernel,
     Reading,
     Sequences,
@@ -42,10 +42,10 @@ _ALIGNED = {
 _LIBRARIES = ("xformers.", "mslk.")
 
 
-def _read(arguments: Arguments) -> Reading:
-    query, key, value = arguments.qkv()
-    bias, dropout = arguments["attn_bias"], float(arguments["p"] or 0.0)
-    options: dict[str, Any] = {"scale": arguments.number("scale"), "dropout_p": dropout}
+def _read(call: FunctionCall) -> Reading:
+    query, key, value = call.qkv()
+    bias, dropout = call["attn_bias"], float(call["p"] or 0.0)
+    options: dict[str, Any] = {"scale": call.number("scale"), "dropout_p": dropout}
     if query.dim() == 5 and all(part.stride(3) == 0 or part.shape[3] == 1 for part in (key, value)):
         key, value = key[:, :, :, 0], value[:, :, :, 0]  # the heads of a group share them
     tensors = query, key, value = _four_dims(query), _four_dims(key), _four_dims(value)
@@ -55,9 +55,7 @@ def _read(arguments: Arguments) -> Reading:
         return Reading(reading.fields, lambda tensor: reading.rows(_four_dims(tensor)))
     kind = type(bias)
     if kind.__name__ not in _ALIGNED or not kind.__module__.startswith(_LIBRARIES):
-        raise ValueError(
-            f"{arguments.function} with attn_bias of class {kind.__name__} cannot be read"
-        )
+        raise ValueError(f"{call.name} with attn_bias of class {kind.__name__} cannot be read")
     options["causal"], options["at_end"] = _ALIGNED[kind.__name__]
     left, size = getattr(bias, "window_left", None), getattr(bias, "_window_size", None)
     left = left if size is None else int(size) - 1  # the row's own key is one of them
