@@ -193,9 +193,7 @@ class Panel:
         curves: what is drawn: :class:`Lines`, or functions of the record that give curves.
         title: of the panel.
         levels: reference lines, or a function of the record that gives them.
-        legend: place of the legend; None draws none.
-        legend_title: heading of the legend.
-        columns: of the legend.
+        legend: heading of the legend, which is drawn if anything has a name.
     """
 
     x: Axis
@@ -203,9 +201,7 @@ class Panel:
     curves: Sequence[Callable[[Record], Iterable[Curve]]]
     title: str = ""
     levels: Sequence[Level] | Callable[[Record], Sequence[Level]] = ()
-    legend: str | tuple[float, float] | None = "best"
-    legend_title: str = ""
-    columns: int = 1
+    legend: str = ""
 
     def draw(self, axes: Axes, record: Record, theme: plot_style.Theme) -> None:
         """Draw the panel on its axes."""
@@ -223,10 +219,8 @@ class Panel:
         self.x.set(axes, "x")
         self.y.set(axes, "y")
         plot_style.label(axes, x=self.x.label, y=self.y.label, title=self.title)
-        if self.legend is not None:
-            plot_style.legend(
-                axes, theme, where=self.legend, title=self.legend_title, columns=self.columns
-            )
+        if entries := len(axes.get_legend_handles_labels()[1]):
+            plot_style.legend(axes, theme, title=self.legend, columns=1 + (entries > 6))
 
     def _draw(
         self, axes: Axes, curve: Curve, style: plot_style.Curve | str, theme: plot_style.Theme

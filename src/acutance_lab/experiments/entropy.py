@@ -34,33 +34,23 @@ MEDIAN = "median λ(1 − Σp²)"
     refuted("vanishes", "beyond its best scale the mean gradient λ(1 − Σp²) falls", f"{SU}/9812",
             relation="<="),
     partly("surrogate", "E λ(1 − Σp²) = λ(1 − exp(λ²)/n), greatest at λ = 2.008 for n = 512",
-           f"{SU}/9812", within=0.02, bound="λ"),
+           f"{SU}/9812", within=0.02, below="λ"),
     Claim("exact", "E λ(1 − Σp²) = λ(1 − E Σp²), the exact integral, rising to M_n"),
-    Claim("typical", "from scales of 4 M_n on the median row has lost half of its best gradient",
-          relation="<="),
+    Claim("typical", "from 4 M_n on the median gradient is below half of its best", relation="<="),
     Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral"),
-    Claim("typical_norm", "from scales of 4 M_n on the median ‖λJ‖_F has lost half of its best",
-          relation="<="),
+    Claim("typical_norm", "from 4 M_n on the median ‖λJ‖_F is below half too", relation="<="),
     Claim("entropy", "E H falls from log n to 0 as the exact integral"),
     theorem("range", "0 ≤ H ≤ log n in every row", f"{SU}/9593", relation="<=", rounding=1e-9),
     theorem("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<="),
     figure=[
-        Panel(
-            _SCALE, Axis("entropy H, nat"), [Lines("entropy", "λ", "mean H")],
-            title="entropy", levels=[Level(y=math.log(N), name="log n")], legend="lower left",
-        ),
-        Panel(
-            _SCALE, Axis("gradient λ(1 − Σp²)", limits=(-0.15, 5.0)),
-            [Lines("exact", "λ", "mean"),
-             Lines("", "λ", "median", quantity=MEDIAN, line=False, hollow=True),
-             Lines("surrogate", "λ", "λ(1 − exp(λ²)/n), article 9812", marks="")],
-            title="gradient", legend="upper left",
-            levels=lambda record: [Level(y=float(theory.expected_max_gauss(N)), name="M_n")],
-        ),
-        Panel(
-            _SCALE, Axis("‖J‖_F²"), [Lines("frobenius", "λ", "mean")],
-            title="Jacobian norm, squared", legend="upper left",
-        ),
+        Panel(_SCALE, Axis("entropy H, nat"), [Lines("entropy", "λ", "mean H")], "entropy",
+              [Level(y=math.log(N), name="log n")]),
+        Panel(_SCALE, Axis("gradient λ(1 − Σp²)", limits=(-0.15, 5.0)),
+              [Lines("exact", "λ", "mean"),
+               Lines("", "λ", "median", quantity=MEDIAN, line=False, hollow=True),
+               Lines("surrogate", "λ", "λ(1 − exp(λ²)/n), article 9812", marks="")],
+              "gradient", [Level(y=3.04, name="M_n")]),
+        Panel(_SCALE, Axis("‖J‖_F²"), [Lines("frobenius", "λ", "mean")], "Jacobian norm, squared"),
     ],
 )  # fmt: skip
 def information(run: Run) -> Iterator[Measured]:
@@ -113,6 +103,7 @@ def information(run: Run) -> Iterator[Measured]:
 
 FRACTIONS = (0.5, 0.9, 0.99)
 WIDTH = 16
+_KEYS = Axis("keys n", log=True, ticks=(16, 256, 4096, 65536))
 
 
 def best_two_level(n: int, tau: float) -> tuple[float, int]:
@@ -139,24 +130,16 @@ def best_two_level(n: int, tau: float) -> tuple[float, int]:
     Claim("limit", "that range is reached as n grows: D(2) = 0.474474647", within=0.005),
     Claim("share", "with 20.55 % of the cosines at +1, the others at −1", within=0.002),
     theorem("exact", "the least entropy at finite n is that of two levels", within=1e-9),
-    theorem("widens", "the τ that allows a row 50, 90 or 99 % of log n does", f"{SU}/9593",
-            within=1e-6),
+    theorem("widens", "the τ for 50, 90, 99 % of log n allows it", f"{SU}/9593", within=1e-6),
     Claim("random", "random keys: the exact integral over cosines in R^d"),
     partly("linear", f"random keys at scale λd lose 0.24·λd nat (d = {WIDTH})", f"{SU}/8823",
-           within=0.02, bound="λ", sense="in"),
+           within=0.02, among="λ"),
     figure=[
-        Panel(
-            Axis("temperature τ", log=True, ticks=(0.05, 0.1, 0.2, 0.5, 1, 2)),
-            Axis("most information log n − H, nat", True, (0.1, 0.4745, 1, 3, 10), (0.07, 20)),
-            [Lines("exact", "τ", "n = {:,}", by="n")], title="range", legend="upper right",
-            levels=lambda record: [Level(1.0, float(theory.information_range_limit(1.0)))],
-        ),
-        Panel(
-            Axis("keys n", log=True, ticks=(16, 256, 4096, 65536)),
-            Axis("temperature τ", limits=(0.0, 0.6)),
-            [Lines("widens", "n", "{:.0%} of log n", by="f", of="τ")],
-            title="temperature needed", legend="upper right",
-        ),
+        Panel(Axis("temperature τ", log=True, ticks=(0.05, 0.1, 0.2, 0.5, 1, 2)),
+              Axis("most information log n − H, nat", True, (0.1, 0.4745, 1, 3, 10), (0.07, 20)),
+              [Lines("exact", "τ", "n = {:,}", by="n")], "range", [Level(1.0, 0.4745)]),
+        Panel(_KEYS, Axis("temperature τ"),
+              [Lines("widens", "n", "{:.0%} of log n", by="f", of="τ")], "temperature needed"),
     ],
 )  # fmt: skip
 def temperature(run: Run) -> Iterator[Measured]:
@@ -262,7 +245,7 @@ _N = Axis("keys n", log=True, ticks=(512, 2048, 8192, 65536))
     refuted("entropy", "λ ∝ log n keeps H what it was at n = 512", f"{SU}/8823 and 9034",
             within=0.01, bound="logits", sense="in"),
     partly("effective keys", "λ ∝ log n keeps Σp² what it was at n = 512", within=0.03,
-           bound="logits", sense="in"),
+           among="logits"),
     refuted("deviation", "Gaussian logits of deviation log n / log 512 keep H",
             f"{SU}/8823 and 9034", within=0.03),
     Claim("collision", "under that law E Σp² is the exact integral"),
@@ -271,17 +254,12 @@ _N = Axis("keys n", log=True, ticks=(512, 2048, 8192, 65536))
     theorem("match", "one key above the rest keeps H at λ = log(n − 1) + logit p, with "
             "h(p) + (1 − p)·log(n − 1) = H", rounding=1e-9),
     figure=[
-        Panel(
-            _N, Axis("collision Σp²", log=True),
-            [Lines("collision", "n", "{}", by="logits"),
-             Lines("effective keys", "n", ONE, where={"logits": ONE})],
-            title="under λ ∝ log n", legend="lower left", legend_title="logits",
-        ),
-        Panel(
-            _N, Axis("scale λ(n)", log=True),
-            [Lines("scale", "n", by="logits"), Lines("match", "n")],
-            title="what keeps Σp², or H of one key above the rest", legend=None,
-        ),
+        Panel(_N, Axis("collision Σp²", log=True),
+              [Lines("collision", "n", "{}", by="logits"),
+               Lines("effective keys", "n", ONE, where={"logits": ONE})], "under λ ∝ log n"),
+        Panel(_N, Axis("scale λ(n)", log=True),
+              [Lines("scale", "n", by="logits"), Lines("match", "n")],
+              "what keeps Σp², or H of one key above the rest"),
     ],
 )  # fmt: skip
 def invariance(run: Run) -> Iterator[Measured]:
@@ -363,20 +341,17 @@ def _lines(claim: str, name: str, family: str, **shown: Any) -> Lines:
 
 
 @experiment(
-    partly("approximate", "H ≈ log n − λ(s_max − s̄)", f"{SU}/9034", within=0.02, bound=DEPTH),
+    partly("approximate", "H ≈ log n − λ(s_max − s̄)", f"{SU}/9034", within=0.02, below=DEPTH),
     theorem("identity", "H = H_mf + J + G in every row", rounding=1e-9),
     theorem("lower", "H_mf ≤ H in every row", relation="<=", rounding=1e-9),
     Claim("jensen", "E J = E log Z − log n − λE s̄, exactly"),
     Claim("gap", "E G = λ(E s_max − E⟨s⟩), exactly"),
     figure=[
-        Panel(
-            Axis("scale λ", limits=(-0.15, 8.3)), Axis("nat", limits=(-4.0, None)),
-            [_lines("approximate", "H", family, line=False),
-             _lines("approximate", "H_mf", family, marks=""),
-             _lines("jensen", "J, logsumexp above the mean", family),
-             _lines("gap", "G, maximum above ⟨s⟩", family)],
-            title=f"{family} logits", legend="lower left" if family == "uniform" else None,
-        )
+        Panel(Axis("scale λ"), Axis("nat", limits=(-4.0, None)),
+              [_lines("approximate", "H", family, line=False),
+               _lines("approximate", "H_mf", family, marks=""),
+               _lines("jensen", "J, logsumexp above the mean", family),
+               _lines("gap", "G, maximum above ⟨s⟩", family)], f"{family} logits")
         for family in FAMILIES
     ],
 )  # fmt: skip

@@ -129,10 +129,10 @@ def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor
     theorem("dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
             "with the scores of a short string", within=1e-4),
     figure=[Panel(
-        Axis("symbols n", log=True), Axis("accuracy", limits=(0.42, 1.04)),
+        Axis("symbols n", log=True), Axis("accuracy"),
         [Lines("", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",
                where={"law": law}, hollow=law == "none", style=0) for law in LAWS],
-        levels=[Level(y=0.5, name="chance")], legend="center right",
+        levels=[Level(y=0.5, name="chance")],
     )],
 )  # fmt: skip
 def first(run: Run) -> Iterator[Measured]:

@@ -31,21 +31,15 @@ _GAMMA = Axis("logit deviation γ, nat")
 @experiment(
     Claim("entropy", "E H is the exact integral, for every n and γ"),
     Claim("collision", "E Σp² is the exact integral, for every n and γ"),
-    partly("population entropy", "H = log n − γ²/2", SU, within=0.02, bound="γ/√(2 log n)"),
-    partly("population collision", "Σp² = exp(γ²)/n", SU, within=0.02, bound="γ/√(2 log n)"),
+    partly("population entropy", "H = log n − γ²/2", SU, within=0.02, below="γ/√(2 log n)"),
+    partly("population collision", "Σp² = exp(γ²)/n", SU, within=0.02, below="γ/√(2 log n)"),
     figure=[
-        Panel(
-            _GAMMA, Axis("entropy H, nat", limits=(0.0, 11.6)),
-            [Lines("population entropy", "γ", by="n", marks="", style=GREY),
-             Lines("entropy", "γ", "n = {:,}", by="n")],
-            title="entropy", legend="upper right",
-        ),
-        Panel(
-            _GAMMA, Axis("collision Σp²", log=True, limits=(7e-6, 1.3)),
-            [Lines("population collision", "γ", by="n", marks="", style=GREY),
-             Lines("collision", "γ", by="n")],
-            title="collision", legend=None,
-        ),
+        Panel(_GAMMA, Axis("entropy H, nat", limits=(0.0, 11.6)),
+              [Lines("population entropy", "γ", by="n", marks="", style=GREY),
+               Lines("entropy", "γ", "n = {:,}", by="n")], "entropy"),
+        Panel(_GAMMA, Axis("collision Σp²", log=True, limits=(7e-6, 1.3)),
+              [Lines("population collision", "γ", by="n", marks="", style=GREY),
+               Lines("collision", "γ", by="n")], "collision"),
     ],
 )  # fmt: skip
 def finite_n(run: Run) -> Iterator[Measured]:
@@ -126,19 +120,17 @@ def critical_scale(run: Run, family: str, n: int) -> Estimate:
 
 
 @experiment(
-    partly("growth",
-           "Λ grows as √log n (normal), log n (one gap), n (uniform), not at all (exponential)",
-           HAYASE, within=0.02, bound="logits", sense="in"),
+    partly("growth", "Λ grows as √log n (normal), log n (one gap), n (uniform), 1 (exponential)",
+           HAYASE, within=0.02, among="logits"),
     theorem("one gap", "one key Δ above the rest: Λ = log n / Δ", HAYASE, within=1e-9),
     refuted("level", "Λ = √(2 log n) for normal logits", HAYASE, within=0.02),
-    partly("limit",
-           "median Λ = c·h(b_n): hazard rate at the top, c from the Poisson limit of the gaps",
-           within=0.01, bound="logits", sense="in"),
+    partly("limit", "median Λ = c·h(b_n), h the hazard rate at the top, c of the Poisson limit",
+           within=0.01, among="logits"),
     figure=[Panel(
         Axis("keys n", log=True, ticks=(64, 256, 1024, 4096, 16384)),
         Axis("critical scale Λ, 1/nat", log=True, limits=(0.8, None)),
         [Lines(key, "n", _GROWTHS, by="logits", marks="bars") for key in ("one gap", "limit")],
-        legend="upper left", legend_title="logits: growth of Λ",
+        legend="logits: growth of Λ",
     )],
 )  # fmt: skip
 def gap_law(run: Run) -> Iterator[Measured]:
@@ -202,15 +194,14 @@ def outputs_cosine(n: int, rho: float, gamma: float) -> float:
 
 @experiment(
     partly("critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", CHEN,
-           within=0.01, bound="n", sense="from"),
+           within=0.01, above="n"),
     partly("phases", "away from γ(1 − ρ) = 1: outputs' cosine → 1 below, ρ above", CHEN,
-           within=0.02, bound="|γ(1 − ρ) − 1|·log n", sense="from"),
+           within=0.02, above="|γ(1 − ρ) − 1|·log n"),
     theorem("exact", "the cosine at finite n is the closed form", within=1e-9),
     figure=[Panel(
-        Axis("scale over its critical value, γ(1 − ρ)"),
-        Axis("cosine of two outputs", limits=(0.48, 1.02)),
+        Axis("scale over its critical value, γ(1 − ρ)"), Axis("cosine of two outputs"),
         [Lines("exact", "γ(1 − ρ)", "n = {:,}", by="n", where={"ρ": 0.5})],
-        levels=[Level(1.0, 0.8, "critical point")], legend="upper right",
+        levels=[Level(1.0, 0.8, "critical point")],
     )],
 )  # fmt: skip
 def simplex(run: Run) -> Iterator[Measured]:
@@ -270,16 +261,14 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
 
 
 @experiment(
-    theorem("attained", "one logit above all others, alike, has exactly the least entropy", ZHAI,
+    theorem("attained", "one logit above all others, alike, has the least entropy", ZHAI,
             within=1e-9),
     theorem("floor", "no row of logits of norm s has less", ZHAI, relation=">=", rounding=1e-9),
     Claim("reached", "gradient descent on the measured entropy ends there", within=0.01),
     figure=[Panel(
-        Axis("norm s of the row's centred logits, nat"),
-        Axis("entropy H, nat", limits=(-0.1, 10.2)),
+        Axis("norm s of the row's centred logits, nat"), Axis("entropy H, nat"),
         [Lines("attained", "s", "n = {:,}", by="n", style=0),
          Lines("floor", "s", by="n", quantity=RANDOM, line=False, hollow=True, style=0)],
-        legend="upper center", columns=3,
     )],
 )  # fmt: skip
 def entropy_floor(run: Run) -> Iterator[Measured]:
@@ -323,19 +312,18 @@ def weight_of_top(n: int, scale: float) -> float:
 
 
 @experiment(
-    theorem("ssmax", "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15)), near 1", NAKANISHI,
-            within=1e-9),
+    theorem("ssmax", "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15))", NAKANISHI, within=1e-9),
     theorem("softmax", "with softmax it is e⁵/(e⁵ + n − 1)", NAKANISHI, within=1e-9),
     theorem("least", "with SSMax it stays above 0.8", NAKANISHI, relation=">="),
     partly("fades", "softmax leaves the one key half of the weight", "what one would expect of it",
-           relation=">=", bound="n"),
+           relation=">=", below="n"),
     theorem("critical", "a smaller s fails at some length: what counts is s·gap > 1", within=1e-9),
     figure=[Panel(
-        Axis("keys n", log=True), Axis("weight of the one key", limits=(-0.02, 1.04)),
+        Axis("keys n", log=True), Axis("weight of the one key", limits=(None, 1.5)),
         [Lines("ssmax", "n", f"SSMax, s = {S} (s·gap = 2.15)"),
          Lines("critical", "n", "SSMax, s = 0.2 (s·gap = 1)", where={"s": 0.2}),
          Lines("critical", "n", "SSMax, s = 0.1 (s·gap = 0.5)", where={"s": 0.1}),
-         Lines("softmax", "n", "softmax")], legend=(0.53, 0.58),
+         Lines("softmax", "n", "softmax")],
     )],
 )  # fmt: skip
 def ssmax(run: Run) -> Iterator[Measured]:
@@ -370,25 +358,17 @@ _RATIO = Axis("scale in units of the maximum, γ/M_n", limits=(0.0, 6.3))
 
 
 @experiment(
-    partly("collision", "frozen: Σp² = 1 − m, m = M_n/γ", DERRIDA, within=0.02, bound="γ/M_n",
-           sense="from"),
-    partly("entropy", "frozen: H = ψ(1) − ψ(1 − m)", DERRIDA, within=0.03, bound="γ/M_n",
-           sense="from"),
+    partly("collision", "frozen: Σp² = 1 − m, m = M_n/γ", DERRIDA, within=0.02, above="γ/M_n"),
+    partly("entropy", "frozen: H = ψ(1) − ψ(1 − m)", DERRIDA, within=0.03, above="γ/M_n"),
     Claim("exact collision", "E Σp² at finite n is the exact integral"),
     Claim("exact entropy", "E H at finite n is the exact integral"),
     figure=[
-        Panel(
-            _RATIO, Axis("collision Σp²", limits=(0.0, 1.0)),
-            [Lines("collision", "γ/M_n", "frozen law, n → ∞", marks="", style=BROAD),
-             Lines("exact collision", "γ/M_n", "n = {:,}", by="n")],
-            title="collision", levels=[Level(x=1.0)], legend="lower right",
-        ),
-        Panel(
-            _RATIO, Axis("entropy H, nat", True, (0.2, 0.5, 1, 2, 5, 10), (0.15, 14)),
-            [Lines("entropy", "γ/M_n", marks="", style=BROAD),
-             Lines("exact entropy", "γ/M_n", by="n")],
-            title="entropy", levels=[Level(x=1.0)], legend=None,
-        ),
+        Panel(_RATIO, Axis("collision Σp²", limits=(0.0, 1.0)),
+              [Lines("collision", "γ/M_n", "frozen law, n → ∞", marks="", style=BROAD),
+               Lines("exact collision", "γ/M_n", "n = {:,}", by="n")], "collision", [Level(1.0)]),
+        Panel(_RATIO, Axis("entropy H, nat", True, (0.2, 0.5, 1, 2, 5, 10), (0.15, 14)),
+              [Lines("entropy", "γ/M_n", marks="", style=BROAD),
+               Lines("exact entropy", "γ/M_n", by="n")], "entropy", [Level(1.0)]),
     ],
 )  # fmt: skip
 def freezing(run: Run) -> Iterator[Measured]:

@@ -99,33 +99,28 @@ _ERROR = "mean square error of the output, value²"
 
 
 @experiment(
-    partly("unchanged",
-           "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
-           "Su Jianlin, kexue.fm/archives/9593", relation="<=", bound="ν/N_eff"),
+    partly("unchanged", "õ ≈ o: noise moves the output by less than a tenth of the spread of the "
+           "values", "Su Jianlin, kexue.fm/archives/9593", relation="<=", below="ν/N_eff"),
     *(
         partly(f"first order, {name.lower()}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
-               within=0.02, bound="ν/N_eff")
+               within=0.02, below="ν/N_eff")
         for name in ("Gaussian", "uniform", "Laplace", "Gumbel")
     ),
     Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row"),
     partly("averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
-           within=0.01, bound="tail rate r", sense="from"),
+           within=0.01, above="tail rate r"),
     Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01),
     figure=[
-        Panel(
-            Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
-            Axis(_ERROR, log=True, limits=(1e-8, 3e2)),
-            [Lines("first order, gaussian", "b", by="N_eff", marks="", style=GREY),
-             Lines("exact", "b", "{:.3g}", by="N_eff", where={"noise": "gaussian"}, marks="bars")],
-            title="rows of 1 to 256 effective keys",
-            legend="lower right", legend_title="effective keys", columns=2,
-        ),
-        Panel(
-            Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
-            Axis(_ERROR, log=True, limits=(1e-7, 2.0)),
-            [Lines("exact", "n", _TAIL_NAMES, by="tail rate r", marks="bars")],
-            title="tail rate r of the noise", legend="lower left",
-        ),
+        Panel(Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
+              Axis(_ERROR, log=True, limits=(1e-8, 3e2)),
+              [Lines("first order, gaussian", "b", by="N_eff", marks="", style=GREY),
+               Lines("exact", "b", "N_eff = {:.3g}", by="N_eff", where={"noise": "gaussian"},
+                     marks="bars")],
+              "rows of 1 to 256 effective keys"),
+        Panel(Axis("keys n, evenly weighted", log=True, ticks=(256, 4096, 65536)),
+              Axis(_ERROR, log=True),
+              [Lines("exact", "n", _TAIL_NAMES, by="tail rate r", marks="bars")],
+              "tail rate r of the noise"),
     ],
 )  # fmt: skip
 def noise(run: Run) -> Iterator[Measured]:

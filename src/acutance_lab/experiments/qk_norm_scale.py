@@ -155,20 +155,15 @@ _DEVIATION = Axis(
           "1/√d", GEMMA, relation=">="),
     Claim("sharpens", "a logit deviation of 1.44 has no more loss than 1",
           "karpathy/nanochat, gpt.py: q and k times 1.2 after RMSNorm", relation="<="),
-    Claim("gain", "trained gains after the normalisation make up for scale 1: no more loss than "
-          "1/√d without gains", relation="<="),
+    Claim("gain", "trained gains make up for scale 1: no more loss than 1/√d without gains",
+          relation="<="),
     refuted("entropy", "before training, scale 1 after QK-norm has the entropy of normal logits of "
             "deviation √d", GEMMA, within=0.05),
     figure=[
-        Panel(
-            _DEVIATION, Axis("held-out loss less that of 1/√d, nat"), [_by_gains(LESS_UNIT)],
-            title="loss", levels=[Level(y=0.0)],
-        ),
-        Panel(
-            _DEVIATION, Axis("log of the gradient's norm over that of 1/√d"),
-            [_by_gains(GRADIENTS)],
-            title="first gradient of queries and keys", levels=[Level(y=0.0)],
-        ),
+        Panel(_DEVIATION, Axis("held-out loss less that of 1/√d, nat"), [_by_gains(LESS_UNIT)],
+              "loss", [Level(y=0.0)]),
+        Panel(_DEVIATION, Axis("log of the gradient's norm over that of 1/√d"),
+              [_by_gains(GRADIENTS)], "first gradient of queries and keys", [Level(y=0.0)]),
     ],
     full_only=("one_hot", "sharpens", "gain"),
 )  # fmt: skip

@@ -81,19 +81,16 @@ def r_squared(predicted: Tensor, measured: Tensor) -> float:
 
 
 @experiment(
-    partly("gauss",
-           "a head's entropy is that of Gaussian logits with its n and standard deviation",
-           within=0.03, bound=SPREAD),
+    partly("gauss", "a head's entropy is that of Gaussian logits of its n and deviation",
+           within=0.03, below=SPREAD),
     partly("four", "a head's entropy follows from gap of the first key, its deviation over rows, "
-           "and deviation and Jensen gap of the other logits", within=0.05, bound=SPREAD),
+           "and deviation and Jensen gap of the other logits", within=0.05, below=SPREAD),
     theorem("floor", "H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4),
     theorem("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3),
     figure=[
-        Panel(
-            Axis("predicted H, nat"), Axis("measured H, nat"),
-            [Lines(claim, "predicted", "{}", by="model", line=False, marks="each")],
-            title=title, levels=[Level(name="equal")], legend="upper left",
-        )
+        Panel(Axis("predicted H, nat"), Axis("measured H, nat"),
+              [Lines(claim, "predicted", "{}", by="model", line=False, marks="each")],
+              title, [Level(name="equal")])
         for claim, title in (
             ("gauss", "from n and standard deviation, Gaussian"),
             ("four", "from n, gap of the first key and its deviation,\ndeviation and Jensen gap"),
@@ -186,28 +183,21 @@ def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor
 @experiment(
     Claim("moves", "whatever token opens a text, at least 80 % as many heads sink in it", XIAO,
           relation=">="),
-    Claim("second",
-          "behind another opening, hardly a head sinks in what opened the text before", XIAO,
+    Claim("second", "behind it, hardly a head sinks in what opened the text before", XIAO,
           relation="<="),
     Claim("nonsense", "random tokens have at least 80 % as many sinks as text", GU, relation=">="),
     Claim("repeat", "one token repeated has no sink: all its keys are alike", GU, relation="<="),
-    Claim("bottom", "the two bottom layers have no sink in the first position", XIAO,
-          relation="<="),
+    Claim("bottom", "the bottom two layers have no sink in the first key", XIAO, relation="<="),
     # Expected to hold before the first look, which found none in layers 2, 10 and 11 either.
-    refuted("above", "every layer above the bottom two has sinks in the first position", XIAO,
-            relation=">="),
+    refuted("above", "every layer above them has sinks in the first key", XIAO, relation=">="),
     figure=[
-        Panel(
-            Axis("layer"), Axis("share of heads", limits=(-0.05, 1.55)),
-            [Lines("", "layer", "{}", by="opening", quantity="share of heads", marks="")],
-            title="by layer", legend="upper left", columns=2,
-        ),
-        Panel(
-            Axis("opening", slanted=True), Axis("share of heads"),
-            [Lines("", "opening", "first key", quantity=FIRST, line=False, marks="bars"),
-             Lines("", "opening", "second key", quantity=SECOND, line=False, marks="bars")],
-            title="all layers",
-        ),
+        Panel(Axis("layer"), Axis("share of heads", limits=(-0.05, 1.55)),
+              [Lines("", "layer", "{}", by="opening", quantity="share of heads", marks="")],
+              "by layer"),
+        Panel(Axis("opening", slanted=True), Axis("share of heads"),
+              [Lines("", "opening", "first key", quantity=FIRST, line=False, marks="bars"),
+               Lines("", "opening", "second key", quantity=SECOND, line=False, marks="bars")],
+              "all layers"),
     ],
     needs="transformers", full_needs=language.PACKAGE,
     full_only=("moves", "second", "nonsense", "bottom", "above"),
@@ -303,27 +293,22 @@ _SPREAD = Axis("deviation of the logits")
 
 @experiment(
     partly("rule", "k/n = Φ_c(σ + Φ⁻¹(ε)) keys hold all but ε = 1 % of a row", TOPK, within=0.03,
-           bound=SPREAD),
+           below=SPREAD),
     # Expected to hold before the first look: a head with a sink needs fewer keys than it says.
     refuted("enough", "in 95 % of the heads the rule's k is not too small", TOPK, relation=">="),
-    theorem("certificate",
-            "dropping all but the k largest keys is 1 − exp(−KL) away in total variation", TOPK),
+    theorem("certificate", "keeping the k largest keys is 1 − exp(−KL) away in variation", TOPK),
     Claim("counted", "the gap histogram tells that distance as sorting does", within=0.03),
     Claim("keys", "the gap histogram tells the keys of 99 % as sorting does", within=0.03),
     theorem("floor", "in every row H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4),
     refuted("tight", "in half of the heads that bound is above 0", f"{SU}/9034", relation=">="),
     figure=[
-        Panel(
-            _SPREAD, Axis("k/n for 99 %", log=True),
-            [_rule, Lines("", SPREAD, "a head", quantity="k/n", line=False, style=0)],
-            title="keys needed",
-        ),
-        Panel(
-            _SPREAD, Axis("nat"),
-            [Lines("", SPREAD, "H of a head", quantity="mean H, nat", line=False),
-             Lines("", SPREAD, "its log n − (s_max − s̄)", quantity="mean bound, nat", line=False)],
-            title="mean-field bound", levels=[Level(y=0.0)],
-        ),
+        Panel(_SPREAD, Axis("k/n for 99 %", log=True),
+              [_rule, Lines("", SPREAD, "a head", quantity="k/n", line=False, style=0)],
+              "keys needed"),
+        Panel(_SPREAD, Axis("nat"),
+              [Lines("", SPREAD, "H of a head", quantity="mean H, nat", line=False),
+               Lines("", SPREAD, "log n − (s_max − s̄)", quantity="mean bound, nat", line=False)],
+              "mean-field bound", [Level(y=0.0)]),
     ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("rule", "tight"),
 )  # fmt: skip
@@ -436,10 +421,14 @@ def exponent(distances: Tensor, density: Tensor) -> Tensor:
     return -slope(distances.double().log(), density.double().clamp(min=1e-12).log())
 
 
+def _gamma(record: Record) -> float:
+    return float(record.untested(WEIGHT)[0].condition["γ"])
+
+
 def _power(record: Record) -> Iterator[Curve]:
     """The published power of distance, through the middle mark."""
-    rows = record.untested(WEIGHT)
-    middle, gamma = rows[len(rows) // 2], float(rows[0].condition["γ"])
+    rows, gamma = record.untested(WEIGHT), _gamma(record)
+    middle = rows[len(rows) // 2]
     d = [float(row.condition["distance"]) for row in rows]
     through = middle.measured * float(middle.condition["distance"]) ** gamma
     yield Curve(f"d^−{gamma:.3g}", Points(d, [through * x**-gamma for x in d]))
@@ -447,28 +436,19 @@ def _power(record: Record) -> Iterator[Curve]:
 
 @experiment(
     # Expected to hold before the first run, which found the exponent to rise with T.
-    refuted("exponent",
-            "averaged over heads, weight falls as d^−γ with γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
+    refuted("exponent", "the mean over heads falls as d^−γ, γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
             within=0.01),
-    refuted("length", "so the exponent is less in a text four times as long", MARIN,
-            relation="<="),
+    refuted("length", "so γ is less in a text four times as long", MARIN, relation="<="),
     Claim("decays", "weight falls with distance in at least nine heads of ten",
           "Su et al. (2021), arXiv:2104.09864", relation=">="),
     refuted("one", "half of the heads have that exponent, to 10 %", MARIN, relation=">="),
     figure=[
-        Panel(
-            Axis("distance, tokens", log=True), Axis("mean weight of a key", log=True),
-            [Lines("", "distance", "measured", quantity=WEIGHT, line=False), _power],
-            title="mean over heads",
-        ),
-        Panel(
-            Axis("layer"), Axis("exponent γ"),
-            [Lines("", "layer", "a head", quantity="γ of a head", line=False, marks="each")],
-            title="head by head",
-            levels=lambda record: [
-                Level(y=float(record.untested(WEIGHT)[0].condition["γ"]), name="published")
-            ],
-        ),
+        Panel(Axis("distance, tokens", log=True), Axis("mean weight of a key", log=True),
+              [Lines("", "distance", "measured", quantity=WEIGHT, line=False), _power],
+              "mean over heads"),
+        Panel(Axis("layer"), Axis("exponent γ"),
+              [Lines("", "layer", "a head", quantity="γ of a head", line=False, marks="each")],
+              "head by head", lambda record: [Level(y=_gamma(record), name="published")]),
     ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("exponent", "length", "one"),
 )  # fmt: skip
@@ -572,26 +552,18 @@ def paired(
     Claim("grows", "no head's entropy falls as n grows", f"{SU}/8823", relation=">="),
     refuted("unit", "a head's entropy is log n less a constant", f"{SU}/8823", within=0.03),
     Claim("beyond", "InfoScale lowers the loss beyond the training length", INFO, relation="<="),
-    refuted("log_n", "beyond the training length InfoScale has no more loss than log n (the "
-            "comparison is ours)", INFO, relation="<="),
-    Claim("costs",
-          "log n and InfoScale, 1 at the trained context, cost loss at the start of a text",
-          relation=">="),
-    Claim("after", "cosine and scale-invariant scores cost loss in a model that was trained "
-          "without", relation=">="),
-    Claim("calibrated", "calibrated to constant entropy, the model has a higher loss inside its "
-          "own context", "acutance.calibrate", relation=">="),
+    refuted("log_n", "there it has no more loss than log n (our comparison)", INFO, relation="<="),
+    Claim("costs", "log n and InfoScale, 1 at the trained context, cost loss in it", relation=">="),
+    Claim("after", "scores that a model was not trained with cost loss", relation=">="),
+    Claim("calibrated", "constant entropy raises the loss inside the context",
+          "acutance.calibrate", relation=">="),
     figure=[
-        Panel(
-            Axis("layer"), Axis("dH / d log n"),
-            [Lines("", "layer", "a head", quantity="dH/d log n", line=False, marks="each")],
-            title="head by head", levels=[Level(y=0.0), Level(y=1.0, name="log n less a constant")],
-        ),
-        Panel(
-            Axis("position, up to", log=True), Axis("change of the loss, nat", log=0.1),
-            [Lines("", "to", "{}", by="law", quantity=BY_POSITION, last="model", marks="bars")],
-            title="laws", levels=[Level(y=0.0)],
-        ),
+        Panel(Axis("layer"), Axis("dH / d log n"),
+              [Lines("", "layer", "a head", quantity="dH/d log n", line=False, marks="each")],
+              "head by head", [Level(y=0.0), Level(y=1.0, name="log n less a constant")]),
+        Panel(Axis("position, up to", log=True), Axis("change of the loss, nat", log=0.1),
+              [Lines("", "to", "{}", by="law", quantity=BY_POSITION, last="model", marks="bars")],
+              "laws", [Level(y=0.0)]),
     ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("grows", "unit", "costs"),
 )  # fmt: skip

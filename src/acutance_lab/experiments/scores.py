@@ -37,18 +37,15 @@ def power_entropy(n: int, k: float, share: float) -> float:
 
 @experiment(
     partly("sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
-           relation="<=", bound="weights", sense="in"),
+           relation="<=", among="weights"),
     theorem("cancels", "λ leaves relu² and |x|^k unchanged", "Su Jianlin, kexue.fm/archives/9019",
             within=1e-9),
-    Claim("entropy", "there H = log n + log E|x|^k − E|x|^k log|x|^k / E|x|^k, for any λ",
-          within=0.005),
+    Claim("entropy", "there H = log n + log E|x|^k − E|x|^k log|x|^k / E|x|^k", within=0.005),
     Claim("exp", "exp: E H is the exact integral at every λ"),
     figure=[Panel(
-        Axis("scale λ of the scores", log=True, ticks=LAMBDAS),
-        Axis("entropy H, nat", limits=(0.0, 7.4)),
+        Axis("scale λ of the scores", log=True, ticks=LAMBDAS), Axis("entropy H, nat"),
         [Lines("exp", "λ", "exp"), Lines("entropy", "λ", "{}", by="weights")],
-        levels=[Level(y=math.log(N), name="log n")],
-        legend="lower left", legend_title="weights ∝",
+        levels=[Level(y=math.log(N), name="log n")], legend="weights ∝",
     )],
 )  # fmt: skip
 def homogeneous(run: Run) -> Iterator[Measured]:
@@ -116,19 +113,17 @@ def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
 @experiment(
     Claim("variance", "q·k has variance d", "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"),
     Claim("kurtosis", "and fourth moment (3 + 6/d)·d²: excess kurtosis 6/d"),
-    partly("half", "scaled dot products start at H = log n − ½", within=0.005, bound="n",
-           sense="from"),
-    partly("almost none", "cosines start with log n − H = 1/(2d), almost no information",
-           within=0.03, bound="d", sense="from"),
+    partly("half", "scaled dot products start at H = log n − ½", within=0.005, above="n"),
+    partly("almost none", "cosines start with log n − H = 1/(2d)", within=0.03, above="d"),
     Claim("entropy", "E H is the exact integral over logits and ‖q‖"),
     partly("sharp", "dot products start with H below a fifth of log n", relation="<=",
-           bound="d/(2 log n)", sense="from"),
+           above="d/(2 log n)"),
     theorem("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays"),
     refuted("key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
             "cosine read as a normalised dot product"),
     figure=[Panel(
-        Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat", limits=(0.0, None)),
-        [Lines("entropy", "d", KINDS, by="scores")], legend="center right",
+        Axis("width d", log=True, ticks=WIDTHS), Axis("entropy H, nat"),
+        [Lines("entropy", "d", KINDS, by="scores")],
         levels=lambda record: [
             Level(2 * math.log(n), math.log(n), "log n; d = 2 log n")
             for n in values(record.of("almost none"), "n")

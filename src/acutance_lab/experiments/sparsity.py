@@ -26,7 +26,7 @@ _SCORES = Axis("standard deviation of the scores γ = σ‖q‖", True, (0.25, 0
 
 
 @experiment(
-    partly("formula", "S = exp(−γ²/2)", f"{SU}, eq. 5", within=0.02, bound="γ/√(log n / 2)"),
+    partly("formula", "S = exp(−γ²/2)", f"{SU}, eq. 5", within=0.02, below="γ/√(log n / 2)"),
     Claim("exact", "E Σp² at finite n is the exact integral"),
     theorem("floor", "S ≥ 1/√n in every row", relation=">="),
     figure=[Panel(
@@ -34,7 +34,6 @@ _SCORES = Axis("standard deviation of the scores γ = σ‖q‖", True, (0.25, 0
         [Lines("formula", "γ", "exp(−γ²/2)", marks=""),
          Lines("formula", "γ", "n = {:,}", by="n", line=False)],
         levels=lambda record: [Level(y=n**-0.5) for n in values(record.of("formula"), "n")],
-        legend="lower left",
     )],
 )  # fmt: skip
 def sparsity_exp(run: Run) -> Iterator[Measured]:
@@ -73,16 +72,14 @@ def printed(beta: float, gamma: float) -> float:
 
 @experiment(
     partly("formula", "S = M₂/√M₄, a function of u = β/γ alone", f"{SU}, eq. 6", within=0.02,
-           bound="n·Φ(u)", sense="from"),
+           above="n·Φ(u)"),
     theorem("printed", "eq. 6, typeset rightly, is M₂/√M₄", f"{SU}, eq. 6", rounding=0.0,
             within=1e-9),
     Claim("bounded", "for β ≥ 0, S ≥ 1/√6", f"{SU}, eq. 6", relation=">=", within=0.005),
     Claim("opposite", "for β < 0, a smaller γ is sparser", f"{SU}, eq. 6", relation="<="),
     theorem("floor", "S ≥ 1/√n in every row", relation=">="),
-    figure=[Panel(
-        _SCORES, _S(limits=(0.0, 1.02)), [Lines("formula", "γ", "β = {:g}", by="β")],
-        levels=[Level(y=6**-0.5)], legend="upper right", columns=2,
-    )],
+    figure=[Panel(_SCORES, _S(), [Lines("formula", "γ", "β = {:g}", by="β")],
+                  levels=[Level(y=6**-0.5)])],
 )  # fmt: skip
 def sparsity_relu2(run: Run) -> Iterator[Measured]:
     """Sparsity of squared-ReLU weights.
@@ -124,11 +121,10 @@ def sparsity_relu2(run: Run) -> Iterator[Measured]:
     Claim("formula", "S = (√(2/π)·e^(−u²/2) + u·erf(u/√2)) / √(1 + u²), u = β/γ", f"{SU}, eq. 7",
           within=0.001),
     partly("bounded", "linear attention has S ≥ √(2/π) whatever the query", f"{SU}, eq. 7",
-           relation=">=", within=0.001, bound="keys", sense="in"),
+           relation=">=", within=0.001, among="keys"),
     figure=[Panel(
-        _SCORES, _S(limits=(0.2, 1.02)), [Lines("formula", "γ", "β = {:g}", by="β")],
+        _SCORES, _S(), [Lines("formula", "γ", "β = {:g}", by="β")],
         levels=lambda record: [Level(y=row.measured) for row in record.of("bounded")[-2:]],
-        legend="lower left",
     )],
 )  # fmt: skip
 def sparsity_identity(run: Run) -> Iterator[Measured]:
@@ -172,11 +168,8 @@ _GENERAL = f"{SU}, on general linear attention"
     refuted("wider", "a larger d makes it sparser", f"{_GENERAL}, as two public copies have it",
             relation="<="),
     theorem("ratio", "‖q'‖₂/‖q'‖₁ ≥ d^(−1/2): a minimum, not a maximum", relation=">="),
-    figure=[Panel(
-        Axis("width d of the features", log=True, ticks=(1, 4, 16, 64, 256)),
-        _S(limits=(0.35, 1.02)), [Lines("iid", "d", "σ'/μ' = {:g}", by="σ'/μ'")],
-        legend="lower right",
-    )],
+    figure=[Panel(Axis("width d of the features", log=True, ticks=(1, 4, 16, 64, 256)), _S(),
+                  [Lines("iid", "d", "σ'/μ' = {:g}", by="σ'/μ'")])],
 )  # fmt: skip
 def sparsity_linear(run: Run) -> Iterator[Measured]:
     """Sparsity of linear attention with non-negative features.
@@ -216,27 +209,20 @@ def sparsity_linear(run: Run) -> Iterator[Measured]:
 
 
 LAMBDAS = (0.5, 0.9, 0.99, 0.999)
+_RNN = f"{SU}, on linear RNNs"
 _N = Axis("keys n", log=True, ticks=(16, 256, 4096, 65536))
 
 
 @experiment(
-    theorem("formula", "S = (1 − λⁿ)/(√n(1 − λ))·√((1 − λ²)/(1 − λ²ⁿ))", f"{SU}, on linear RNNs",
-            within=1e-9),
-    theorem("vanishes", "S → 0 as n grows", f"{SU}, on linear RNNs", relation="<="),
+    theorem("formula", "S = (1 − λⁿ)/(√n(1 − λ))·√((1 − λ²)/(1 − λ²ⁿ))", _RNN, within=1e-9),
+    theorem("vanishes", "S → 0 as n grows", _RNN, relation="<="),
     refuted("keys", "so it attends to ever fewer keys: 1/Σp² falls as S does",
             "a reading of article 9889", within=0.02),
-    partly("limit", "1/Σp² → (1 + λ)/(1 − λ), whatever n", within=0.01, bound="n·(1 − λ)",
-           sense="from"),
+    partly("limit", "1/Σp² → (1 + λ)/(1 − λ), whatever n", within=0.01, above="n·(1 − λ)"),
     figure=[
-        Panel(
-            _N, _S(log=True), [Lines("formula", "n", "λ = {:g}", by="λ")],
-            title="sparsity", legend="lower left",
-        ),
-        Panel(
-            _N, Axis("effective keys 1/Σp²", log=True), [Lines("limit", "n", by="λ")],
-            title="effective keys", levels=[Level(y=(1 + lam) / (1 - lam)) for lam in LAMBDAS],
-            legend=None,
-        ),
+        Panel(_N, _S(log=True), [Lines("formula", "n", "λ = {:g}", by="λ")], "sparsity"),
+        Panel(_N, Axis("effective keys 1/Σp²", log=True), [Lines("limit", "n", by="λ")],
+              "effective keys", [Level(y=(1 + lam) / (1 - lam)) for lam in LAMBDAS]),
     ],
 )  # fmt: skip
 def sparsity_decay(run: Run) -> Iterator[Measured]:
