@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from acutance.diagnose.rules import Judged, Judgement, Kind
-from acutance.diagnose.thresholds import NEAR, THRESHOLDS, limit
+from acutance.diagnose.rules import Judgement, Kind
+from acutance.diagnose.thresholds import NEAR, THRESHOLDS, Summary, limit
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ CLASSES: dict[str, Class] = {
 }
 
 
-def classify(summary: Judged) -> list[tuple[HeadClass, ...]]:
+def classify(summary: Summary) -> list[tuple[HeadClass, ...]]:
     """The classes of every head, by :data:`CLASSES`.
 
     A head may be in several classes or in none. ``local``, ``previous-token`` and ``positional``

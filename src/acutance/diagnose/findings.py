@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from acutance.diagnose.rules import COLLAPSE, DEAD, FEW_ROWS, LARGE_LOGIT, SINK, Judged, Judgement
+from acutance.diagnose.rules import COLLAPSE, DEAD, FEW_ROWS, LARGE_LOGIT, SINK, Judgement
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import crossing
-from acutance.diagnose.thresholds import HeadFacts, facts, limit
+from acutance.diagnose.thresholds import HeadFacts, Summary, extremes, facts, limit
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
@@ -73,7 +73,7 @@ def _caveat(head: HeadFacts) -> str:
     return "".join(parts)
 
 
-def findings(summary: Judged) -> list[Finding]:
+def findings(summary: Summary) -> list[Finding]:
     """The most notable heads of a summary, by kind.
 
     The sharpest and the most diffuse head; up to three each of the heads that look like attention
@@ -144,22 +144,15 @@ def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
 
 def _extremes(heads: list[HeadFacts]) -> list[Finding]:
     """Findings for the sharpest and the most diffuse head."""
-    for name in ("normalized_entropy", "entropy", "effective_keys"):
-        measured = [head for head in heads if math.isfinite(head.mean(name))]
-        if measured:
-            break
-    else:
+    found = extremes(heads)
+    if found is None:
         return []
-    sharpest = min(measured, key=lambda head: head.mean(name))
-    # of heads that tie, the last: two heads all alike are still two heads
-    diffuse = max(reversed(measured), key=lambda head: head.mean(name))
-    extremes = [
-        _finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))
-    ]
+    name, sharpest, diffuse = found
+    both = [_finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))]
     if diffuse is not sharpest:
         sentence = _spread(diffuse, "the most diffuse")
-        extremes.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
-    return extremes
+        both.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
+    return both
 
 
 def _spread(head: HeadFacts, title: str) -> str:

@@ -19,8 +19,7 @@ from acutance.diagnose.recommendations import (
     no_recommendation,
     recommendations,
 )
-from acutance.diagnose.rules import Judged
-from acutance.diagnose.thresholds import HeadFacts, facts
+from acutance.diagnose.thresholds import HeadFacts, Summary, extremes, facts
 
 MOST_FINDINGS, MOST_ADVICE = 10, 5
 #: Heads or layers that a line names one by one.
@@ -43,7 +42,7 @@ _IN_BRIEF = {
 _IN_ENCODERS = {"sink": "not a fault in itself", "dead": "try your task without"}
 
 
-def overview(summary: Judged) -> list[str]:
+def overview(summary: Summary) -> list[str]:
     """What a summary shows, in at most ten short sentences, most important first.
 
     Example:
@@ -67,7 +66,7 @@ def overview(summary: Judged) -> list[str]:
     return lines[:MOST_FINDINGS]
 
 
-def advice_in_brief(summary: Judged) -> list[str]:
+def advice_in_brief(summary: Summary) -> list[str]:
     """What to do, most urgent first, at most five lines; one line if there is nothing to do."""
     by_kind: dict[str, list[Recommendation]] = defaultdict(list)
     encoding = {head.layer for head in facts(summary) if head.sees_all}
@@ -88,7 +87,7 @@ def advice_in_brief(summary: Judged) -> list[str]:
     return lines[:MOST_ADVICE] or [no_recommendation(summary)]
 
 
-def _kinds(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
+def _kinds(summary: Summary, heads: Sequence[HeadFacts]) -> list[str]:
     """A line for each class that has heads, the largest first."""
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for place, classes in zip(summary.places, classify(summary), strict=True):
@@ -117,27 +116,23 @@ def _where(places: Sequence[tuple[int, int]]) -> str:
 
 
 def _extremes(heads: Sequence[HeadFacts]) -> list[str]:
-    """The sharpest and the most diffuse head, by the first of three metrics that was recorded."""
-    for name in ("normalized_entropy", "entropy", "effective_keys"):
-        if known := [head for head in heads if math.isfinite(head.mean(name))]:
-            break
-    else:
+    """A line on the sharpest and the most diffuse head."""
+    found = extremes(heads)
+    if found is None:
         return []
-    low = min(known, key=lambda head: head.mean(name))
-    high = max(reversed(known), key=lambda head: head.mean(name))
+    name, low, high = found
     n = low.mean("n_keys")
     of = f" of {n:,.0f}" if math.isfinite(n) and math.isfinite(low.mean("effective_keys")) else ""
     line = f"sharpest: {_place(low)}, {_spread(low, name)}{of}"
     return [line if high is low else f"{line}; most diffuse: {_place(high)}, {_keys(high, name)}"]
 
 
-def _collapsed(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
+def _collapsed(summary: Summary, heads: Sequence[HeadFacts]) -> list[str]:
     """A line on heads whose entropy has collapsed; empty if there are none."""
     hit = [head for head in heads if "entropy_collapse" in summary.judgements[head.index]]
     if not hit:
         return []
-    places = [(head.layer, head.head) for head in hit]
-    named = ", ".join(f"L{layer} H{head}" for layer, head in places[:_NAMED])
+    named = ", ".join(map(_place, hit[:_NAMED]))
     more = f" and {len(hit) - _NAMED:,} more" if len(hit) > _NAMED else ""
     return [f"collapsed: {named}{more}"]
 
@@ -168,10 +163,8 @@ def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
 
 def _spread(head: HeadFacts, name: str) -> str:
     """A head's effective keys, or another metric, with its unit."""
-    unit = (
-        "effective keys" if math.isfinite(head.mean("effective_keys")) else name.replace("_", " ")
-    )
-    return f"{_keys(head, name)} {unit}"
+    known = math.isfinite(head.mean("effective_keys"))
+    return f"{_keys(head, name)} {'effective keys' if known else name.replace('_', ' ')}"
 
 
 def _keys(head: HeadFacts, name: str) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
+from acutance.diagnose.rules import FEW_ROWS, Judgement
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import SENTENCES, Certainty, crossing
-from acutance.diagnose.thresholds import HeadFacts, facts
+from acutance.diagnose.thresholds import HeadFacts, Summary, facts
 from acutance.escapes import ranges
 
 Kind = Literal[
@@ -87,7 +87,7 @@ class Recommendation:
         return {**asdict(self), "heads": list(self.heads), "sentence": self.sentence}
 
 
-def recommendations(summary: Judged) -> list[Recommendation]:
+def recommendations(summary: Summary) -> list[Recommendation]:
     """What is unusual about a summary, most urgent first, one for each kind and layer.
 
     Args:
@@ -128,7 +128,7 @@ def recommendations(summary: Judged) -> list[Recommendation]:
     return advice
 
 
-def head_reasons(summary: Judged) -> list[dict[str, str]]:
+def head_reasons(summary: Summary) -> list[dict[str, str]]:
     """The reason of each kind of recommendation for every head, in that head's own numbers."""
     return [
         {
@@ -140,7 +140,7 @@ def head_reasons(summary: Judged) -> list[dict[str, str]]:
     ]
 
 
-def no_recommendation(summary: Judged) -> str:
+def no_recommendation(summary: Summary) -> str:
     """The sentence to show if nothing is recommended."""
     return UNTRAINED if summary.about.get("untrained") is True else NOTHING
 

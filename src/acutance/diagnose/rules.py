@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from acutance.diagnose.thresholds import HeadFacts, Summary, facts, limit
 
@@ -51,14 +51,6 @@ class Judgement:
 
 
 Rule = Callable[[HeadFacts], Judgement | None]
-
-
-class Judged(Summary, Protocol):
-    """A summary with the rules that each of its heads meets."""
-
-    @property
-    def judgements(self) -> list[dict[Kind, Judgement]]:
-        """For each head, the rules it meets."""
 
 
 def judge(head: HeadFacts) -> dict[Kind, Judgement]:

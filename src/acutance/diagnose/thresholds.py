@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from acutance.structure.blocks import PEAKS
 
@@ -95,36 +95,8 @@ def limit(name: str) -> float:
 NEAR = int(limit("near"))
 
 
-class Summary(Protocol):
-    """The parts of :class:`acutance.HeadSummary` that a diagnosis reads."""
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """Facts about the run: dtype, whether the model is untrained."""
-
-    @property
-    def layers(self) -> Sequence[Any]:
-        """The layers, in model order."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics, the columns of ``moments``."""
-
-    @property
-    def moments(self) -> Any:
-        """Count, mean, variance and extremes of each metric, :class:`Moments` of all heads."""
-
-    @property
-    def profile(self) -> Any:
-        """Each metric by octave of n; None if not recorded."""
-
-    @property
-    def distances(self) -> Any:
-        """Weight by octave of distance; None if not recorded."""
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """(layer, head) of each row of ``moments``."""
+#: An :class:`acutance.HeadSummary`: it has the rules that each head meets, made of what is here.
+Summary: TypeAlias = Any
 
 
 class HeadFacts:
@@ -153,7 +125,7 @@ class HeadFacts:
         self.dtype = str(summary.about.get("dtype", "")).removeprefix("torch.")
         self._profile, names = summary.profile, summary.metrics
         self._entropy = names.index("entropy") if "entropy" in names else None
-        by_name = [dict(zip(names, row, strict=True)) for row in rows]
+        by_name: list[dict[str, float]] = [dict(zip(names, row, strict=True)) for row in rows]
         self._mean, self._low, self._high, self._count = by_name
 
     def mean(self, name: str) -> float:
@@ -219,3 +191,18 @@ def facts(summary: Summary) -> list[HeadFacts]:
         for head, row in zip(heads, zip(*numbers, strict=True), strict=True):
             head.near, head.even, head.peak, head.peak_share = row
     return heads
+
+
+def extremes(heads: Sequence[HeadFacts]) -> tuple[str, HeadFacts, HeadFacts] | None:
+    """The sharpest and the most diffuse head, by the first of three metrics that was recorded.
+
+    Of heads that tie, the first and the last: two heads all alike are still two heads.
+
+    Returns:
+        The metric's name and the two heads; None if none of the metrics was recorded.
+    """
+    for name in ("normalized_entropy", "entropy", "effective_keys"):
+        if known := [head for head in heads if math.isfinite(head.mean(name))]:
+            sharpest = min(known, key=lambda head: head.mean(name))
+            return name, sharpest, max(reversed(known), key=lambda head: head.mean(name))
+    return None

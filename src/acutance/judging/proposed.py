@@ -12,8 +12,8 @@ from acutance.calibration.identity import longest
 from acutance.calibration.law import names_in
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
-from acutance.diagnose.rules import Judged, Kind
-from acutance.diagnose.thresholds import HeadFacts, facts
+from acutance.diagnose.rules import Kind
+from acutance.diagnose.thresholds import HeadFacts, Summary, facts
 from acutance.judging.changes import Change, HeadsOff, LawRemedy
 from acutance.scaling import ClipLogN, Window
 
@@ -47,7 +47,7 @@ class Proposals:
 
 def proposed_remedies(
     model: torch.nn.Module,
-    summary: Judged,
+    summary: Summary,
     length: int,
     *,
     train_length: int | None = None,
@@ -137,7 +137,7 @@ def _not_beyond(trained: int | None, length: int) -> str:
     )
 
 
-def _layers(model: torch.nn.Module, summary: Judged) -> dict[int, int | str]:
+def _layers(model: torch.nn.Module, summary: Summary) -> dict[int, int | str]:
     """How a law names each layer of a summary: by the number of its block, else its module's name.
 
     By index of the layer in the summary. Layers that transformers' attention interface does not run
@@ -171,7 +171,7 @@ def _off(layers: Mapping[int, int | str], heads: Sequence[HeadFacts]) -> HeadsOf
 
 
 def _windows(
-    summary: Judged, layers: Mapping[int, int | str], local: Sequence[HeadFacts], length: int
+    summary: Summary, layers: Mapping[int, int | str], local: Sequence[HeadFacts], length: int
 ) -> dict[tuple[int | str, int], Window]:
     """A window for each local head: the smallest power of 2 that contains most of its weight.
 

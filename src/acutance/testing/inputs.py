@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,95 +60,62 @@ class _Draw:
         shape = [size if self.choices.random() < 0.6 else 1 for size in full] + [self.keys]
         return tuple(shape[self.choices.randrange(3) :])
 
-
-def _offset(draw: _Draw) -> int:
-    return draw.choices.choice([0, draw.keys - draw.queries, draw.choices.randint(-2, 5)])
-
-
-def _causal(draw: _Draw) -> dict[str, Any]:
-    return {"is_causal": True}
+    def offset(self) -> int:
+        return self.choices.choice([0, self.keys - self.queries, self.choices.randint(-2, 5)])
 
 
-def _decode(draw: _Draw) -> dict[str, Any]:
-    return {"is_causal": True, "query_offset": _offset(draw)}
+#: How keys are hidden or scores changed.
+MASKS = (
+    "none", "causal", "decode", "window", "padding", "boolean", "additive", "documents", "packed",
+    "bias", "alibi", "softcap", "sinks", "everything",
+)  # fmt: skip
 
 
-def _window(draw: _Draw) -> dict[str, Any]:
-    width = draw.choices.randint(1, draw.keys + 1)
-    causal = draw.choices.random() < 0.5
-    return {"window": width, "is_causal": causal, "query_offset": _offset(draw)}
-
-
-def _padding(draw: _Draw) -> dict[str, Any]:
-    return {"key_mask": draw.coin(0.7, draw.batch, draw.keys)}
-
-
-def _boolean(draw: _Draw) -> dict[str, Any]:
-    mask = draw.coin(0.6, *draw.some())
-    mask[..., -1, :] &= draw.choices.random() < 0.5  # half the time a row that sees nothing
-    return {"attn_mask": mask}
-
-
-def _additive(draw: _Draw) -> dict[str, Any]:
-    shape = draw.some()
-    low = draw.choices.choice([-torch.inf, torch.finfo(draw.dtype).min])
-    mask = draw.normal(*shape).masked_fill(draw.coin(0.3, *shape), low)
-    return {"attn_mask": mask.to(draw.dtype)}
-
-
-def _documents(draw: _Draw) -> dict[str, Any]:
-    rows = torch.randint(3, (draw.batch, draw.queries), generator=draw.numbers)
-    columns = torch.randint(3, (draw.batch, draw.keys), generator=draw.numbers)
-    return {"document_ids": (rows, columns), "is_causal": draw.choices.random() < 0.5}
-
-
-def _packed(draw: _Draw) -> dict[str, Any]:
-    if draw.queries > draw.keys:
-        return _documents(draw)
-    cuts = sorted(draw.choices.randint(0, draw.keys) for _ in range(3))
-    lengths = torch.tensor([0, *cuts, draw.keys])
-    return {"cu_seqlens": lengths, "is_causal": True, "query_offset": draw.keys - draw.queries}
-
-
-def _bias(draw: _Draw) -> dict[str, Any]:
-    return {"bias": draw.normal(*draw.some()).to(draw.dtype)}
-
-
-def _alibi(draw: _Draw) -> dict[str, Any]:
-    slopes = 2.0 ** -torch.arange(1, draw.query_heads + 1, dtype=torch.float64)
-    return {"alibi_slopes": slopes.to(draw.dtype), "query_offset": _offset(draw)}
-
-
-def _softcap(draw: _Draw) -> dict[str, Any]:
-    return {"softcap": draw.choices.choice([0.5, 5.0, 50.0])}
-
-
-def _sinks(draw: _Draw) -> dict[str, Any]:
-    return {"sinks": draw.normal(draw.query_heads).to(draw.dtype)}
-
-
-def _everything(draw: _Draw) -> dict[str, Any]:
-    parts = (_padding, _bias, _alibi, _window, _softcap, _sinks)
-    return {name: given for part in parts for name, given in part(draw).items()}
-
-
-#: How keys are hidden or scores changed, by name; each draws the options for it.
-MASKS: dict[str, Callable[[_Draw], dict[str, Any]]] = {
-    "none": lambda draw: {},
-    "causal": _causal,
-    "decode": _decode,
-    "window": _window,
-    "padding": _padding,
-    "boolean": _boolean,
-    "additive": _additive,
-    "documents": _documents,
-    "packed": _packed,
-    "bias": _bias,
-    "alibi": _alibi,
-    "softcap": _softcap,
-    "sinks": _sinks,
-    "everything": _everything,
-}
+def _options(mask: str, draw: _Draw) -> dict[str, Any]:
+    """Options of :func:`acutance.attention` for one of :data:`MASKS`."""
+    choices, dtype = draw.choices, draw.dtype
+    match mask:
+        case "causal":
+            return {"is_causal": True}
+        case "decode":
+            return {"is_causal": True, "query_offset": draw.offset()}
+        case "window":
+            width, causal = choices.randint(1, draw.keys + 1), choices.random() < 0.5
+            return {"window": width, "is_causal": causal, "query_offset": draw.offset()}
+        case "padding":
+            return {"key_mask": draw.coin(0.7, draw.batch, draw.keys)}
+        case "boolean":
+            visible = draw.coin(0.6, *draw.some())
+            visible[..., -1, :] &= choices.random() < 0.5  # half the time a row that sees nothing
+            return {"attn_mask": visible}
+        case "additive":
+            shape = draw.some()
+            low = choices.choice([-torch.inf, torch.finfo(dtype).min])
+            added = draw.normal(*shape).masked_fill(draw.coin(0.3, *shape), low)
+            return {"attn_mask": added.to(dtype)}
+        case "packed" if draw.queries <= draw.keys:
+            cuts = sorted(choices.randint(0, draw.keys) for _ in range(3))
+            ends = torch.tensor([0, *cuts, draw.keys])
+            offset = draw.keys - draw.queries
+            return {"cu_seqlens": ends, "is_causal": True, "query_offset": offset}
+        case "documents" | "packed":
+            rows = torch.randint(3, (draw.batch, draw.queries), generator=draw.numbers)
+            columns = torch.randint(3, (draw.batch, draw.keys), generator=draw.numbers)
+            return {"document_ids": (rows, columns), "is_causal": choices.random() < 0.5}
+        case "bias":
+            return {"bias": draw.normal(*draw.some()).to(dtype)}
+        case "alibi":
+            slopes = 2.0 ** -torch.arange(1, draw.query_heads + 1, dtype=torch.float64)
+            return {"alibi_slopes": slopes.to(dtype), "query_offset": draw.offset()}
+        case "softcap":
+            return {"softcap": choices.choice([0.5, 5.0, 50.0])}
+        case "sinks":
+            return {"sinks": draw.normal(draw.query_heads).to(dtype)}
+    options: dict[str, Any] = {}
+    if mask == "everything":
+        for name in ("padding", "bias", "alibi", "window", "softcap", "sinks"):
+            options |= _options(name, draw)
+    return options
 
 
 def attention_case(
@@ -189,7 +155,7 @@ def attention_case(
         True
     """
     choices = random.Random(seed)
-    mask = choices.choice(list(MASKS)) if mask is None else mask
+    mask = choices.choice(MASKS) if mask is None else mask
     if mask not in MASKS:
         raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
     dtype = choices.choice(DTYPES) if dtype is None else dtype
@@ -208,7 +174,7 @@ def attention_case(
     query = tensor(heads * group, queries, width, root)
     key = tensor(heads, keys, width, root)
     value = tensor(heads, keys, value_width, 1.0)
-    options = MASKS[mask](draw)
+    options = _options(mask, draw)
     if group > 1:
         options["enable_gqa"] = True
     if choices.random() < 0.3:

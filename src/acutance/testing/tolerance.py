@@ -17,6 +17,7 @@ each in :func:`_tolerances`. The 2 in front is for the higher orders.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +49,9 @@ class Comparison:
     @property
     def error(self) -> float:
         """Absolute error of the worst metric at its worst row."""
-        if self.measured == self.expected or (
-            self.measured != self.measured and self.expected != self.expected
-        ):
-            return 0.0
-        return abs(self.measured - self.expected)
+        both_nan = math.isnan(self.measured) and math.isnan(self.expected)
+        same = self.measured == self.expected or both_nan
+        return 0.0 if same else abs(self.measured - self.expected)
 
     @property
     def close(self) -> bool:
@@ -139,8 +138,7 @@ def compare(
         >>> found.close, found.ratios["n_keys"]
         (False, 0.0)
     """
-    worst: tuple[float, str, int, Tensor, Tensor, Tensor] | None = None
-    ratios: dict[str, float] = {}
+    rows: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     tolerances = _tolerances(oracle, measured.state.Z.dtype, score_error, value_norm)
     for name in measured.available:
         expected = oracle[name].double()
@@ -151,26 +149,17 @@ def compare(
                 f"oracle's {tuple(expected.shape)}"
             )
         tolerance = tolerances[name].nan_to_num(0.0, posinf=0.0)
-        ratio = _ratio(found, expected, tolerance)
-        if not ratio.numel():
-            ratios[name] = 0.0
-            continue
-        place = int(ratio.flatten().argmax())
-        ratios[name] = float(ratio.flatten()[place])
-        if worst is None or ratios[name] > worst[0]:
-            worst = (ratios[name], name, place, found, expected, tolerance)
-    if worst is None:
+        rows[name] = found, expected, tolerance, _ratio(found, expected, tolerance)
+    ratios = {
+        name: float(ratio.amax()) if ratio.numel() else 0.0 for name, (*_, ratio) in rows.items()
+    }
+    name = max(ratios, key=ratios.__getitem__)
+    found, expected, tolerance, ratio = rows[name]
+    if not ratio.numel():
         return Comparison("n_keys", (), 0.0, 0.0, 0.0, ratios)
-    _, name, place, found, expected, tolerance = worst
-    index = torch.unravel_index(torch.tensor(place), expected.shape)
-    return Comparison(
-        metric=name,
-        index=tuple(int(part) for part in index),
-        measured=float(found.flatten()[place]),
-        expected=float(expected.flatten()[place]),
-        tolerance=float(tolerance.flatten()[place]),
-        ratios=ratios,
-    )
+    index = tuple(map(int, torch.unravel_index(ratio.argmax(), ratio.shape)))
+    here, should, most = (float(tensor[index]) for tensor in (found, expected, tolerance))
+    return Comparison(name, index, here, should, most, ratios)
 
 
 def assert_close_to_oracle(
