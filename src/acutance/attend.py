@@ -5,8 +5,7 @@ A call is validated once, its score transformed and its queries scaled, and a ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
@@ -16,14 +15,13 @@ from torch.overrides import wrap_torch_function
 from acutance import scaling as scalings
 from acutance import scores
 from acutance import weights as weightings
-from acutance.compiling import by_operations
+from acutance.compiling import by_operations, transformed
 from acutance.kernels import dispatch, fast_path
-from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
+from acutance.kernels.call import KernelCall, ScoreTile, accumulate_dtype
 from acutance.kernels.hidden import constant_where_not_finite
 from acutance.kernels.key_mass import from_output
 from acutance.kernels.key_mass import key_mass as softmax_key_mass
-from acutance.kernels.ops import attend_rows
-from acutance.kernels.whole_rows import ScoreTile, WeighedRows, weigh_rows, whole_weights
+from acutance.kernels.whole_rows import weigh_rows
 from acutance.masks import MaskOptions, check_masking, check_sinks
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, apply_scaling, visible_keys
@@ -38,7 +36,7 @@ __all__ = ["attention", "key_mass", "row_statistics"]
 
 Backend: TypeAlias = Literal["auto", "native", "blocked", "triton"]
 #: A score, or a function that makes a tile of scores.
-Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]
+Score: TypeAlias = DotScore | TileScore | ScoreTile
 _SCALED_DOT, _SOFTMAX = ScaledDot(), Softmax()
 
 
@@ -221,14 +219,11 @@ def attention(
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
-    check_flags(return_stats=return_stats)
     call = validated(
         query, key, value, attn_mask, is_causal, scale, enable_gqa,
-        weights=weights, dropout_p=dropout_p, **options,
+        weights=weights, dropout_p=dropout_p, return_stats=return_stats, **options,
     )  # fmt: skip
-    if not return_stats and (call.inputs.noise or call.inputs.gaps):
-        call = replace(call, inputs=call.inputs._replace(noise=False, gaps=False))
-    out, stats = call.computed()
+    out, stats = computed(call)
     out = out.to(call.dtype)
     return (out, stats) if return_stats else out
 
@@ -339,7 +334,7 @@ def row_statistics(
     call = validated(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, weights=weights, **options
     )
-    return call.computed()[1]
+    return computed(call)[1]
 
 
 def key_mass(
@@ -410,7 +405,9 @@ def key_mass(
         call = validated(
             query, key, None, attn_mask, is_causal, scale, enable_gqa, weights=weights, **options
         )
-        return call.key_mass()
+        if call.score is None and call.weighting == _SOFTMAX:
+            return softmax_key_mass(call)
+        return from_output(call, lambda call: computed(call)[0])
 
 
 def _fast(
@@ -452,6 +449,7 @@ def validated(
     *,
     weights: str | Weighting = "softmax",
     dropout_p: float = 0.0,
+    return_stats: bool = True,
     noise: bool = False,
     gaps: bool = False,
     softcap: float | None = None,
@@ -460,19 +458,23 @@ def validated(
     scaling: str | AnyScaling | None = None,
     backend: str = "auto",
     **masks: Unpack[MaskOptions],
-) -> Call:
+) -> KernelCall:
     """The validated call, with its score transformed and its law applied.
 
     The arguments are those of :func:`attention`.
     """
-    check_flags(noise=noise, gaps=gaps, is_causal=is_causal, enable_gqa=enable_gqa)
-    dispatch.check_backend(backend)
+    check_flags(
+        return_stats=return_stats, noise=noise, gaps=gaps, is_causal=is_causal,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
+    if backend != "auto":
+        dispatch.check_backend(backend)
     how: DotScore | TileScore = _SCALED_DOT if score == "scaled_dot" else scores.get(score)
     weighting: Weighting = _SOFTMAX if weights == "softmax" else weightings.get(weights)
     law = None if scaling is None else scalings.get(scaling)
     plain = type(how) is ScaledDot
     query, key, value = check_inputs(query, key, value, enable_gqa, same_width=plain, autocast=True)
-    dtype, factor = query.dtype, 1.0
+    dtype, factor, tile = query.dtype, 1.0, None
     if plain:
         factor = query.shape[3] ** -0.5
     elif isinstance(how, DotScore):
@@ -481,9 +483,11 @@ def validated(
         if isinstance(how, Features | ScaleInvariant) and how.offset is None:
             how = replace(how, offset=masks.get("query_offset") or 0)
         how, query, key = how.prepare(query, constant_where_not_finite(key))
+        tile = how.tile
     if scale is not None:
         factor = check_number("scale", scale)
-    check_number("dropout_p", dropout_p, above=0.0, below=1.0, including=True)
+    if dropout_p != 0.0:
+        check_number("dropout_p", dropout_p, above=0.0, below=1.0, including=True)
     if softcap is not None:
         softcap = check_softcap(softcap, query.dtype)
     masking = check_masking(query, key, attn_mask, is_causal, **masks)
@@ -491,140 +495,85 @@ def validated(
         sinks = check_sinks(sinks, query)
     # a tensor: no graph break
     seed = torch.randint(2**62, ()) if dropout_p > 0.0 else None
-    rule = Rule(factor, softcap, sinks, float(dropout_p), seed)
-    inputs = KernelCall(query, key, value, masking, rule, noise, gaps)
-    call = Call(inputs, how, weighting, backend, dtype).with_softmax_as_such()
+    call = KernelCall(
+        query, key, value, masking, factor, softcap, sinks, float(dropout_p), seed,
+        noise and return_stats, gaps and return_stats, backend, weighting, tile, dtype=dtype,
+    )  # fmt: skip
+    if weighting is not _SOFTMAX:
+        call = _with_softmax_as_such(call)
     if law is not None and not isinstance(law, scalings.NoScaling):
-        call = call.scaled(law)
+        call = _scaled(call, law)
     return call
 
 
-@dataclass(frozen=True)
-class Call:
-    """A validated call, its score transformed, and how its scores become weights."""
+def _with_softmax_as_such(call: KernelCall) -> KernelCall:
+    """The same call with softmax, temperature and sinks in the form the kernels support.
 
-    inputs: KernelCall
-    score: DotScore | TileScore
-    weighting: Weighting
-    backend: str
-    dtype: torch.dtype  #: of the output
-    row_scale: Tensor | None = None
+    A temperature goes into the scale, sinks into the call's. Other weightings are unchanged.
+    """
+    weighting, query, masking = call.weighting, call.query, call.masking
+    if call.sinks is not None and weighting != _SOFTMAX:
+        raise ValueError(
+            "sinks can be used only with weights='softmax'; with other weights pass "
+            f"weights.Sink(sinks), got weights={weighting.name!r}"
+        )
+    if isinstance(weighting, SoftmaxOne):
+        return call._replace(sinks=query.new_zeros(query.shape[1]), weighting=_SOFTMAX)
+    if isinstance(weighting, Sink):
+        return call._replace(sinks=check_sinks(weighting.sinks, query), weighting=_SOFTMAX)
+    biased = masking.additive or masking.alibi_slopes is not None
+    if isinstance(weighting, Softmax) and call.softcap is None and not biased:
+        return call._replace(scale=call.scale / weighting.temperature, weighting=_SOFTMAX)
+    return call
 
-    def with_softmax_as_such(self) -> Call:
-        """The same call with softmax, temperature and sinks in the form the kernels support.
 
-        A temperature goes into the scale, sinks into the rule. Other weightings are unchanged.
-        """
-        weighting, rule = self.weighting, self.inputs.rule
-        if weighting is _SOFTMAX:
-            return self
-        if rule.sinks is not None and weighting != _SOFTMAX:
-            raise ValueError(
-                "sinks can be used only with weights='softmax'; with other weights pass "
-                f"weights.Sink(sinks), got weights={weighting.name!r}"
-            )
-        query = self.inputs.query
-        if isinstance(weighting, SoftmaxOne):
-            return self._softmax(sinks=query.new_zeros(query.shape[1]))
-        if isinstance(weighting, Sink):
-            return self._softmax(sinks=check_sinks(weighting.sinks, query))
-        masking = self.inputs.masking
-        biased = masking.additive or masking.alibi_slopes is not None
-        if isinstance(weighting, Softmax) and rule.softcap is None and not biased:
-            return self._softmax(scale=rule.scale / weighting.temperature)
-        return self
+def _scaled(call: KernelCall, law: AnyScaling) -> KernelCall:
+    """Multiply each query by the law's factor for the number of keys that its row sees.
 
-    def _softmax(self, **changes: Tensor | float | None) -> Call:
-        """A copy of the call with softmax weights, and ``changes`` to fields of its rule."""
-        rule = replace(self.inputs.rule, **changes)  # type: ignore[arg-type]
-        return replace(self, inputs=self.inputs._replace(rule=rule), weighting=_SOFTMAX)
+    The law's position of a causal row without a window is n − 1, whatever is padded or packed; that
+    of other rows is their index from the start.
+    """
+    query, masking = call.query, call.masking
+    n = visible_keys(masking)
+    positions = entropy = None
+    if not masking.causal or masking.window is not None:
+        first = masking.offset
+        positions = torch.arange(first, first + masking.queries, device=query.device)
+    if law.needs_entropy:
+        with torch.no_grad():
+            entropy = computed(call._replace(value=None, noise=False, gaps=False))[1].entropy
+    if call.score is None:
+        query = apply_scaling(query, law, n, positions, entropy=entropy)
+        return call._replace(query=query)
+    ones = query.new_ones(*query.shape[:3], 1, dtype=accumulate_dtype(query.dtype))
+    return call._replace(row_scale=apply_scaling(ones, law, n, positions, entropy=entropy))
 
-    def scaled(self, law: AnyScaling) -> Call:
-        """Multiply each query by the law's factor for the number of keys that its row sees.
 
-        The law's position of a causal row without a window is n − 1, whatever is padded or packed;
-        that of other rows is their index from the start.
-        """
-        query, masking = self.inputs.query, self.inputs.masking
-        n = visible_keys(masking)
-        positions = entropy = None
-        if not masking.causal or masking.window is not None:
-            first = masking.offset
-            positions = torch.arange(first, first + masking.queries, device=query.device)
-        if law.needs_entropy:
-            with torch.no_grad():
-                bare = replace(
-                    self, inputs=self.inputs._replace(value=None, noise=False, gaps=False)
-                )
-                entropy = bare.computed()[1].entropy
-        if isinstance(self.score, DotScore):
-            query = apply_scaling(query, law, n, positions, entropy=entropy)
-            return replace(self, inputs=self.inputs._replace(query=query))
-        one = query.new_ones(*query.shape[:3], 1, dtype=accumulate_dtype(query.dtype))
-        rows = apply_scaling(one, law, n, positions, entropy=entropy)
-        return replace(self, row_scale=rows)
-
-    def computed(self) -> tuple[Tensor, RowStatistics | WeightStatistics]:
-        """Output and statistics, from a streaming kernel if one supports the call."""
-        softmax = self.weighting == _SOFTMAX
-        streams = softmax and isinstance(self.score, DotScore)
-        if streams and not by_operations():
-            sums, backend = attend_rows(self.inputs, self.backend)
-            return sums.out, RowStatistics(_state(sums, self.inputs.rule.sinks), backend)
-        rows = self._whole_rows(streams)
-        out, sinks = rows.out, self.inputs.rule.sinks
-        if out is None:
-            out = self.inputs.query.new_empty(*self.inputs.query.shape[:3], 0)
-        if softmax:
-            state = rows.scores
-            if sinks is not None:
-                state = state._replace(sink=_sinks_of_rows(state.Z, sinks))
-            return out, RowStatistics(state, "rows")
+def computed(call: KernelCall) -> tuple[Tensor, RowStatistics | WeightStatistics]:
+    """Output and statistics, from a streaming kernel if one supports the call."""
+    softmax = call.weighting == _SOFTMAX
+    streams = softmax and call.score is None
+    if streams and not (transformed() and by_operations()):
+        sums, backend = dispatch.attend_rows(call)
+        state = RowState(*sums[1:-4], _sink_of_rows(call.sinks, sums.Z), *sums[-4:])
+        return sums.out, RowStatistics(state, backend)
+    if call.backend not in ("auto", "blocked") and not streams:
+        raise ValueError(
+            f"backend={call.backend!r} supports only softmax of dot products; other "
+            "weights and scores are computed in plain PyTorch, in blocks of rows"
+        )
+    rows = weigh_rows(call)
+    out = call.query.new_empty(*call.query.shape[:3], 0) if rows.out is None else rows.out
+    if not softmax:
         return out, WeightStatistics(rows.weights, rows.scores, rows.slopes, backend="rows")
-
-    def key_mass(self) -> Tensor:
-        """Weights summed over rows, (B, Hq, S), by the same kernels as :meth:`computed`."""
-        if self.weighting == _SOFTMAX and isinstance(self.score, DotScore):
-            return softmax_key_mass(self.inputs, self.backend)
-
-        def output(inputs: KernelCall) -> Tensor:
-            out = replace(self, inputs=inputs)._whole_rows(False).out
-            assert out is not None
-            return out
-
-        return from_output(self.inputs, output)
-
-    def weights(self) -> Tensor:
-        """The weights of every row, (B, Hq, L, S)."""
-        return whole_weights(self.inputs, *self._rule_of_rows())
-
-    def _rule_of_rows(self) -> tuple[Weighting, Tensor | None, ScoreTile | None]:
-        """Weighting, factor of each row and score function of whole rows."""
-        sinks = self.inputs.rule.sinks
-        weighting = self.weighting if sinks is None else Sink(sinks)
-        tile = None if isinstance(self.score, DotScore) else self.score.tile
-        return weighting, self.row_scale, tile
-
-    def _whole_rows(self, streams: bool) -> WeighedRows:
-        """Output and statistics from blocks of whole rows.
-
-        ``streams`` says whether the call is a softmax of dot products, which kernels support. If
-        not, ValueError unless the backend is "auto" or "blocked".
-        """
-        if self.backend not in ("auto", "blocked") and not streams:
-            raise ValueError(
-                f"backend={self.backend!r} supports only softmax of dot products; other "
-                "weights and scores are computed in plain PyTorch, in blocks of rows"
-            )
-        return weigh_rows(self.inputs, *self._rule_of_rows())
+    state = rows.scores
+    if call.sinks is not None:
+        state = state._replace(sink=_sink_of_rows(call.sinks, state.Z))
+    return out, RowStatistics(state, "rows")
 
 
-def _state(sums: Sums, sinks: Tensor | None) -> RowState:
-    _, *fields = sums
-    none = sums.Z.detach().unsqueeze(-1)[..., :0]
-    sink = none if sinks is None else _sinks_of_rows(sums.Z, sinks)
-    return RowState._make([*fields[:-4], sink, *fields[-4:]])
-
-
-def _sinks_of_rows(Z: Tensor, sinks: Tensor) -> Tensor:
+def _sink_of_rows(sinks: Tensor | None, Z: Tensor) -> Tensor:
+    """The sink logits of rows, (B, Hq, L); without an element if there are none."""
+    if sinks is None:
+        return Z.detach().unsqueeze(-1)[..., :0]
     return sinks.to(Z.dtype).view(1, -1, 1).expand_as(Z)

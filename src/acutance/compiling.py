@@ -91,26 +91,23 @@ def unobserved() -> bool:
     )
 
 
-def undispatched() -> bool:
-    """:func:`unobserved`, but torch-function modes may be active, since they see no operators."""
-    return (
-        not is_compiling()
-        and _KNOWN
-        and not _len_torch_dispatch_stack()
-        and maybe_current_level() is None
-        and forward_ad._current_level < 0
-        and _get_tracing_state() is None
-    )
-
-
 def ordinary(tensors: Iterable[Tensor | None]) -> bool:
     """Whether all tensors are plain dense tensors with memory, and no operators are observed.
+
+    Modes of torch functions may be active, since they see no operators.
 
     Example:
         >>> ordinary([torch.zeros(2), None]), ordinary([torch.zeros(2, device="meta")])
         (True, False)
     """
-    if not undispatched():
+    if (
+        is_compiling()
+        or not _KNOWN
+        or _len_torch_dispatch_stack()
+        or maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or _get_tracing_state() is not None
+    ):
         return False
     for tensor in tensors:
         if tensor is not None and (
@@ -133,7 +130,7 @@ def by_operations() -> bool:
     They do in forward mode, with nested :func:`torch.func.grad`, and with any :mod:`torch.func`
     transform inside a compiled function.
     """
-    return _forward_or_nested() or (is_compiling() and transformed())
+    return transformed() and (is_compiling() or _forward_or_nested())
 
 
 def _forward_or_nested() -> bool:

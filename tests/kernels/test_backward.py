@@ -11,7 +11,7 @@ from acutance.attend import attention
 from acutance.kernels import library
 from acutance.kernels.backward import backward
 from acutance.kernels.blocked import forward
-from acutance.kernels.call import KernelCall, Rule, SumGradients
+from acutance.kernels.call import KernelCall, SumGradients
 from acutance.masks import Masking
 from tests.contract.kernels.test_backward import Largest, normal
 
@@ -22,9 +22,8 @@ def largest_tensor(length: int) -> int:
     masking = Masking(
         batch=1, heads=1, group=1, queries=length, keys=length, causal=True, window=length
     )
-    rule = Rule(scale=0.25)
     with Largest() as seen:
-        call = KernelCall(query, query, query, masking, rule, noise=True)
+        call = KernelCall(query, query, query, masking, scale=0.25, noise=True)
         sums = forward(call)
         ones = torch.ones(1, 1, length)
         grad = SumGradients(torch.ones_like(query), *[ones] * (len(SumGradients._fields) - 1))

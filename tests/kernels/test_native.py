@@ -18,7 +18,7 @@ from torch import Tensor
 from acutance import attend, kernels, row_statistics
 from acutance.kernels import bindings, blocked, library, native
 from acutance.kernels.bindings import CALL, GRADIENTS, SUMS, Layout
-from acutance.kernels.call import KernelCall, Rule
+from acutance.kernels.call import KernelCall
 from acutance.masks import Masking
 from acutance.rowstats import dense_statistics
 from acutance.testing import (
@@ -433,12 +433,11 @@ def test_structures_have_the_size_of_c_s() -> None:
 def test_both_backends_have_the_same_fields() -> None:
     """Shapes, dtypes and strides of the sums, with and without values and noise."""
     masking = Masking(batch=2, heads=2, group=2, queries=5, keys=7)
-    rule = Rule(scale=0.3)
     for dtype, wide, noise in itertools.product(FLOATS, (False, True), (False, True)):
         query, key = normal(2, 4, 5, 8, dtype=dtype), normal(2, 2, 7, 8, dtype=dtype)
         value = key[..., :3].contiguous() if wide else None
-        ours = native.forward(KernelCall(query, key, value, masking, rule, noise))
-        theirs = blocked.forward(KernelCall(query, key, value, masking, rule, noise))
+        ours = native.forward(KernelCall(query, key, value, masking, 0.3, noise=noise))
+        theirs = blocked.forward(KernelCall(query, key, value, masking, 0.3, noise=noise))
         for name, left, right in zip(ours._fields, ours, theirs, strict=True):
             assert (left.shape, left.dtype) == (right.shape, right.dtype), name
             assert left.is_contiguous(), name

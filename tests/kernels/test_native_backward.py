@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance import attend
 from acutance.kernels import blocked, library, native
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
+from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.masks import Masking
 
 FOUND = library.load()
@@ -100,7 +100,7 @@ class Case:
         self.masking = Masking(
             batch=batch, heads=heads, group=group, queries=queries, keys=keys, **options
         )
-        self.rule = Rule(**{"scale": width**-0.5, **(rule or {})})
+        self.rule = {"scale": width**-0.5, **(rule or {})}
         rows = self.query.shape[:3]
         self.grads = {name: normal(*rows, seed=50 + i) for i, name in enumerate(fields)}
         if "out" in fields:
@@ -115,19 +115,19 @@ class Case:
         return SumGradients(**given)
 
     def native(self) -> Gradients:
-        call = KernelCall(self.query, self.key, self.value, self.masking, self.rule)
+        call = KernelCall(self.query, self.key, self.value, self.masking, **self.rule)
         sums = native.forward(call)
         return native.backward(self.gradients(sums, sums.Z.dtype), sums, call, self.wanted)
 
     def exact(self) -> Gradients:
         value = None if self.value is None else self.value.double()
-        call = KernelCall(self.query.double(), self.key.double(), value, self.masking, self.rule)
+        call = KernelCall(self.query.double(), self.key.double(), value, self.masking, **self.rule)
         sums = blocked.forward(call)
         return blocked_backward(self.gradients(sums, torch.float64), sums, call, self.wanted)
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        return (True, True, self.value is not None, False, False, self.rule.sinks is not None)
+        return (True, True, self.value is not None, False, False, "sinks" in self.rule)
 
     def check(self, bound: float) -> None:
         """Errors within ``bound`` times the largest entry, or one rounding to the dtype."""
@@ -181,7 +181,7 @@ def test_one_gradient_alone(field: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
 def test_only_what_is_asked_for(wanted: tuple[int, ...]) -> None:
     case = Case(torch.float32, {"causal": True})
-    call = KernelCall(case.query, case.key, case.value, case.masking, case.rule)
+    call = KernelCall(case.query, case.key, case.value, case.masking, **case.rule)
     sums = native.forward(call)
     asked = (*(bool(part) for part in wanted), False, False, False)
     found = native.backward(case.gradients(sums, torch.float32), sums, call, asked)

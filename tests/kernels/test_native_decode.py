@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from acutance.kernels import bindings, blocked, library, native
-from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
+from acutance.kernels.call import KernelCall, Sums, accumulate_dtype
 from acutance.masks import Masking
 from acutance.testing import score_error
 
@@ -92,21 +93,26 @@ def masks(q: Tensor, k: Tensor) -> dict[str, Masking]:
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor | None, mask: Masking, rule: Rule, noise: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    mask: Masking,
+    rule: dict[str, Any],
+    noise: bool = False,
 ) -> Sums:
     """Compare every field with the blocked path in float64, and return the native one's.
 
     A score off by δ puts e = exp(s − m) off by a factor 1 ± 2δ, and so the sums of e and of
     products with it; t = s − m, of size T at most, by 2δ.
     """
-    got = native.forward(KernelCall(q, k, v, mask, rule, noise))
+    got = native.forward(KernelCall(q, k, v, mask, **rule, noise=noise))
     wide = None if v is None else v.double()
     exact = replace(mask, attn_mask=widened(mask.attn_mask), bias=widened(mask.bias))
-    want = blocked.forward(KernelCall(q.double(), k.double(), wide, exact, rule, noise))
+    want = blocked.forward(KernelCall(q.double(), k.double(), wide, exact, **rule, noise=noise))
     assert torch.equal(got.n, want.n)
     assert torch.equal(got.first_index, want.first_index)
     added = 400.0 if mask.alibi_slopes is not None else 8.0
-    delta = 4.0 * score_error(q, k, rule.scale, added=added)
+    delta = 4.0 * score_error(q, k, rule["scale"], added=added)
     seen = want.n > 0
     far = 1.0 + want.depth.abs() + (want.M2 / want.n.clamp(min=1)).sqrt() * 8.0
     width = 1.0 if v is None else float(v.double().abs().amax())
@@ -153,7 +159,7 @@ def widened(mask: Tensor | None) -> Tensor | None:
 def test_every_length_is_the_blocked_path(L: int, dtype: torch.dtype, threads: int) -> None:
     for S in LENGTHS:
         q, k, v = inputs(L, S, 16, 24, dtype)
-        check(q, k, v, masking(q, k), Rule(0.25))
+        check(q, k, v, masking(q, k), {"scale": 0.25})
 
 
 @pytest.mark.usefixtures("cpu")
@@ -162,7 +168,9 @@ def test_every_mask_is_the_blocked_path(dtype: torch.dtype, threads: int) -> Non
     for L, S in ((2, 30), (3, 1300)):
         q, k, v = inputs(L, S, 8, 5, dtype)
         for name, mask in masks(q, k).items():
-            got = check(q, k, v, mask, Rule(0.3), noise=name in ("causal", "boolean", "before"))
+            got = check(
+                q, k, v, mask, {"scale": 0.3}, noise=name in ("causal", "boolean", "before")
+            )
             if name == "before":
                 assert not got.n.any()
                 assert not got.out.any()
@@ -173,8 +181,8 @@ def test_every_mask_is_the_blocked_path(dtype: torch.dtype, threads: int) -> Non
 def test_every_width_and_group_is_the_blocked_path(dtype: torch.dtype) -> None:
     for E, Ev, group, L in ((1, 3, 1, 2), (7, 64, 5, 1), (64, 33, 8, 3), (256, 256, 1, 1)):
         q, k, v = inputs(L, 300, E, Ev, dtype, group)
-        check(q, k, v, masking(q, k), Rule(E**-0.5), noise=True)
-        check(q, k, None, masking(q, k), Rule(E**-0.5))
+        check(q, k, v, masking(q, k), {"scale": E**-0.5}, noise=True)
+        check(q, k, None, masking(q, k), {"scale": E**-0.5})
 
 
 @pytest.mark.usefixtures("cpu")
@@ -182,21 +190,21 @@ def test_softcap_and_sinks(threads: int) -> None:
     q, k, v = inputs(2, 900, 16, 8)
     sinks = torch.linspace(-2.0, 4.0, H * G, dtype=torch.float64)
     for mask in (masking(q, k), masks(q, k)["boolean"], masks(q, k)["before"]):
-        check(q, k, v, mask, Rule(0.5, softcap=3.0, sinks=sinks), noise=True)
+        check(q, k, v, mask, {"scale": 0.5, "softcap": 3.0, "sinks": sinks}, noise=True)
 
 
 @pytest.mark.usefixtures("cpu")
 def test_keys_and_values_are_read_where_they_lie(threads: int) -> None:
     """Heads beside each other in a row, and a cache of which a part is filled."""
     q, k, v = inputs(2, 600, 16, 16)
-    rule, whole = Rule(0.25), masking(q, k)
-    want = native.forward(KernelCall(q, k, v, whole, rule, False))
+    rule, whole = {"scale": 0.25}, masking(q, k)
+    want = native.forward(KernelCall(q, k, v, whole, **rule))
     beside = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (q, k, v)]
     cache = [torch.full((B, H, 4096, 16), torch.nan) for _ in range(2)]
     for room, part in zip(cache, (k, v), strict=True):
         room[:, :, :600] = part
     for given in (beside, [q, *(room[:, :, :600] for room in cache)]):
-        got = native.forward(KernelCall(*given, whole, rule, False))
+        got = native.forward(KernelCall(*given, whole, **rule))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -209,7 +217,7 @@ def test_runs_are_alike_and_splits_nearly() -> None:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
             first, again = (
-                native.forward(KernelCall(q, k, v, mask, Rule(0.2), True)) for _ in range(2)
+                native.forward(KernelCall(q, k, v, mask, 0.2, noise=True)) for _ in range(2)
             )
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
             found.append(first)
@@ -227,10 +235,10 @@ def test_runs_are_alike_and_splits_nearly() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_no_number_stays_in_its_row(bad: float, threads: int) -> None:
     q, k, v = inputs(3, 900, 8, 8)
-    clean = native.forward(KernelCall(q, k, v, masking(q, k), Rule(0.4), True))
+    clean = native.forward(KernelCall(q, k, v, masking(q, k), 0.4, noise=True))
     spoilt = q.clone()
     spoilt[1, 2, 1, 5] = bad
-    found = native.forward(KernelCall(spoilt, k, v, masking(q, k), Rule(0.4), True))
+    found = native.forward(KernelCall(spoilt, k, v, masking(q, k), 0.4, noise=True))
     keep = torch.ones(q.shape[:3], dtype=torch.bool)
     keep[1, 2, 1] = False
     for name in Sums._fields:
@@ -251,7 +259,7 @@ def test_logits_far_apart_in_different_stretches(threads: int) -> None:
         scores[place] = 1e4
         k, v = scores.view(1, 1, S, 1), torch.arange(float(S)).view(1, 1, S, 1)
         q = torch.ones(1, 1, 1, 1)
-        got = native.forward(KernelCall(q, k, v, masking(q, k), Rule(1.0), False))
+        got = native.forward(KernelCall(q, k, v, masking(q, k), 1.0))
         assert got.out.item() == place
         assert got.Z.item() == 1.0
         assert abs(got.U.item()) < 1e-30

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.call import SumGradients, Sums
-from acutance.kernels.ops import row_sums, row_sums_backward
+from acutance.kernels.dispatch import row_sums, row_sums_backward
 from tests.contract.kernels.test_ops import arguments, normal
 
 

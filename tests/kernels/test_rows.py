@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acutance import weights as w
 from acutance.kernels import whole_rows
-from acutance.kernels.call import KernelCall, Rule
+from acutance.kernels.call import KernelCall, ScoreTile
 from acutance.masks import Masking
 from acutance.rowstats import RowStatistics, WeightStatistics, observe, observe_weights
 
@@ -91,10 +91,11 @@ def weigh(
     weighting: w.Weighting,
     scale: float = 0.7,
     softcap: float | None = None,
-    score: whole_rows.ScoreTile | None = None,
+    score: ScoreTile | None = None,
 ) -> whole_rows.WeighedRows:
-    call = KernelCall(q, k, v, masking, Rule(scale, softcap))
-    return whole_rows.weigh_rows(call, weighting, score=score)
+    return whole_rows.weigh_rows(
+        KernelCall(q, k, v, masking, scale, softcap, weighting=weighting, score=score)
+    )
 
 
 @pytest.mark.grid(2)

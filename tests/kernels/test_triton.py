@@ -24,7 +24,7 @@ from torch import Tensor
 from acutance.attend import attention
 from acutance.kernels import blocked, gpu
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
+from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.gpu import language, supported, unsupported_gradient, why_not
 from acutance.masks import check_masking
 from acutance.rowstats import RowState, RowStatistics, dense_statistics
@@ -94,7 +94,7 @@ def call(
     query, key = query.to(device), key.to(device)
     value = None if value is None else value.to(device)
     masking = check_masking(query, key, **options)
-    return KernelCall(query, key, value, masking, Rule(scale=scale, softcap=softcap, sinks=sinks))
+    return KernelCall(query, key, value, masking, scale, softcap, sinks)
 
 
 def wants(**options: Any) -> tuple[bool, ...]:
@@ -530,7 +530,7 @@ REFUSED: dict[str, tuple[Callable[[], KernelCall], str]] = {
     "wide": (lambda: plain(normal(1, 1, 4, 300)), "heads wider than 256"),
     "empty": (lambda: plain(normal(1, 1, 0, 8)), "no queries, keys or widths"),
     "dropout": (
-        lambda: plain(normal(1, 1, 4, 8))._replace(rule=Rule(scale=1.0, dropout_p=0.5)),
+        lambda: plain(normal(1, 1, 4, 8))._replace(dropout_p=0.5),
         "dropout",
     ),
 }

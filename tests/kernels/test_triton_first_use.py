@@ -15,7 +15,7 @@ from torch import Tensor
 
 from acutance.attend import attention
 from acutance.kernels import gpu
-from acutance.kernels.call import KernelCall, Rule
+from acutance.kernels.call import KernelCall
 from acutance.kernels.gpu import first_use
 from acutance.masks import Masking
 
@@ -220,7 +220,7 @@ def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | None] = []
 
     def work() -> None:
-        found.append(gpu.refusal_reason(KernelCall(query, query, None, masking, Rule(scale=1.0))))
+        found.append(gpu.refusal_reason(KernelCall(query, query, None, masking, scale=1.0)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acutance import row_statistics
-from acutance.kernels.call import KernelCall, Rule
+from acutance.kernels.call import KernelCall
 from acutance.masks import check_masking
 from acutance.rowstats import dense_statistics, observe
 from acutance.testing import assert_close_to_oracle, score_error
@@ -43,7 +43,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 def call(query: Tensor, key: Tensor, **options: Any) -> KernelCall:
     scale = options.pop("scale", query.shape[-1] ** -0.5)
     masking = check_masking(query, key, **options)
-    return KernelCall(query, key, None, masking, Rule(scale=scale))
+    return KernelCall(query, key, None, masking, scale)
 
 
 # -- moments of logits from sums over keys ------------------------------------------------------

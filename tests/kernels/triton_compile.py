@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from acutance.kernels import gpu
-from acutance.kernels.call import KernelCall, Rule, SumGradients, Sums
+from acutance.kernels.call import KernelCall, SumGradients, Sums
 from acutance.kernels.gpu import arguments
 from acutance.masks import Masking
 
@@ -160,22 +160,21 @@ def everything(dtype: torch.dtype) -> None:
         offset=3,
         window=50,
     )
-    rule = Rule(scale=0.3, softcap=5.0, sinks=torch.zeros(2))
-    call = KernelCall(query, key, value, masking, rule)
+    call = KernelCall(query, key, value, masking, 0.3, softcap=5.0, sinks=torch.zeros(2))
     sums: Sums = gpu.forward(call._replace(noise=True, gaps=True))
     rows = torch.zeros(1, 2, 40)
     grad = SumGradients(torch.zeros(1, 2, 40, 12, dtype=dtype), *[rows] * 9)
     wanted = (True, True, True, False, True, True)
     gpu.backward(grad, sums, call, wanted)
     plain = Masking(batch=1, heads=1, group=2, queries=40, keys=70)
-    gpu.forward(KernelCall(query, key, None, plain, Rule(scale=0.3)))
+    gpu.forward(KernelCall(query, key, None, plain, scale=0.3))
 
 
 def plain(width: int) -> None:
     """Causal attention in bfloat16, and gradients of the output and of the entropy."""
     query = torch.zeros(1, 1, LENGTH, width, dtype=torch.bfloat16)
     masking = Masking(batch=1, heads=1, group=1, queries=LENGTH, keys=LENGTH, causal=True)
-    call = KernelCall(query, query, query, masking, Rule(scale=0.125), gaps=True)
+    call = KernelCall(query, query, query, masking, scale=0.125, gaps=True)
     sums: Sums = gpu.forward(call)
     if width > 64:
         return

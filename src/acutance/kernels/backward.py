@@ -12,6 +12,7 @@ any mixture, is differentiable through this one pass.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from acutance.kernels.call import (
     ALL,
     Gradients,
     KernelCall,
-    Rule,
     SumGradients,
     Sums,
     accumulate_dtype,
@@ -55,18 +55,15 @@ def backward(
         wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is requested; the
             others are None.
     """
-    query, key, value, masking, rule, *_ = call
+    query, key, value, masking, *_ = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
 
     def split(tensor: Tensor) -> Tensor:
         return tensor.reshape(B, H, g, L, *tensor.shape[3:])
 
-    q5, rows = split(query), {name: split(part) for name, part in sums._asdict().items()}
-    grads = {  # no values, no output: its gradient has no element
-        name: None if t is None or not t.numel() else split(t.to(dtype))
-        for name, t in grad._asdict().items()
-    }
+    q5, rows = split(query), [split(part) for part in sums]
+    grads = [None if part is None else split(part) for part in converted(grad, dtype)]
     dq = torch.zeros(q5.shape, dtype=dtype, device=query.device)
     dk = torch.zeros(key.shape, dtype=dtype, device=key.device)
     want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
@@ -78,37 +75,37 @@ def backward(
     added_bias = _SharedGradient(masking, masking.bias, dtype) if want_bias else None
     _, width = tile_shape(masking)
     scratch = Buffers(query, dtype)
-    generator = dropout_generator(rule, query.device)
+    generator = dropout_generator(call)
     # what is hidden has gradients of 0 for its scores, which must not multiply NaN
     hides = hides_keys(masking)
     clean_key, clean_q5 = (zeroed(key), zeroed(q5)) if hides else (key, q5)
     for work in tile_rows(call):
         region = work.region
-        q = fold_rows(q5, work).to(dtype) * rule.scale
+        q = fold_rows(q5, work).to(dtype) * call.scale
         row = _RowGradients(
-            {name: fold_rows(part, work) for name, part in rows.items() if part.numel()},
-            {name: None if part is None else fold_rows(part, work) for name, part in grads.items()},
-            sink_rows(rule, work, masking, q),
+            Sums(*(fold_rows(part, work) if part.numel() else part for part in rows)),
+            SumGradients(*(None if part is None else fold_rows(part, work) for part in grads)),
+            sink_rows(call, work, q),
         )
         # a row's normaliser may be NaN where its gradient of the output is not
         finite_out = not hides or row.dO is None or all_finite(row.dO)
         clean_q, clean_keys = q, work.key
         if clean_q5 is not q5:
-            clean_q = fold_rows(clean_q5, work).to(dtype) * rule.scale
+            clean_q = fold_rows(clean_q5, work).to(dtype) * call.scale
         if clean_key is not key:
             clean_keys = clean_key[region.batch, region.heads].to(dtype).flatten(0, 1)
         row_dq = torch.zeros_like(q)
         part_dk = dk[region.batch, region.heads]
-        largest = _largest(q, work, masking, rule, scratch, width) if row.gm is not None else None
+        largest = _largest(q, work, call, scratch, width) if row.gm is not None else None
         for tile in masking.tiles(region, width):
             columns = slice(tile.start, tile.stop)
-            s = tile_scores(q, work, tile, rule.softcap, scratch)
+            s = tile_scores(q, work, tile, call.softcap, scratch)
             t, folded = s.sub_(row.shift.unsqueeze(-1)), as_mask_shape(s, work)
             if tile.hidden is not None:
                 tile.hidden.blank(folded)
                 tile.hidden.bury(folded, FLOOR)
             e = torch.mul(t, LOG2E, out=scratch("weights", *t.shape)).exp2_()
-            keep = draw_kept(tuple(e.shape), rule, generator, e)
+            keep = draw_kept(tuple(e.shape), call.dropout_p, generator, e)
             ds = scratch("gradient", *t.shape)
             if row.dO is not None and work.value is not None:
                 torch.bmm(row.dO, work.value[:, columns].transpose(1, 2), out=ds)
@@ -128,7 +125,7 @@ def backward(
             for shared in (added_mask, added_bias):
                 if shared is not None:
                     shared.add(ds, work, tile)
-            if rule.softcap is not None:
+            if call.softcap is not None:
                 ds.mul_(scratch("slope", *ds.shape))
                 if tile.hidden is not None and not (clean_key is key and clean_q5 is q5):
                     tile.hidden.blank(as_mask_shape(ds, work))  # the slope of a NaN score is NaN
@@ -138,7 +135,7 @@ def backward(
                 part = part_dk[:, :, columns]
                 part += torch.bmm(ds.transpose(1, 2), clean_q).view(part.shape)
         target = dq[region.batch, region.heads, :, region.rows]
-        target.copy_(row_dq.mul_(rule.scale).view(target.shape))
+        target.copy_(row_dq.mul_(call.scale).view(target.shape))
         if row.dsink is not None:
             dsinks[region.heads] += row.dsink.view(work.fold).sum((0, 3))
     return Gradients(
@@ -147,8 +144,8 @@ def backward(
         value=None if dv is None or value is None else dv.to(value.dtype),
         attn_mask=None if added_mask is None else added_mask.result(),
         bias=None if added_bias is None else added_bias.result(),
-        sinks=dsinks.view(-1).to(rule.sinks.dtype)
-        if want_sinks and rule.sinks is not None
+        sinks=dsinks.view(-1).to(call.sinks.dtype)
+        if want_sinks and call.sinks is not None
         else None,
     )
 
@@ -161,78 +158,97 @@ class Coefficients(NamedTuple):
     + linear t + square t² + weight e) + slope t + plain``.
     """
 
+    inverse: Tensor | None  #: 1 / normaliser, where the output has a gradient
     constant: Tensor | None
     linear: Tensor | None
     square: Tensor | None
     weight: Tensor | None
     slope: Tensor | None
     plain: Tensor | None
-    inverse: Tensor | None  #: 1 / normaliser, where the output has a gradient
     sink: Tensor | None  #: gradient of the row's sink
 
 
-def row_coefficients(
-    sums: dict[str, Tensor], grads: dict[str, Tensor | None], sink: Tensor | None
-) -> Coefficients:
+def converted(grad: SumGradients, dtype: torch.dtype) -> SumGradients:
+    """Gradients of sums in a dtype; None for one without elements, as of an output of no values."""
+    return SumGradients._make(
+        [None if part is None or not part.numel() else part.to(dtype) for part in grad]
+    )
+
+
+def row_coefficients(sums: Sums, grad: SumGradients, sink: Tensor | None) -> Coefficients:
     """The coefficients of rows, from their sums and the gradients of these.
 
     Args:
-        sums: fields of :class:`Sums`, of any rows; absent ones are left out.
-        grads: fields of :class:`SumGradients` for the same rows, in the sums' dtype.
+        sums: of any rows.
+        grad: their gradients, in the sums' dtype.
         sink: the rows' sink logits.
     """
-    m, Z = sums["m"], sums["Z"]
-    constant, linear, plain, slope, inverse, of_sink = (None,) * 6
-
-    def plus(left: Tensor | None, right: Tensor) -> Tensor:
-        return right if left is None else left + right
-
-    if (gZ := grads["Z"]) is not None:
-        constant = plus(constant, gZ)
-    if (gU := grads["U"]) is not None:
-        constant, linear = plus(constant, gU), plus(linear, gU)
-    if (gW := grads["W"]) is not None:
-        mu = ratio(sums["U"], Z)
-        constant = plus(constant, gW * (mu.square() - 2 * mu))
-        linear = plus(linear, gW * (2 - 2 * mu))
-    n = sums["n"].to(Z.dtype).clamp(min=1)
-    if (gmean := grads["mean"]) is not None:
-        plain = plus(plain, gmean / n)
-    if (gM2 := grads["M2"]) is not None:
-        slope = 2 * gM2
-        plain = plus(plain, slope * sums["depth"])
-    if (gdepth := grads["depth"]) is not None:
-        plain = plus(plain, -gdepth / n)
-    if (gO := grads["out"]) is not None:
+    m, Z = sums.m, sums.Z
+    constant: list[Tensor] = []
+    linear: list[Tensor] = []
+    plain: list[Tensor] = []
+    slope = inverse = of_sink = None
+    if grad.Z is not None:
+        constant.append(grad.Z)
+    if grad.U is not None:
+        constant.append(grad.U)
+        linear.append(grad.U)
+    if grad.W is not None:
+        mu = ratio(sums.U, Z)
+        constant.append(grad.W * (mu.square() - 2 * mu))
+        linear.append(grad.W * (2 - 2 * mu))
+    n = sums.n.to(Z.dtype).clamp(min=1)
+    if grad.mean is not None:
+        plain.append(grad.mean / n)
+    if grad.M2 is not None:
+        slope = 2 * grad.M2
+        plain.append(slope * sums.depth)
+    if grad.depth is not None:
+        plain.append(-grad.depth / n)
+    if grad.out is not None:
         inverse = inverse_normaliser(Z, m, sink)
-        delta = (gO * sums["out"].to(Z.dtype)).sum(-1)
-        constant = plus(constant, -delta * inverse)
+        delta = (grad.out * sums.out.to(Z.dtype)).sum(-1)
+        constant.append(-delta * inverse)
         if sink is not None:
             none = (sink == -torch.inf) | (Z == 0)
             of_sink = torch.where(none, 0.0, -delta / (1.0 + Z * torch.exp(m - sink)))
-    weight = None if (gQ := grads["Q"]) is None else 2 * gQ
-    return Coefficients(constant, linear, gW, weight, slope, plain, inverse, of_sink)
+    return Coefficients(
+        inverse=inverse,
+        constant=reduce(torch.add, constant) if constant else None,
+        linear=reduce(torch.add, linear) if linear else None,
+        square=grad.W,
+        weight=None if grad.Q is None else 2 * grad.Q,
+        slope=slope,
+        plain=reduce(torch.add, plain) if plain else None,
+        sink=of_sink,
+    )
+
+
+def sink_gradient(sinks: Tensor | None, rows: Coefficients) -> Tensor | None:
+    """Gradient of the sink logits (Hq,), which comes from the output's gradient alone; or None."""
+    if sinks is None:
+        return None
+    if rows.sink is None:
+        return torch.zeros_like(sinks)
+    return rows.sink.sum((0, 2)).to(sinks.dtype)
 
 
 class _RowGradients:
     """The :class:`Coefficients` of one block of query rows, each (blocks, rows)."""
 
-    def __init__(
-        self, sums: dict[str, Tensor], grads: dict[str, Tensor | None], sink: Tensor | None
-    ) -> None:
-        found = row_coefficients(sums, grads, sink)
-        none = torch.zeros_like(sums["Z"])
-        self.shift = finite(sums["m"])
+    def __init__(self, sums: Sums, grad: SumGradients, sink: Tensor | None) -> None:
+        found = row_coefficients(sums, grad, sink)
+        none = torch.zeros_like(sums.Z)
+        self.shift = finite(sums.m)
         self.constant, self.linear, self.square = (
-            none if part is None else part for part in found[:3]
+            none if part is None else part for part in (found.constant, found.linear, found.square)
         )
         self.weight, self.slope, self.plain = found.weight, found.slope, found.plain
         self.dO: Tensor | None = None
-        if (gO := grads["out"]) is not None and found.inverse is not None:
-            self.dO = gO * found.inverse.unsqueeze(-1)
+        if grad.out is not None and found.inverse is not None:
+            self.dO = grad.out * found.inverse.unsqueeze(-1)
         self.dsink = found.sink
-        self.first_index, self.gfirst = sums["first_index"], grads["first"]
-        self.gm = grads["m"]
+        self.first_index, self.gfirst, self.gm = sums.first_index, grad.first, grad.m
 
     def scores(self, ds: Tensor, t: Tensor, e: Tensor) -> None:
         """Turn ``ds``, in place, into the gradient with respect to a tile's scores.
@@ -261,14 +277,12 @@ def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Til
     ds.scatter_add_(-1, column, torch.where(inside, grad, 0.0).unsqueeze(-1))
 
 
-def _largest(
-    q: Tensor, work: Work, masking: Masking, rule: Rule, scratch: Buffers, width: int
-) -> Tensor:
+def _largest(q: Tensor, work: Work, call: KernelCall, scratch: Buffers, width: int) -> Tensor:
     """Index of the key with each row's largest visible score, the first of equal ones."""
     best = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
     index = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-    for tile in masking.tiles(work.region, width):
-        s = tile_scores(q, work, tile, rule.softcap, scratch)
+    for tile in call.masking.tiles(work.region, width):
+        s = tile_scores(q, work, tile, call.softcap, scratch)
         if tile.hidden is not None:
             tile.hidden.blank(as_mask_shape(s, work))
             tile.hidden.bury(as_mask_shape(s, work), -torch.inf)

@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
+from acutance.kernels.call import KernelCall, Sums, accumulate_dtype
 from acutance.kernels.tile_sums import (
     LOG2E,
     MODERATE,
@@ -54,13 +54,13 @@ def forward(call: KernelCall) -> Sums:
     Returns:
         The sums of every row, in the call's accumulation dtype; ``out`` in the query's dtype.
     """
-    query, _, value, masking, rule, noise, gaps = call
+    query, value, masking, noise = call.query, call.value, call.masking, call.noise
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     width = 0 if value is None else value.shape[-1]
     # small scores take log₂ e along from the query, others are multiplied about their maximum
-    folds = rule.softcap is None and _moderate(call)
-    scale, log2 = (rule.scale * LOG2E, 1.0) if folds else (rule.scale, LOG2E)
+    folds = call.softcap is None and _moderate(call)
+    scale, log2 = (call.scale * LOG2E, 1.0) if folds else (call.scale, LOG2E)
     q5 = query.reshape(B, H, g, L, query.shape[-1])
 
     def rows(*extra: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -76,10 +76,10 @@ def forward(call: KernelCall) -> Sums:
         O=rows(kept),
         R1=rows(kept),
         R2=rows() if noise else rows(0),
-        gaps=rows(BINS if gaps else 0, dtype=torch.int32),
+        gaps=rows(BINS if call.gaps else 0, dtype=torch.int32),
     )
     tile_width = tile_shape(masking)[1]
-    generator = dropout_generator(rule, query.device)
+    generator = dropout_generator(call)
     with lent_buffers(query, dtype) as scratch:
         for work in tile_rows(call):
             region, q = work.region, fold_rows(q5, work).to(dtype)
@@ -89,15 +89,15 @@ def forward(call: KernelCall) -> Sums:
             # the sums of a single tile are written where they belong
             single = outputs.raw and centre is None and 0 < stop - start <= tile_width
             places = outputs.places(work, masking) if single else (None, None)
-            running = Running(q, log2, gaps, many, *places)
+            running = Running(q, log2, call.gaps, many, *places)
             for tile in masking.tiles(region, tile_width):
-                s = tile_scores(q, work, tile, rule.softcap, scratch)
-                keep = draw_kept(tuple(s.shape), rule, generator, s)
+                s = tile_scores(q, work, tile, call.softcap, scratch)
+                keep = draw_kept(tuple(s.shape), call.dropout_p, generator, s)
                 running.observe(s, work, tile, scratch, keep, centre)
-            outputs.store(running, work, rule, masking, centre)
+            outputs.store(running, work, call, centre)
     fields, decay = row_fields(Part(*outputs.by_head(masking)), log2)
     if outputs.raw:
-        sink = None if rule.sinks is None else rule.sinks.to(dtype).view(H, g, 1)
+        sink = None if call.sinks is None else call.sinks.to(dtype).view(H, g, 1)
         factor = inverse_normaliser(fields["Z"], fields["m"], sink).mul_(decay)
         outputs.out.mul_(factor.unsqueeze(-1))
     fields |= {name: getattr(outputs, name) for name in _UNCHANGED}
@@ -162,16 +162,13 @@ class _OutputTensors:
             [part.view(each, *heads, -1) for part in self.parts.split(rows * prod(heads), -1)], -1
         )
 
-    def store(
-        self, running: Running, work: Work, rule: Rule, masking: Masking, centre: Tensor | None
-    ) -> None:
+    def store(self, running: Running, work: Work, call: KernelCall, centre: Tensor | None) -> None:
         """Copy the sums of one finished block of query rows into the output tensors.
 
         Args:
             running: its sums over all keys.
             work: which batches, heads and rows it is.
-            rule: scale, softcap and sinks.
-            masking: shapes and masks of the call.
+            call: the call.
             centre: (blocks, 1, Ev), the point from which ``running`` measured values for the noise
                 sums; None without them.
         """
@@ -188,7 +185,7 @@ class _OutputTensors:
         if self.n is not None and running.count is not None:
             put(self.n, running.count)
         if part is not running.rows:
-            for place, sums in zip(self.part(work, masking), part, strict=True):
+            for place, sums in zip(self.part(work, call.masking), part, strict=True):
                 place.copy_(sums)
         if isinstance(running.first_index, Tensor) or running.first_index > 0:
             put(self.first_index, running.first_index)
@@ -211,7 +208,7 @@ class _OutputTensors:
                 put(self.out, values.O)
         else:
             m = part.m * running.unit
-            inverse = inverse_normaliser(part.Z, m, sink_rows(rule, work, masking, m))
+            inverse = inverse_normaliser(part.Z, m, sink_rows(call, work, m))
             put(self.out, values.O.mul_(inverse.unsqueeze(-1)))
 
 
@@ -221,7 +218,7 @@ def _moderate(call: KernelCall) -> bool:
     False without a check where that would cost much: on other devices than the CPU, with additive
     masks, and for fewer than 256 queries.
     """
-    query, key, masking, rule = call.query, call.key, call.masking, call.rule
+    query, key, masking = call.query, call.key, call.masking
     if query.device.type != "cpu" or masking.additive or masking.alibi_slopes is not None:
         return False
     if masking.queries < 256 or not key.numel() or not query.numel():
@@ -230,4 +227,4 @@ def _moderate(call: KernelCall) -> bool:
         float(torch.linalg.vector_norm(t, dim=-1, dtype=accumulate_dtype(t.dtype)).amax())
         for t in (query, key)
     ]
-    return abs(rule.scale) * longest[0] * longest[1] < MODERATE
+    return abs(call.scale) * longest[0] * longest[1] < MODERATE

@@ -6,54 +6,58 @@ Rows are (B, Hq, L); a kernel's ``forward(call)`` gives :class:`Sums`, and its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.masks import Masking
+from acutance.weights import Softmax, Weighting
 
-
-@dataclass(frozen=True)
-class Rule:
-    """How a call's scores become weights.
-
-    Attributes:
-        scale: factor of the scores.
-        softcap: bounds the scaled scores as c · tanh(s / c).
-        sinks: (Hq,) logits in the normaliser.
-        dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
-        seed: tensor with one integer, the seed of the dropout.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
+#: Scores (b, Hq, l, s) of queries (b, Hq, l, E) with keys (b, H, s, E) that begin at a position.
+ScoreTile = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class KernelCall(NamedTuple):
-    """A validated call of attention.
+    """A validated call of attention, from the user's arguments to what kernels read.
 
     Attributes:
         query: (B, Hq, L, E).
         key: (B, H, S, E), in the query's dtype.
         value: (B, H, S, Ev), or None for the statistics alone.
         masking: which keys each row sees, and what is added to its scores.
-        rule: scale, softcap, sinks and dropout.
+        scale: factor of the scores.
+        softcap: bounds the scaled scores as c · tanh(s / c).
+        sinks: (Hq,) logits in the normaliser.
+        dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
+        seed: tensor with one integer, the seed of the dropout.
         noise: also sum e² v and e² ‖v‖² (a third matrix product).
         gaps: also count keys by their distance below the row's maximum.
+        backend: name of the kernel, or "auto".
+        weighting: how scores become weights. Kernels other than whole rows compute softmax.
+        score: function that computes the scores of a block of whole rows, before the scale; None
+            is the dot product.
+        row_scale: another factor of the scores of each row, (B, Hq, L, 1), of whole rows.
+        dtype: of the output; None is the query's.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor | None
     masking: Masking
-    rule: Rule
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
     noise: bool = False
     gaps: bool = False
+    backend: str = "auto"
+    weighting: Weighting = Softmax()
+    score: ScoreTile | None = None
+    row_scale: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 class Sums(NamedTuple):

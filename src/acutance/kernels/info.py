@@ -9,7 +9,7 @@ import torch
 
 from acutance.kernels import dispatch, library
 from acutance.kernels.bindings import CPU_VARIABLE, Library
-from acutance.kernels.call import KernelCall, Rule
+from acutance.kernels.call import KernelCall
 from acutance.kernels.native import DTYPES
 from acutance.masks import Masking
 
@@ -103,7 +103,7 @@ def info() -> KernelInfo:
     here = not isinstance(found, str)
     query = torch.empty(1, 1, 1, 1)
     masking = Masking(batch=1, heads=1, group=1, queries=1, keys=1)
-    auto = dispatch.choose("auto", KernelCall(query, query, query, masking, Rule(1.0)))
+    auto = dispatch.choose(KernelCall(query, query, query, masking, scale=1.0))
     return KernelInfo(
         native=here,
         why_not=None if here else str(found),

@@ -14,29 +14,27 @@ from torch import Tensor
 
 from acutance.kernels import dispatch
 from acutance.kernels.call import KernelCall, SumGradients, accumulate_dtype
-from acutance.kernels.ops import attend_rows, value_gradients
 
 
-def key_mass(call: KernelCall, backend: str) -> Tensor:
+def key_mass(call: KernelCall) -> Tensor:
     """Sums of softmax weights over rows, (B, Hq, S), in the dtype of the row sums.
 
     Args:
         call: a validated call without values.
-        backend: its name, or "auto".
 
     Raises:
         ValueError: if the backend named cannot take the call.
     """
     call = _widened(call)
+    call = call._replace(backend=dispatch.choose(call))
     assert call.value is not None
-    backend = dispatch.choose(backend, call)
     if not call.masking.queries or not call.value.numel():
         return _by_query_head(call.value)
-    sums, _ = attend_rows(call._replace(value=None), backend)
+    sums, _ = dispatch.attend_rows(call._replace(value=None))
     grad = _one_for_each_row(call)
     out = call.query.new_zeros(grad.shape)
     only_out = SumGradients(grad, *[None] * (len(SumGradients._fields) - 1))
-    return _by_query_head(value_gradients(only_out, sums._replace(out=out), call, backend))
+    return _by_query_head(dispatch.value_gradients(only_out, sums._replace(out=out), call))
 
 
 def from_output(call: KernelCall, output: Callable[[KernelCall], Tensor]) -> Tensor:

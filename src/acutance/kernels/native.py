@@ -14,9 +14,9 @@ from torch import Tensor
 from acutance.compiling import constant
 from acutance.kernels import blocked, library
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.backward import row_coefficients
+from acutance.kernels.backward import converted, row_coefficients, sink_gradient
 from acutance.kernels.bindings import ABI, CALL, GRADIENTS, PLACES, SUMS, Library
-from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums, accumulate_dtype
+from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.hidden import only_visible_values
 from acutance.masks import Masking, mask_limit
 from acutance.rowstats.gaps import BINS
@@ -45,17 +45,9 @@ def why_not(call: KernelCall) -> str | None:
         return f"inputs on {query.device.type}, not on the CPU"
     if max(query.shape[-1], 0 if value is None else value.shape[-1]) > MOST_WIDTH:
         return f"heads wider than {MOST_WIDTH}"
-    if call.rule.dropout_p > 0.0:
+    if call.dropout_p > 0.0:
         return "dropout"
     return _why_no_library()
-
-
-def why_no_gradient(wanted: tuple[bool, ...]) -> str | None:
-    """Why the backward pass does not support the requested gradients; None if it does."""
-    _, _, _, mask, bias, _ = wanted
-    if mask or bias:
-        return "the gradient of a bias or an additive mask"
-    return None
 
 
 def _library() -> Library:
@@ -85,9 +77,10 @@ def check(status: int) -> None:
 
 def forward(call: KernelCall) -> Sums:
     """Output and row sums of softmax attention, for tensors on the CPU, without dropout."""
-    if not _has_rows_and_keys(call):
+    packed, _held = _pack(call)
+    if packed is None:
         return blocked.forward(call)
-    query, _, value, _, _, noise, gaps = call
+    query, value, noise, gaps = call.query, call.value, call.noise, call.gaps
     rows = query.shape[:3]
     width = 0 if value is None else value.shape[-1]
     moments = width if noise else 0
@@ -111,7 +104,6 @@ def forward(call: KernelCall) -> Sums:
         sums.R2.zero_()
     if not noise or value is None:
         noise, places[-4:-1] = False, [0, 0, 0]
-    packed, _held = _pack(call)
     status = _library().forward(
         packed,
         SUMS.words_packed(
@@ -153,18 +145,18 @@ def structure(
             member = f"{name}s" if name in ("position", "token") else name
             places[member], places[f"{name}_stride"] = whole.data_ptr(), whole.stride()
     places |= {name: tensor.data_ptr() for name, tensor in written.items() if tensor is not None}
+    assert packed is not None  # the caller has no structure of calls without rows or keys
     check(_library().structure(packed, PLACES.pack(**places)))
 
 
-def _has_rows_and_keys(call: KernelCall) -> bool:
-    """Whether a call has at least one query row and one key."""
-    value = call.value
-    return bool(call.query.numel() and call.key.numel() and (value is None or value.numel()))
+def _pack(call: KernelCall) -> tuple[bytes | None, list[Tensor]]:
+    """The structure ``acutance_call``, and the tensors that must outlive it.
 
-
-def _pack(call: KernelCall) -> tuple[bytes, list[Tensor]]:
-    """The structure ``acutance_call``, and the tensors that must outlive it."""
-    query, key, value, masking, rule, *_ = call
+    None instead of the structure of a call without a row, a key or a component.
+    """
+    query, key, value, masking, *_ = call
+    if not (query.numel() and key.numel() and (value is None or value.numel())):
+        return None, []
     B, H, g, L, S = masking.batch, masking.heads, masking.group, masking.queries, masking.keys
     q = query if query.stride(3) == 1 else query.contiguous()
     k = key if key.stride(3) == 1 else key.contiguous()
@@ -193,13 +185,13 @@ def _pack(call: KernelCall) -> tuple[bytes, list[Tensor]]:
         rows = _documents(masking.query_documents, B, L, held)
         columns = _documents(masking.key_documents, B, S, held)
     slopes = 0 if masking.alibi_slopes is None else _numbers(masking.alibi_slopes, held)
-    sinks = 0 if rule.sinks is None else _numbers(rule.sinks, held)
+    sinks = 0 if call.sinks is None else _numbers(call.sinks, held)
     # in the order of bindings.CALL
     # fmt: off
     packed = CALL.words_packed(
         ABI, DTYPES[query.dtype], B, H, g, L, S, q.shape[3], width,
         q.data_ptr(), k.data_ptr(), place, *q.stride()[:3], *k.stride()[:3], *stride,
-        rule.scale, rule.softcap or 0.0, masking.causal, masking.offset, masking.window or 0,
+        call.scale, call.softcap or 0.0, masking.causal, masking.offset, masking.window or 0,
         *allowed, *bias, *mask, *key_mask, rows[0], columns[0], *rows[1:], *columns[1:],
         slopes, sinks, torch.get_num_threads(),
     )
@@ -240,62 +232,38 @@ def backward(
 
     ``sums`` may come from any backend. It computes no gradient of ``attn_mask`` or ``bias``.
     """
-    if not _has_rows_and_keys(call):
+    packed, _held = _pack(call)
+    if packed is None:
         return blocked_backward(grad, sums, call, wanted)
-    query, key, value, _, rule, *_ = call
-    dtype = accumulate_dtype(query.dtype)
+    query, key, value, *_ = call
+    dtype = sums.Z.dtype
     want_q, want_k, want_v, _, _, want_sinks = wanted
-    sink = None if rule.sinks is None else rule.sinks.to(dtype).view(1, -1, 1)
-    grads = {
-        name: None if part is None or not part.numel() else part.to(dtype)
-        for name, part in grad._asdict().items()
-    }
-    rows = row_coefficients(
-        {name: part for name, part in sums._asdict().items() if part.numel()}, grads, sink
-    )
-    held = {
-        name: part.contiguous() for name, part in rows._asdict().items() if part is not None
-    } | {
-        name: part.contiguous()
-        for name, part in (("first", grads["first"]), ("largest", grads["m"]))
-        if part is not None
-    }
-    held.pop("sink", None)
-    held |= {"m": sums.m.contiguous(), "first_index": sums.first_index.contiguous()}
-    made = {
-        name: torch.zeros(tensor.shape, dtype=dtype)
-        for name, tensor, want in (
-            ("query", query, want_q),
-            ("key", key, want_k),
-            ("value", value, want_v and grads["out"] is not None),
-        )
-        if want and tensor is not None
-    }
-    places = {name: part.data_ptr() for name, part in (held | made).items()}
-    stride: tuple[int, ...] = (0, 0, 0)
-    if grad.out is not None and grads["out"] is not None:
-        out = grad.out.to(query.dtype)
-        held["out"] = out if out.stride(3) == 1 else out.contiguous()
-        places["grad_out"], stride = held["out"].data_ptr(), held["out"].stride()[:3]
-    if made:
-        packed, _held = _pack(call)
-        check(_library().backward(packed, GRADIENTS.pack(**places, grad_out_stride=stride)))
-
-    def narrowed(name: str, like: Tensor | None, want: bool) -> Tensor | None:
-        if like is None or not want:
-            return None
-        return made[name].to(like.dtype) if name in made else torch.zeros_like(like)
-
-    dsinks = None
-    if want_sinks and rule.sinks is not None:
-        dsinks = torch.zeros_like(rule.sinks)
-        if rows.sink is not None:
-            dsinks = rows.sink.sum((0, 2)).to(rule.sinks.dtype)
-    return Gradients(
-        query=narrowed("query", query, want_q),
-        key=narrowed("key", key, want_k),
-        value=narrowed("value", value, want_v),
-        attn_mask=None,
-        bias=None,
-        sinks=dsinks,
-    )
+    sink = None if call.sinks is None else call.sinks.to(dtype).view(1, -1, 1)
+    grad = converted(grad, dtype)
+    rows = row_coefficients(sums, grad, sink)
+    inputs = (query, want_q), (key, want_k), (value, want_v and grad.out is not None)
+    made = [
+        torch.zeros(tensor.shape, dtype=dtype) if want and tensor is not None else None
+        for tensor, want in inputs
+    ]
+    if want_q or want_k or want_v:
+        out = None if grad.out is None else grad.out.to(query.dtype)
+        if out is not None and out.stride(3) != 1:
+            out = out.contiguous()
+        *coefficients, _ = rows
+        held, places = [], []
+        for part in (sums.m, *coefficients, grad.first, grad.m, sums.first_index, *made):
+            part = None if part is None else part.contiguous()
+            held.append(part)
+            places.append(0 if part is None else part.data_ptr())
+        m, *places = places
+        grad_out = (0, 0, 0, 0) if out is None else (out.data_ptr(), *out.stride()[:3])
+        # in the order of bindings.GRADIENTS
+        status = _library().backward(packed, GRADIENTS.words_packed(m, *grad_out, *places))
+        if status:
+            check(status)
+    if value is not None and want_v and grad.out is None:
+        made[2] = torch.zeros_like(value)
+    of_sinks = sink_gradient(call.sinks, rows) if want_sinks else None
+    dq, dk, dv = [None if part is None else part.to(query.dtype) for part in made]
+    return Gradients(dq, dk, dv, attn_mask=None, bias=None, sinks=of_sinks)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
+from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.masks import Masking, Region, Tile
 
 #: Elements of one tile: a buffer of 2 MiB in float32, which stays in a shared cache.
@@ -236,27 +236,28 @@ def expand_rows(values: Tensor, work: Work) -> Tensor:
 
 
 def draw_kept(
-    shape: tuple[int, ...], rule: Rule, generator: torch.Generator | None, like: Tensor
+    shape: tuple[int, ...], dropout_p: float, generator: torch.Generator | None, like: Tensor
 ) -> Tensor | None:
     """Random dropout factors for the weights of a tile, 0 or 1/(1 − p); None without dropout."""
     if generator is None:
         return None
     draw = torch.rand(shape, generator=generator, device=like.device, dtype=like.dtype)
-    return (draw >= rule.dropout_p).to(like.dtype).div_(1.0 - rule.dropout_p)
+    return (draw >= dropout_p).to(like.dtype).div_(1.0 - dropout_p)
 
 
-def dropout_generator(rule: Rule, device: torch.device) -> torch.Generator | None:
+def dropout_generator(call: KernelCall) -> torch.Generator | None:
     """A generator that gives a call the same dropout in the forward and backward pass."""
-    if rule.dropout_p == 0.0:
+    if call.dropout_p == 0.0:
         return None
-    generator = torch.Generator(device=device)
-    generator.manual_seed(0 if rule.seed is None else int(rule.seed))
+    generator = torch.Generator(device=call.query.device)
+    generator.manual_seed(0 if call.seed is None else int(call.seed))
     return generator
 
 
-def sink_rows(rule: Rule, work: Work, masking: Masking, like: Tensor) -> Tensor | None:
+def sink_rows(call: KernelCall, work: Work, like: Tensor) -> Tensor | None:
     """The sink logits of a block of query rows, (blocks, rows), or None."""
-    if rule.sinks is None:
+    if call.sinks is None:
         return None
-    sinks = rule.sinks.to(like.dtype).view(masking.heads, masking.group)[work.region.heads]
+    heads = call.masking.heads, call.masking.group
+    sinks = call.sinks.to(like.dtype).view(heads)[work.region.heads]
     return expand_rows(sinks[None, :, :, None], work)

@@ -7,7 +7,7 @@ for its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,9 +28,6 @@ from acutance.weights.weightings import Jacobian
 #: Scores of one block: 4 MiB in float32, a cache's share.
 BLOCK_ELEMENTS = 1 << 20
 
-#: Scores (b, Hq, l, s) of queries (b, Hq, l, E) with keys (b, H, s, E) that begin at a position.
-ScoreTile = Callable[[Tensor, Tensor, int], Tensor]
-
 
 class WeighedRows(NamedTuple):
     """Result of :func:`weigh_rows`.
@@ -48,20 +45,8 @@ class WeighedRows(NamedTuple):
     slopes: Slopes | None
 
 
-def weigh_rows(
-    call: KernelCall,
-    weighting: Weighting,
-    row_scale: Tensor | None = None,
-    score: ScoreTile | None = None,
-) -> WeighedRows:
+def weigh_rows(call: KernelCall) -> WeighedRows:
     """Weights of any kind over validated input, row block by row block.
-
-    Args:
-        call: the call; sinks of its rule are passed to ``weighting``.
-        weighting: how scores become weights.
-        row_scale: another factor of the scores for each row, (B, Hq, L, 1).
-        score: function that computes the scores of a block, before the scale; None is the dot
-            product.
 
     Returns:
         Output and sums, the latter in float32 or float64. For softmax the state of the scores is
@@ -69,19 +54,22 @@ def weigh_rows(
         of exponentials, which none of their metrics needs. ``slopes`` is None for softmax, and for
         weightings without a ``jacobian``.
     """
+    call = _with_sinks_as_weighting(call)
     value, masking = call.value, call.masking
     grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (call.query, call.key, value, *masking.additive)
     )
 
-    def block(region: Region) -> _BlockRows:
+    def block(region: Region) -> WeighedRows:
         with torch.autocast(call.query.device.type, enabled=False):  # the inputs are cast already
-            return _block(call, weighting, row_scale, score, region)
+            return _block(call, region)
 
-    grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
+    grad = grad or (
+        torch.is_grad_enabled() and (call.score is not None or _learned(call.weighting))
+    )
     grad = grad and not transformed()  # torch.func knows no checkpoints
     batches = [slice(b, b + 1) for b in range(masking.batch)] or [slice(0, 0)]
-    results: list[list[_BlockRows]] = []
+    results: list[list[WeighedRows]] = []
     for batch in batches:
         results.append([])
         for row in _row_blocks(masking):
@@ -98,6 +86,11 @@ def weigh_rows(
     )
 
 
+def _with_sinks_as_weighting(call: KernelCall) -> KernelCall:
+    """The call with its sinks, which take part in a softmax, as its weighting."""
+    return call if call.sinks is None else call._replace(weighting=Sink(call.sinks))
+
+
 def _ordinary(tensor: Tensor) -> bool:
     """Whether all values are known to be finite.
 
@@ -106,15 +99,6 @@ def _ordinary(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or transformed() or tensor.device.type != "cpu":
         return False
     return all_finite(tensor)
-
-
-class _BlockRows(NamedTuple):
-    """Output, sums and derivatives for one block of whole rows."""
-
-    out: Tensor | None
-    weights: WeightSums
-    scores: RowState
-    slopes: Slopes | None
 
 
 def _learned(weighting: Weighting) -> bool:
@@ -139,26 +123,23 @@ def _joined(blocks: Sequence[Sequence[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
         yield torch.cat([torch.cat([block[field] for block in rows], 2) for rows in blocks])
 
 
-def whole_weights(
-    call: KernelCall, weighting: Weighting, row_scale: Tensor | None, score: ScoreTile | None
-) -> Tensor:
+def whole_weights(call: KernelCall) -> Tensor:
     """The weights (B, Hq, L, S) of every row, all in memory at once; see :func:`weigh_rows`."""
-    masking = call.masking
+    call, masking = _with_sinks_as_weighting(call), call.masking
     region = Region(slice(0, masking.batch), slice(0, masking.heads), slice(0, masking.queries))
     with torch.autocast(call.query.device.type, enabled=False):
-        s, seen, keys = _scores(call, row_scale, score, region)
-        return torch.nn.functional.pad(weighting(s, seen), (keys.start, masking.keys - keys.stop))
+        s, seen, keys = _scores(call, region)
+        weights = call.weighting(s, seen)
+        return torch.nn.functional.pad(weights, (keys.start, masking.keys - keys.stop))
 
 
-def _scores(
-    call: KernelCall, row_scale: Tensor | None, score: ScoreTile | None, region: Region
-) -> tuple[Tensor, Tensor | None, slice]:
+def _scores(call: KernelCall, region: Region) -> tuple[Tensor, Tensor | None, slice]:
     """Scores of some rows (batch, Hq, rows, keys), which keys each sees, and which keys these are.
 
     Keys that no row sees may be left out at both ends. All are seen if there is no second tensor.
     """
-    query, key, _, masking, rule, *_ = call
-    dtype, softcap = accumulate_dtype(query.dtype), rule.softcap
+    query, key, _, masking, scale, softcap, *_ = call
+    dtype = accumulate_dtype(query.dtype)
     q = query[region.batch, :, region.rows].to(dtype)
     k = key[region.batch].to(dtype)
     rows = region.rows.stop - region.rows.start
@@ -170,13 +151,13 @@ def _scores(
     strange = None if _ordinary(k) else torch.logical_not(k.isfinite().all(-1))
     k = k if strange is None else torch.nan_to_num(k, 0.0, 0.0, 0.0)
     fold = (q.shape[0], masking.heads, masking.group, rows)
-    if score is None:
+    if call.score is None:
         s = (q.reshape(*fold[:2], fold[2] * rows, q.shape[-1]) @ k.mT).view(*fold, stop - start)
     else:
-        s = score(q, k, start).to(dtype).view(*fold, stop - start)
-    s = s * rule.scale
-    if row_scale is not None:
-        part = row_scale[region.batch, :, region.rows].to(dtype)
+        s = call.score(q, k, start).to(dtype).view(*fold, stop - start)
+    s = s * scale
+    if call.row_scale is not None:
+        part = call.row_scale[region.batch, :, region.rows].to(dtype)
         s = s * part.view(*fold, 1)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
@@ -193,16 +174,10 @@ def _scores(
     return s.flatten(1, 2), seen, slice(start, stop)
 
 
-def _block(
-    call: KernelCall,
-    weighting: Weighting,
-    row_scale: Tensor | None,
-    score: ScoreTile | None,
-    region: Region,
-) -> _BlockRows:
+def _block(call: KernelCall, region: Region) -> WeighedRows:
     """Output and statistics of one region of whole rows."""
-    value, noise, gaps, dropout_p = call.value, call.noise, call.gaps, call.rule.dropout_p
-    s, seen, keys = _scores(call, row_scale, score, region)
+    value, noise, weighting = call.value, call.noise, call.weighting
+    s, seen, keys = _scores(call, region)
     weights = weighting(s, seen)
     distribution = weighting.distribution
     sums = observe_weights(weights, seen, distribution=distribution, first_key=keys.start)
@@ -210,7 +185,7 @@ def _block(
     answer = None
     if isinstance(weighting, Softmax | SoftmaxOne | Sink):
         visible = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
-        state = observe_visible(s, visible, first_key=keys.start, gaps=gaps)
+        state = observe_visible(s, visible, first_key=keys.start, gaps=call.gaps)
         if noise and v is not None:
             state = _with_values(state, s, seen, v)
     else:
@@ -221,11 +196,11 @@ def _block(
         with torch.no_grad():
             answer = _slopes(weighting, s, weights, seen, v if noise else None)
     if v is None:
-        return _BlockRows(None, sums, state, answer)
-    if dropout_p > 0.0:
-        weights = torch.nn.functional.dropout(weights, dropout_p)
+        return WeighedRows(None, sums, state, answer)
+    if call.dropout_p > 0.0:
+        weights = torch.nn.functional.dropout(weights, call.dropout_p)
     out = weighted_values(weights, v)
-    return _BlockRows(out.to(call.query.dtype), sums, state, answer)
+    return WeighedRows(out.to(call.query.dtype), sums, state, answer)
 
 
 def weighted_values(weights: Tensor, v: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from acutance import scaling as scalings
 from acutance.attend import attention, row_statistics, validated
-from acutance.kernels.whole_rows import weighted_values
+from acutance.kernels.whole_rows import weighted_values, whole_weights
 from acutance.nn.options import HeldWeights, Score, hold_score, translate
 from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
@@ -291,7 +291,8 @@ class MultiheadAttention(Recorded):
         if need_weights:
             if self.statistics != "off":
                 self._record(row_statistics(q, k, **options))
-            weights = drop_weights(validated(q, k, None, **options).weights(), drop).to(v.dtype)
+            weights = whole_weights(validated(q, k, None, **options))
+            weights = drop_weights(weights, drop).to(v.dtype)
             heads = weighted_values(weights, v)
         else:
             heads, stats = attention(q, k, v, dropout_p=drop, return_stats=True, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.kernels.call import KernelCall, Rule
+from acutance.kernels.call import KernelCall
 from acutance.masks import Region
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.tokens import Reader, SelectedCall, special_ids
@@ -146,8 +146,9 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 def kernel_call(call: AttentionCall) -> KernelCall:
     """Convert a captured call to the kernel call that the structure pass runs on."""
-    rule = Rule(call.factor, call.softcap, call.sinks)
-    return KernelCall(call.query, call.key, None, call.masking(), rule)
+    return KernelCall(
+        call.query, call.key, None, call.masking(), call.factor, call.softcap, call.sinks
+    )
 
 
 def _weights(rows: KernelCall, batch: int, head: int, row: int) -> tuple[Tensor, int]:

@@ -116,17 +116,17 @@ def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
         hidden, with the boolean mask of visible keys (None if no mask applies) and the learned
         sinks (None if there are none).
     """
-    masking, rule, dtype = call.masking, call.rule, accumulate_dtype(call.query.dtype)
+    masking, dtype = call.masking, accumulate_dtype(call.query.dtype)
     b, h, r = region.batch, region.heads, region.rows
     group = masking.group
     heads = slice(h.start * group, h.stop * group)
-    q = call.query[b, heads, r].to(dtype) * rule.scale
+    q = call.query[b, heads, r].to(dtype) * call.scale
     k = call.key[b, h, tile.start : tile.stop].to(dtype)
     count, length = q.shape[0], q.shape[2]
     fold = (count, h.stop - h.start, group, length)
     s = (q.reshape(*fold[:2], group * length, q.shape[-1]) @ k.mT).view(*fold, tile.width)
-    if rule.softcap is not None:
-        s.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if call.softcap is not None:
+        s.div_(call.softcap).tanh_().mul_(call.softcap)
     if tile.alibi is not None:
         slopes, distance = tile.alibi
         s.addcmul_(slopes.to(dtype), distance.to(dtype), value=-1.0)
@@ -141,8 +141,8 @@ def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
         if left or right:
             seen = torch.nn.functional.pad(seen, (left, right), value=True)
     sink = None
-    if rule.sinks is not None:
-        sink = rule.sinks.to(dtype).view(1, masking.heads, group, 1)[:, h]
+    if call.sinks is not None:
+        sink = call.sinks.to(dtype).view(1, masking.heads, group, 1)[:, h]
     return Block(region, tile.start, s, seen, sink)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.kernels import dispatch, native
-from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
+from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.masks import INTEGERS, MaskOptions, check_masking, check_sinks
 from acutance.shapes import (
     check_flags,
@@ -148,7 +148,11 @@ def statistics(
     if critical_every < 0:
         raise ValueError(f"critical_every must be at least 0, got {critical_every}")
     masking = check_masking(query, key, attn_mask, is_causal, **masks)
-    rule = Rule(
+    call = KernelCall(
+        query,
+        key,
+        None,
+        masking,
         scale=query.shape[3] ** -0.5 if scale is None else check_number("scale", scale),
         softcap=check_softcap(softcap, query.dtype),
         sinks=None if sinks is None else check_sinks(sinks, query),
@@ -170,7 +174,7 @@ def statistics(
         )
     query_tokens = None if tokens is None else tokens_at(tokens, positions)
     places = Places(positions, tokens, query_tokens, marked, critical_every)
-    return observe_structure(KernelCall(query, key, None, masking, rule), places)
+    return observe_structure(call, places)
 
 
 def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Tensor:
@@ -255,7 +259,7 @@ def _is_native(call: KernelCall, places: Places) -> bool:
     query, masking, every = call.query, call.masking, places.critical_every
     if not query.numel() or not call.key.numel() or places.octaves > _MOST_OCTAVES:
         return False
-    if dispatch.choose("auto", call) != "native" or not native.is_loaded():
+    if dispatch.choose(call) != "native" or not native.is_loaded():
         return False
     if places.positions is not None and bool((places.positions.abs() >= 1 << 24).any()):
         return False  # float32 counts no further

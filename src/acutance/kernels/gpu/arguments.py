@@ -26,11 +26,10 @@ def supported(call: KernelCall) -> str | None:
         One clause, such as ``"float64 inputs"``, or None.
 
     Example:
-        >>> from acutance.kernels.call import Rule
         >>> from acutance.masks import Masking
         >>> query = torch.zeros(1, 1, 4, 8, dtype=torch.float64)
         >>> masking = Masking(batch=1, heads=1, group=1, queries=4, keys=4)
-        >>> supported(KernelCall(query, query, None, masking, Rule(scale=1.0))) is None
+        >>> supported(KernelCall(query, query, None, masking, scale=1.0)) is None
         False
     """
     reason = why_not(call)
@@ -59,7 +58,7 @@ def why_not(call: KernelCall) -> str | None:
         return "a device other than NVIDIA's of compute capability 8.0 and above"
     if query.dtype not in DTYPES:
         return f"{str(query.dtype).removeprefix('torch.')} inputs"
-    if call.rule.dropout_p > 0.0:
+    if call.dropout_p > 0.0:
         return "dropout"
     if max(tensor.shape[-1] for tensor in (query, value) if tensor is not None) > WIDEST:
         return f"heads wider than {WIDEST}"
@@ -90,11 +89,11 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
 
 def flags(call: KernelCall) -> Flags:
     """The compile-time options of the kernels for a call."""
-    query, masking, rule = call.query, call.masking, call.rule
+    query, masking = call.query, call.masking
     mask = masking.attn_mask
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     documents = masking.query_documents is not None and masking.key_documents is not None
-    changed = rule.softcap is not None or masking.alibi_slopes is not None or rule.scale < 0.0
+    changed = call.softcap is not None or masking.alibi_slopes is not None or call.scale < 0.0
     exact = torch.get_float32_matmul_precision() == "highest"
     return Flags(
         causal=masking.causal,
@@ -104,7 +103,7 @@ def flags(call: KernelCall) -> Flags:
         key_mask=masking.key_mask is not None,
         documents=documents,
         alibi=masking.alibi_slopes is not None,
-        softcap=rule.softcap is not None,
+        softcap=call.softcap is not None,
         changed=changed or kind == 2 or masking.bias is not None,
         data=kind > 0 or masking.bias is not None or masking.key_mask is not None or documents,
         precision="ieee" if exact else "tf32x3",
@@ -119,7 +118,7 @@ def mask_arguments(call: KernelCall) -> dict[str, Any]:
 
     The pointer of a mask that is absent is the query's; it is never read.
     """
-    query, masking, rule = call.query, call.masking, call.rule
+    query, masking = call.query, call.masking
     slopes, key_mask = masking.alibi_slopes, masking.key_mask
     rows, keys = masking.query_documents, masking.key_documents
     return {
@@ -131,15 +130,15 @@ def mask_arguments(call: KernelCall) -> dict[str, Any]:
         "row_documents": 0 if rows is None or rows.shape[0] == 1 else masking.queries,
         "key_documents": 0 if keys is None or keys.shape[0] == 1 else masking.keys,
         "SLOPES": query if slopes is None else slopes.contiguous(),
-        "SINKS": query if rule.sinks is None else rule.sinks.contiguous(),
+        "SINKS": query if call.sinks is None else call.sinks.contiguous(),
         "query_heads": masking.heads * masking.group,
         "group": masking.group,
         "queries": masking.queries,
         "keys": masking.keys,
         "offset": masking.offset,
         "window": 0 if masking.window is None else min(masking.window, 2**30),
-        "softcap": 1.0 if rule.softcap is None else float(rule.softcap),
-        "scale": float(rule.scale),
+        "softcap": 1.0 if call.softcap is None else float(call.softcap),
+        "scale": float(call.scale),
     }
 
 

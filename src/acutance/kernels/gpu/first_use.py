@@ -19,7 +19,7 @@ from torch import Tensor
 
 from acutance.kernels import backward as blocked_backward
 from acutance.kernels import blocked
-from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
+from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.gpu.arguments import flags, supported
 from acutance.kernels.gpu.key_moments import FEWEST_CHUNKS, chunk_size, has_moments
 from acutance.kernels.gpu.language import interpreted
@@ -158,9 +158,9 @@ def _named(call: KernelCall) -> str:
 
 def _kind(call: KernelCall) -> tuple[Any, ...]:
     """The configuration of a call: everything that decides its kernels and tile sizes."""
-    query, _, value, masking, rule, noise, gaps = call
+    query, value, masking = call.query, call.value, call.masking
     masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
-    given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
+    given = (*masks, masking.query_documents, masking.key_documents, call.sinks)
     return (
         query.device,
         query.dtype,
@@ -168,8 +168,8 @@ def _kind(call: KernelCall) -> tuple[Any, ...]:
         None if value is None else value.shape[-1],
         (min(query.shape[2], SIZES[0]) - 1).bit_length(),
         tuple(None if part is None else part.dtype for part in given),
-        noise,
-        gaps,
+        call.noise,
+        call.gaps,
         masking.group > 1,
         has_moments(call),
         flags(call),
@@ -293,7 +293,7 @@ class _Draw:
 
 def _small_call(call: KernelCall) -> KernelCall:
     """A small call of the same configuration, with random queries, keys and values."""
-    query, _, value, masking, rule, noise, gaps = call
+    query, _, value, masking, *_ = call
     rows, keys, window = SMALL_SIZES if query.device.type == "cpu" else SIZES
     if has_moments(call):  # two chunks of keys for the first rows
         rows, keys = SIZES[0], FEWEST_CHUNKS * chunk_size(query.shape[-1]) + SIZES[0]
@@ -332,22 +332,24 @@ def _small_call(call: KernelCall) -> KernelCall:
         window=None if masking.window is None else window,
         device=query.device,
     )
-    scale = width**-0.5 * (-1.0 if rule.scale < 0.0 else 1.0)
-    sinks = None if rule.sinks is None else draw.normal((group,), rule.sinks.dtype)
+    scale = width**-0.5 * (-1.0 if call.scale < 0.0 else 1.0)
+    sinks = None if call.sinks is None else draw.normal((group,), call.sinks.dtype)
     return KernelCall(
         draw.normal((1, group, rows, width), dtype),
         draw.normal((1, 1, keys, width), dtype),
         None if value is None else draw.normal((1, 1, keys, value.shape[-1]), dtype),
         small,
-        Rule(scale=scale, softcap=None if rule.softcap is None else 3.0, sinks=sinks),
-        noise,
-        gaps,
+        scale,
+        softcap=None if call.softcap is None else 3.0,
+        sinks=sinks,
+        noise=call.noise,
+        gaps=call.gaps,
     )
 
 
 def _exact(call: KernelCall) -> KernelCall:
     """Convert a call to float64."""
-    query, key, value, masking, rule, noise, gaps = call
+    query, key, value, masking, *_ = call
 
     def wide(part: Tensor | None) -> Tensor | None:
         return part.double() if part is not None and part.is_floating_point() else part
@@ -358,5 +360,10 @@ def _exact(call: KernelCall) -> KernelCall:
         bias=wide(masking.bias),
         alibi_slopes=wide(masking.alibi_slopes),
     )
-    rule = replace(rule, sinks=wide(rule.sinks))
-    return KernelCall(query.double(), key.double(), wide(value), masking, rule, noise, gaps)
+    return call._replace(
+        query=query.double(),
+        key=key.double(),
+        value=wide(value),
+        masking=masking,
+        sinks=wide(call.sinks),
+    )

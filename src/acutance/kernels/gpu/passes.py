@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from acutance.kernels import blocked
-from acutance.kernels.backward import Coefficients, row_coefficients
+from acutance.kernels.backward import Coefficients, converted, row_coefficients, sink_gradient
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.call import ALL, Gradients, KernelCall, Rule, SumGradients, Sums
+from acutance.kernels.call import ALL, Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.gpu.arguments import (
     FORWARD,
     GAPS,
@@ -50,7 +50,7 @@ def forward(call: KernelCall) -> Sums:
     """
     if supported(call) is not None:
         return blocked.forward(call)
-    query, key, value, _, rule, noise, gaps = call
+    query, key, value, noise = call.query, call.key, call.value, call.noise
     B, Hq, L, E = query.shape
     width = 0 if value is None else value.shape[-1]
     query, key = dense_rows(query), dense_rows(key)
@@ -68,7 +68,7 @@ def forward(call: KernelCall) -> Sums:
         O=rows(kept),
         R1=rows(kept),
         R2=(rows() if value is not None else rows().zero_()) if noise else rows(0),
-        gaps=rows(BINS if gaps else 0, dtype=torch.int32).zero_(),
+        gaps=rows(BINS if call.gaps else 0, dtype=torch.int32).zero_(),
     )
     noise = noise and value is not None
     centre = values.float().mean(2) if noise else query
@@ -104,13 +104,13 @@ def forward(call: KernelCall) -> Sums:
         "EV": width,
         "BLOCK_E": padded(E),
         "BLOCK_V": padded(max(1, width)),
-        "HAS_SINKS": rule.sinks is not None,
+        "HAS_SINKS": call.sinks is not None,
         "NOISE": noise,
         "CHUNK": chunk_size(E) if summed else 0,
         "FLAGS": flags(call),
     }
     _launch(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), arguments)
-    if gaps:
+    if call.gaps:
         names = ("QUERY", "KEY", "M", "E", "BLOCK_E", "FLAGS")
         _count(
             lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]),
@@ -156,21 +156,22 @@ def backward(
     cannot run (:func:`unsupported_gradient`, dropout, float64). No sum is added up by several
     programs, so with the same tile sizes results are identical from run to run.
     """
-    query, key, value, masking, rule, *_ = call
+    query, key, value, masking, *_ = call
     if supported(call) is not None or unsupported_gradient(masking, wanted) is not None:
         return blocked_backward(grad, sums, call, wanted)
     B, Hq, L, E = query.shape
     H, S = key.shape[1:3]
     width = 0 if value is None else value.shape[-1]
     want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
-    d_out = grad.out if grad.out is not None and grad.out.numel() else None
     query, key = dense_rows(query), dense_rows(key)
     values = key if value is None else dense_rows(value)
 
-    grad = SumGradients(None, *(None if part is None else part.float() for part in grad[1:]))
-    sink = None if rule.sinks is None else rule.sinks.float().view(1, -1, 1)
-    wide = grad._asdict() | {"out": None if d_out is None else d_out.float()}
-    found = row_coefficients(sums._asdict(), wide, sink)
+    d_out = query  # is not read
+    if grad.out is not None and grad.out.numel():
+        d_out = grad.out.to(query.dtype).contiguous()
+    grad = converted(grad, torch.float32)
+    sink = None if call.sinks is None else call.sinks.float().view(1, -1, 1)
+    found = row_coefficients(sums, grad, sink)
     table, undo = _table(sums, grad, found, half=query.dtype == torch.float16)
     terms = _terms(grad, found)
     indices = torch.full((2, B, Hq, L), _NOWHERE, dtype=torch.int32, device=query.device)
@@ -196,7 +197,7 @@ def backward(
         _launch_largest(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), common)
     common |= {
         "VALUE": values,
-        "GRAD_OUT": query if d_out is None else d_out.to(query.dtype).contiguous(),
+        "GRAD_OUT": d_out,
         "ROWS": table,
         "INDICES": indices,
         "UNDO": undo,
@@ -229,7 +230,7 @@ def backward(
         value=dv if want_v else None,
         attn_mask=_shaped(added, masking.attn_mask) if want_mask else None,
         bias=_shaped(added, masking.bias) if want_bias else None,
-        sinks=_sink_gradient(rule, found) if want_sinks else None,
+        sinks=sink_gradient(call.sinks, found) if want_sinks else None,
     )
 
 
@@ -273,12 +274,3 @@ def _table(
         undo = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30)))).view(1)
         table[1:] /= undo
     return table, undo
-
-
-def _sink_gradient(rule: Rule, found: Coefficients) -> Tensor | None:
-    """Gradient of the sink logits (Hq,), which comes from the output's gradient alone; or None."""
-    if rule.sinks is None:
-        return None
-    if found.sink is None:
-        return torch.zeros_like(rule.sinks)
-    return found.sink.sum((0, 2)).to(rule.sinks.dtype)
