@@ -74,7 +74,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -93,7 +93,6 @@ from acutance.theory.families import Family, FamilyParameter, Gaussian, Gumbel, 
 from acutance.theory.quadrature import (
     NODES,
     RowQuadrature,
-    expectation,
     gauss,
     grid,
     gumbel_tail_mean,
@@ -124,6 +123,27 @@ __all__ = [
 ]
 
 _RARE = 1e-10  # part of a sum of powers that may come from beyond the cells
+
+
+def expected(
+    metric: str, n: ArrayLike, gamma: ArrayLike, family: Any, *options: float, **parameter: Any
+) -> float | Array:
+    """The mean of a metric of :data:`_MEANS` over rows, at each pair of n and gamma.
+
+    Args:
+        metric: Its name.
+        n: Number of keys, n >= 1.
+        gamma: Scale of the logits, gamma >= 0.
+        family: Distribution of the scores.
+        *options: What the metric needs besides, the power of ``"power_sum"``.
+        **parameter: The parameter of the family if it has one.
+
+    Returns:
+        float64 of the broadcast shape; a float for scalars.
+    """
+    law = as_family(family, **parameter)
+    mean = _MEANS[metric]
+    return pointwise_rows(lambda keys, scale: mean(keys, scale, law, *options), n, gamma)
 
 
 def expected_logsumexp(
@@ -158,7 +178,7 @@ def expected_logsumexp(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expectation(_logsumexp, n, gamma, family, parameter)
+    return expected("logsumexp", n, gamma, family, **parameter)
 
 
 def expected_entropy(
@@ -213,7 +233,7 @@ def expected_entropy(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expectation(_entropy, n, gamma, family, parameter)
+    return expected("entropy", n, gamma, family, **parameter)
 
 
 def expected_power_sum(
@@ -254,8 +274,7 @@ def expected_power_sum(
     """
     if np.ndim(k) != 0 or not 1 <= k <= 1000:
         raise ValueError(f"k: the power must be one number between 1 and 1000, got k={k}")
-    power = float(k)
-    return expectation(partial(_power_sum, k=power), n, gamma, family, parameter)
+    return expected("power_sum", n, gamma, family, float(k), **parameter)
 
 
 def expected_collision(
@@ -290,7 +309,7 @@ def expected_collision(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expected_power_sum(n, gamma, family, 2.0, **parameter)
+    return expected("power_sum", n, gamma, family, 2.0, **parameter)
 
 
 def expected_weighted_mean(
@@ -325,7 +344,7 @@ def expected_weighted_mean(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expectation(_weighted_mean, n, gamma, family, parameter)
+    return expected("weighted_mean", n, gamma, family, **parameter)
 
 
 def expected_effective_keys(
@@ -358,7 +377,7 @@ def expected_effective_keys(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expectation(_effective_keys, n, gamma, family, parameter)
+    return expected("effective_keys", n, gamma, family, **parameter)
 
 
 def expected_sparsity(
@@ -391,7 +410,7 @@ def expected_sparsity(
     Source:
         Su Jianlin, kexue.fm/archives/9889, for S and its limit.
     """
-    return expectation(_sparsity, n, gamma, family, parameter)
+    return expected("sparsity", n, gamma, family, **parameter)
 
 
 def expected_varentropy(
@@ -422,7 +441,7 @@ def expected_varentropy(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expectation(_varentropy, n, gamma, family, parameter)
+    return expected("varentropy", n, gamma, family, **parameter)
 
 
 def expected_jacobian_fro2(
@@ -456,7 +475,7 @@ def expected_jacobian_fro2(
     Source:
         Su Jianlin, kexue.fm/archives/9593 and 9812, treat other norms of the same matrix.
     """
-    return expectation(_jacobian_fro2, n, gamma, family, parameter)
+    return expected("jacobian_fro2", n, gamma, family, **parameter)
 
 
 def expected_max(
@@ -687,7 +706,7 @@ def expected_top_weight(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expectation(_top_weight, n, gamma, family, parameter)
+    return expected("top_weight", n, gamma, family, **parameter)
 
 
 @lru_cache(maxsize=1024)
@@ -720,6 +739,20 @@ def _top_weight(n: float, gamma: float, family: Family) -> float:
             yield Maximum(density[index], factors, mass, float(expit(-at)), left)
 
     return mean_top_weight(n, maxima(), _STEP, reach=30.0)
+
+
+#: The mean of each metric over rows of n scores of one family, at the scale gamma.
+_MEANS: dict[str, Callable[..., float]] = {
+    "effective_keys": _effective_keys,
+    "entropy": _entropy,
+    "jacobian_fro2": _jacobian_fro2,
+    "logsumexp": _logsumexp,
+    "power_sum": _power_sum,
+    "sparsity": _sparsity,
+    "top_weight": _top_weight,
+    "varentropy": _varentropy,
+    "weighted_mean": _weighted_mean,
+}
 
 
 class Maximum(NamedTuple):

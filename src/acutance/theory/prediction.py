@@ -47,18 +47,10 @@ from scipy.special import gammaincinv, log_expit, log_ndtr, ndtr, poch
 from acutance.theory.arguments import Array, log_probability, normal_density, one_number
 from acutance.theory.expected import (
     Maximum,
-    expected_collision,
-    expected_effective_keys,
-    expected_entropy,
+    expected,
     expected_entropy_gauss,
-    expected_jacobian_fro2,
-    expected_logsumexp,
     expected_max,
     expected_max_gauss,
-    expected_sparsity,
-    expected_top_weight,
-    expected_varentropy,
-    expected_weighted_mean,
     mean_top_weight,
 )
 from acutance.theory.families import Family, Gaussian, as_family
@@ -335,7 +327,6 @@ def predict(
     Source:
         Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    given = {name: value for name, value in parameters.items() if value is not None}
     if mechanism not in PREDICTED_MECHANISMS:
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
         raise ValueError(f"mechanism: must be one of {known}, got {mechanism!r}")
@@ -344,11 +335,14 @@ def predict(
     variance = one_number(
         "value_variance", value_variance, 0.0, "a variance must be finite and at least 0"
     )
-    for name, value in given.items():
-        if name not in entry.takes:
+    others = {name for other in PREDICTED_MECHANISMS.values() for name in other.takes}
+    for name, value in parameters.items():
+        left_out = value is None and name in others
+        if name not in entry.takes and not left_out:
             raise ValueError(
                 f'{name}: "{mechanism}" takes {", ".join(entry.takes)}, got {name}={value!r}'
             )
+    given = {name: value for name, value in parameters.items() if value is not None}
     requested = wanted_names(metrics)
     case = entry.build(_Request(mechanism, keys, variance, given))
     values: dict[str, float] = {}
@@ -547,28 +541,22 @@ def softmax_formulas(
     log_n, normal = math.log(n), isinstance(family, Gaussian)
     mean, variance = score_moments(family)
 
-    def entropy() -> float:
-        return float(expected_entropy(n, gamma, family))
+    def expect(metric: str, n: float = n) -> float:
+        return float(expected(metric, n, gamma, family))
 
     def collision() -> float:
-        return min(float(expected_collision(n, gamma, family)), 1.0)
+        return min(float(expected("power_sum", n, gamma, family, 2.0)), 1.0)
 
     def log_sum(n: float = n) -> float:
-        return gamma * mean if n == 1 else float(expected_logsumexp(n, gamma, family))
+        return gamma * mean if n == 1 else expect("logsumexp", n)
 
     def top() -> float:
         return gamma * float(expected_max(n, family))
-
-    def attended() -> float:
-        return gamma * float(expected_weighted_mean(n, gamma, family))
 
     def deviation(n: float = n) -> float:
         if normal:
             return gaussian_deviation(n, gamma)
         return gamma * math.sqrt(variance * (n - 1) / n)
-
-    def varentropy() -> float:
-        return float(expected_varentropy(n, gamma, family))
 
     def gaussian_entropy() -> float:
         if normal:
@@ -578,36 +566,33 @@ def softmax_formulas(
     def rest_jensen_gap() -> float:
         return max(log_sum(n - 1) - math.log(n - 1) - gamma * mean, 0.0)
 
-    def noise_gain() -> float:
-        return value_variance * float(expected_jacobian_fro2(n, gamma, family))
-
     # What cancels at its end is kept from rounding below it.
     formulas: Formulas = {
         "n_keys": ("fixed", n),
-        "entropy": ("mean", entropy),
-        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
-        "information": ("mean", lambda: max(log_n - entropy(), 0.0)),
-        "effective_keys": ("mean", lambda: float(expected_effective_keys(n, gamma, family))),
-        "sparsity": ("mean", lambda: float(expected_sparsity(n, gamma, family))),
+        "entropy": ("mean", lambda: expect("entropy")),
+        "normalized_entropy": ("mean", lambda: expect("entropy") / log_n) if n > 1 else ONE_KEY,
+        "information": ("mean", lambda: max(log_n - expect("entropy"), 0.0)),
+        "effective_keys": ("mean", lambda: expect("effective_keys")),
+        "sparsity": ("mean", lambda: expect("sparsity")),
         "collision": ("mean", collision),
-        "top_weight": ("mean", lambda: float(expected_top_weight(n, gamma, family))),
+        "top_weight": ("mean", lambda: expect("top_weight")),
         "first_weight": ("mean", 1 / n),
         "sink_mass": ("fixed", 0.0),
         "max_logit": ("mean", lambda: shift + top()),
         "lse": ("mean", lambda: shift + log_sum()),
         "logit_mean": ("mean", shift + gamma * mean),
         "logit_std": ("mean" if normal else "plug-in", deviation),
-        "varentropy": ("mean", varentropy),
-        "entropy_slope": ("mean", lambda: 0.0 - varentropy()),
+        "varentropy": ("mean", lambda: expect("varentropy")),
+        "entropy_slope": ("mean", lambda: 0.0 - expect("varentropy")),
         "mean_field_entropy": ("mean", lambda: log_n - (top() - gamma * mean)),
         "jensen_gap": ("mean", lambda: max(log_sum() - log_n - gamma * mean, 0.0)),
-        "max_gap": ("mean", lambda: max(top() - attended(), 0.0)),
+        "max_gap": ("mean", lambda: max(top() - gamma * expect("weighted_mean"), 0.0)),
         "gaussian_entropy": ("mean" if normal else "plug-in", gaussian_entropy),
         "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)),
         "rest_logit_std": ("mean" if normal else "plug-in", lambda: deviation(n - 1)),
         "rest_jensen_gap": ("mean", rest_jensen_gap),
         "jacobian_trace": ("mean", lambda: max(1 - collision(), 0.0)),
-        "noise_gain": ("mean", noise_gain),
+        "noise_gain": ("mean", lambda: value_variance * expect("jacobian_fro2")),
     }
     if n < 2:
         formulas.update(dict.fromkeys(("first_gap", "rest_logit_std", "rest_jensen_gap"), ONE_KEY))

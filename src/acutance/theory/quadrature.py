@@ -14,14 +14,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.special import exp1, expit
 
-from acutance.theory.arguments import Array, log_probability, pointwise_rows
-from acutance.theory.families import Family, FamilyParameter, as_family
+from acutance.theory.arguments import Array, log_probability
+from acutance.theory.families import Family
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -279,22 +278,6 @@ _MOST_PANELS = 1 << 13  # in all; more are requested only by rounding
 
 
 _MOST_PAIRS = 1 << 13  # (y, score) at a time, for a processor's cache
-
-
-def expectation(
-    point: Callable[[float, float, Family], float],
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any,
-    parameter: FamilyParameter,
-) -> float | Array:
-    """Check the arguments and evaluate ``point(n, gamma, family)`` at each pair of n and gamma.
-
-    Returns:
-        float64 of the broadcast shape; a float for scalars.
-    """
-    law = as_family(family, **parameter)
-    return pointwise_rows(lambda keys, scale: point(keys, scale, law), n, gamma)
 
 
 @dataclass(frozen=True)
