@@ -23,7 +23,6 @@ from acutance import scaling, theory
 from acutance.comparison.record import COMPARED
 from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import (
-    Call,
     Decay,
     FeatureMap,
     Gated,
@@ -320,8 +319,7 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: Measured, n: float) 
     distribution, form = inputs.law, mechanism.form
     variance = inputs.value_variance
     if isinstance(form, Rows) and distribution is not None:
-        tensors = inputs.query, inputs.key, inputs.value
-        options = form.options_for(Call(*tensors, inputs.is_causal, inputs.offset, False))
+        options = form.options_for(inputs.query, inputs.key)
         score = get(options.get("score", "scaled_dot"))
         if isinstance(score, Cosine) and distribution.key_mean == 0:
             parameters = {"tau": score.temperature, "d": float(inputs.key.shape[3])}

@@ -20,6 +20,7 @@ from acutance.shapes import check_count, check_flag, check_inputs
 from acutance.weights import Identity, ReLU, Sink
 
 Statistics: TypeAlias = RowStatistics | WeightStatistics
+Result: TypeAlias = tuple[Tensor, Statistics]
 #: A function from (..., E) to features (..., F).
 FeatureMap: TypeAlias = Callable[[Tensor], Tensor]
 #: The mechanism of ``acutance.theory.predict`` whose row it is.
@@ -39,40 +40,20 @@ class Sizes(NamedTuple):
 Options: TypeAlias = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
 
 
-class Call(NamedTuple):
-    """The arguments with which a mechanism is run."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
+    """:func:`acutance.attention` with its statistics; query heads may share key heads."""
+    out, stats = attention(query, key, value, enable_gqa=True, return_stats=True, **options)
+    return out, stats
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    is_causal: bool
-    query_offset: int
-    noise: bool
 
-    @property
-    def sizes(self) -> Sizes:
-        """Hq, H, S, E."""
-        return Sizes(self.query.shape[1], self.key.shape[1], self.key.shape[2], self.key.shape[3])
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
-    ) -> tuple[Tensor, Statistics]:
-        """Attention of these tensors with the call's mask; ``options`` are of ``attention``."""
-        out, stats = attention(
-            query, key, value, is_causal=self.is_causal, query_offset=self.query_offset,
-            enable_gqa=query.shape[1] != key.shape[1], return_stats=True, noise=self.noise,
-            **options,
-        )  # fmt: skip
-        return out, stats
-
-    def check_positions(self, mechanism: str) -> None:
-        """Raise ValueError unless every query has the position of a key."""
-        rows, keys = self.query.shape[2], self.key.shape[2]
-        if self.query_offset + rows > keys:
-            raise ValueError(
-                f"{mechanism} needs query_offset + L <= S, since each of its rows is at the "
-                f"position of a key: got query_offset={self.query_offset}, L={rows}, S={keys}"
-            )
+def _check_positions(mechanism: str, query: Tensor, key: Tensor, query_offset: int) -> None:
+    """Raise ValueError unless every query has the position of a key."""
+    rows, keys = query.shape[2], key.shape[2]
+    if query_offset + rows > keys:
+        raise ValueError(
+            f"{mechanism} needs query_offset + L <= S, since each of its rows is at the "
+            f"position of a key: got query_offset={query_offset}, L={rows}, S={keys}"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,8 +67,11 @@ class Form(ABC):
     always_causal: ClassVar[bool] = False
 
     @abstractmethod
-    def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Output (B, Hq, L, Ev) and the statistics of its rows."""
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
+        """Output (B, Hq, L, Ev) and the statistics of its rows.
+
+        The options are ``is_causal``, ``query_offset`` and ``noise`` of :func:`acutance.attention`.
+        """
 
 
 @dataclass(frozen=True)
@@ -106,16 +90,16 @@ class Rows(Form):
         """The options of :func:`acutance.attention` for given sizes."""
         return self.given(sizes) if callable(self.given) else self.given
 
-    def options_for(self, call: Call) -> dict[str, Any]:
+    def options_for(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Options of :func:`acutance.attention`, parameters on the query's device and dtype."""
         with torch.random.fork_rng(devices=[]):  # parameters are drawn on the CPU
             torch.manual_seed(0)
-            options = self.options(call.sizes)
-        return {name: _placed(value, call.query) for name, value in options.items()}
+            options = self.options(Sizes(query.shape[1], *key.shape[1:]))
+        return {name: _placed(value, query) for name, value in options.items()}
 
-    def run(self, call: Call) -> tuple[Tensor, Statistics]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
         """Attention with these options."""
-        return call.attend(call.query, call.key, call.value, **self.options_for(call))
+        return _attend(query, key, value, **options, **self.options_for(query, key))
 
 
 @dataclass(frozen=True)
@@ -147,13 +131,12 @@ class Linear(Form):
 
         return from_position(offset), from_position(0)
 
-    def run(self, call: Call) -> tuple[Tensor, Statistics]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
         """Attention weighted by products of features, over their sum unless they are signed."""
-        query_map, key_map = self.maps(call.key.shape[2], call.query_offset)
-        decays = None if self.decays is None else self.decays(call.query.shape[1])
-        return _weighted_by_features(
-            call, query_map, key_map, decays, signed=self.feature_map == "identity"
-        )
+        maps = self.maps(key.shape[2], options["query_offset"])
+        decays = None if self.decays is None else self.decays(query.shape[1])
+        signed = self.feature_map == "identity"
+        return _weighted_by_features(query, key, value, maps, decays, signed=signed, **options)
 
 
 @dataclass(frozen=True)
@@ -167,14 +150,13 @@ class Decay(Form):
     always_causal: ClassVar[bool] = True
     decays: Callable[[int], Tensor]
 
-    def run(self, call: Call) -> tuple[Tensor, Statistics]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
         """Attention by distance, with statistics in closed form."""
-        rows = call.query.shape[2]
-        dtype = torch.promote_types(call.query.dtype, torch.float32)
-        decays = self.decays(call.query.shape[1]).to(call.query.device, dtype)
-        out, _ = _weighted_by_features(call, _one, _one, decays)
-        n = torch.arange(rows, device=call.query.device) + call.query_offset + 1
-        return out, decay_statistics(n.expand(call.query.shape[:3]), decays[:, None])
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        decays = self.decays(query.shape[1]).to(query.device, dtype)
+        out, _ = _weighted_by_features(query, key, value, (_one, _one), decays, **options)
+        n = torch.arange(query.shape[2], device=query.device) + options["query_offset"] + 1
+        return out, decay_statistics(n.expand(query.shape[:3]), decays[:, None])
 
 
 def _one(x: Tensor) -> Tensor:
@@ -183,29 +165,32 @@ def _one(x: Tensor) -> Tensor:
 
 
 def _weighted_by_features(
-    call: Call,
-    query_map: FeatureMap,
-    key_map: FeatureMap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: tuple[FeatureMap, FeatureMap],
     decays: Tensor | None,
     *,
     signed: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, WeightStatistics]:
     r"""Attention with the weights :math:`\lambda^{i - j} \phi_q(q_i) \cdot \phi_k(k_j)`.
 
     Args:
-        call: the call; with decays, every query has the position of a key.
-        query_map: φ_q.
-        key_map: φ_k.
+        query: (B, Hq, L, E); with decays, every query has the position of a key.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev).
+        maps: φ_q and φ_k.
         decays: λ of each query head, (Hq,), or None. Products are then divided by √E if signed.
         signed: whether weights have both signs, and are not divided by their sum.
+        options: of :func:`acutance.attention`.
 
     Returns:
         The output (B, Hq, L, Ev), and the statistics of the weights.
     """
-    query, key, value = call.query, call.key, call.value
     log_gate: Callable[[Tensor], Tensor] | None = None
     if decays is not None:
-        call.check_positions("a mechanism with decays")
+        _check_positions("a mechanism with decays", query, key, options["query_offset"])
         group = query.shape[1] // key.shape[1]  # heads that share keys decay differently
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         rates = decays.log()[:, None]  # in their own precision: 1 - 2**-9 is 1 in bfloat16
@@ -213,8 +198,8 @@ def _weighted_by_features(
         if signed:
             query = query * query.shape[3] ** -0.5
     weights = Identity(normalize="none") if signed else ReLU(normalize="sum")
-    score = Features(query_map, key_map, log_gate)
-    out, stats = call.attend(query, key, value, score=score, weights=weights)
+    score = Features(*maps, log_gate)
+    out, stats = _attend(query, key, value, score=score, weights=weights, **options)
     assert isinstance(stats, WeightStatistics)
     return out, WeightStatistics(stats.sums)  # of the weights: products of features are no scores
 
@@ -267,12 +252,13 @@ class Recurrence(Form):
         decay, B = torch.polar(radius, theta.log().to(dtype).exp()), B * gain[:, None]
         return decay.to(like.device), B.to(like.device), C.to(like.device), D.to(like.device)
 
-    def run(self, call: Call) -> tuple[Tensor, Statistics]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
         """Run over the whole sequence; return outputs and statistics of the requested rows."""
-        call.check_positions("a recurrence")
-        length, group = call.value.shape[2], call.query.shape[1] // call.value.shape[1]
-        decay, B, C, D = self._parameters(call.value.shape[3], call.value)
-        inputs = call.value.to(D.dtype)
+        offset = options["query_offset"]
+        _check_positions("a recurrence", query, key, offset)
+        length, group = value.shape[2], query.shape[1] // value.shape[1]
+        decay, B, C, D = self._parameters(value.shape[3], value)
+        inputs = value.to(D.dtype)
         powers = decay.to(torch.complex128) ** torch.arange(length, device=decay.device)[:, None]
         kernel = torch.fft.fft(powers.to(decay.dtype), 2 * length, dim=0)
 
@@ -282,8 +268,8 @@ class Recurrence(Form):
             return (h @ C.mT).real + D * u
 
         outputs = torch.stack([unit(u) for u in inputs.flatten(0, 1)]).view_as(inputs)
-        out = outputs.repeat_interleave(group, 1).to(call.query.dtype)
-        requested = torch.arange(call.query.shape[2], device=decay.device) + call.query_offset
+        out = outputs.repeat_interleave(group, 1).to(query.dtype)
+        requested = torch.arange(query.shape[2], device=decay.device) + offset
         statistics = decay_statistics(requested + 1, decay.abs()[None, :, None])
         return out[:, :, requested], statistics
 
@@ -296,21 +282,16 @@ class Gated(Form):
     drawn as published, :math:`\gamma \sim N(0, 0.02^2)`, with offset 0.
     """
 
-    def images(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, L, E) and keys (B, H, S, E) from the sequence."""
-        z, offset = call.key, call.query_offset
-        draw = torch.Generator().manual_seed(0)
-        gains = 0.02 * torch.randn(2, z.shape[3], generator=draw, dtype=torch.float64)
-        gain_q, gain_k = gains.to(device=z.device, dtype=z.dtype)
-        return z[:, :, offset : offset + call.query.shape[2]] * gain_q, z * gain_k
-
-    def run(self, call: Call) -> tuple[Tensor, Statistics]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
         """Attention between the two maps, before the gate."""
-        call.check_positions("a gated attention unit")
-        query, key = self.images(call)
-        out, stats = call.attend(query, key, call.value, weights="relu2")
-        group = call.query.shape[1] // key.shape[1]
-        return out.repeat_interleave(group, 1), stats
+        offset = options["query_offset"]
+        _check_positions("a gated attention unit", query, key, offset)
+        draw = torch.Generator().manual_seed(0)
+        gains = 0.02 * torch.randn(2, key.shape[3], generator=draw, dtype=torch.float64)
+        gain_q, gain_k = gains.to(device=key.device, dtype=key.dtype)
+        rows = key[:, :, offset : offset + query.shape[2]] * gain_q
+        out, stats = _attend(rows, key * gain_k, value, weights="relu2", **options)
+        return out.repeat_interleave(query.shape[1] // key.shape[1], 1), stats
 
 
 @dataclass(frozen=True)
@@ -401,7 +382,8 @@ class Mechanism:
         check_flag("noise", noise)
         check_count("query_offset", query_offset, 0)
         causal = check_flag("is_causal", is_causal) or self.always_causal
-        return self.form.run(Call(query, key, value, causal, query_offset, noise))
+        options = {"is_causal": causal, "query_offset": query_offset, "noise": noise}
+        return self.form.run(query, key, value, **options)
 
 
 def _placed(value: Any, like: Tensor) -> Any:
