@@ -140,9 +140,8 @@ class MultiheadAttention(Recorded):
             raise ValueError(
                 f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}"
             )
-        kv_heads = (
-            num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads, 1)
-        )
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_count("num_kv_heads", kv_heads, 1)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
         head_dim = embed_dim // num_heads

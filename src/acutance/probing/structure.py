@@ -146,9 +146,8 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 def kernel_call(call: AttentionCall) -> KernelCall:
     """Convert a captured call to the kernel call that the structure pass runs on."""
-    return KernelCall(
-        call.query, call.key, None, call.masking(), call.factor, call.softcap, call.sinks
-    )
+    scores = call.factor, call.softcap, call.sinks
+    return KernelCall(call.query, call.key, None, call.masking(), *scores)
 
 
 def _weights(rows: KernelCall, batch: int, head: int, row: int) -> tuple[Tensor, int]:

@@ -148,15 +148,10 @@ def statistics(
     if critical_every < 0:
         raise ValueError(f"critical_every must be at least 0, got {critical_every}")
     masking = check_masking(query, key, attn_mask, is_causal, **masks)
-    call = KernelCall(
-        query,
-        key,
-        None,
-        masking,
-        scale=query.shape[3] ** -0.5 if scale is None else check_number("scale", scale),
-        softcap=check_softcap(softcap, query.dtype),
-        sinks=None if sinks is None else check_sinks(sinks, query),
-    )
+    scale = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
+    softcap = check_softcap(softcap, query.dtype)
+    sinks = None if sinks is None else check_sinks(sinks, query)
+    call = KernelCall(query, key, None, masking, scale, softcap, sinks)
     if positions is None:
         start = masking.offset
         positions = torch.arange(start, start + query.shape[2], device=query.device)[None]
