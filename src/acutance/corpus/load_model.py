@@ -252,7 +252,7 @@ def load_model(
     if header is not None:  # plain floats by now, and the same model as another file's
         vars(model.config).pop("quantization_config", None)
     if head is None and model.base_model is not model and missing_head(model, report):
-        return load(
+        return load_model(
             name, tokenizer=tokenizer, attention=attention, dtype=dtype, device=device,
             trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
             allow_missing=allow_missing, head=False,
@@ -281,10 +281,6 @@ def load_model(
     return TextModel(
         label, model, loaded_tokenizer, positions(config, loaded_tokenizer), difference, stored
     )
-
-
-#: The name by which this package's modules call it.
-load = load_model
 
 
 def _files(source: str) -> dict[str, str]:
@@ -373,21 +369,16 @@ _TOKENIZERS = {"tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "
 def _resolve(name: str | None) -> tuple[str, str]:
     """The model's display name, and the directory, file or hub name to load."""
     if name is None:
-        folder = _embedded()
-        _check_published(Path(folder) / "model.safetensors", DEFAULT_SHA256, DEFAULT_PACKAGE)
-        return DEFAULT_NAME, folder
+        problem = "the included model is not installed; name a MODEL, or install it with: "
+        folder = _package(DEFAULT_PACKAGE, problem + install("demo")) / "model"
+        _check_published(folder / "model.safetensors", DEFAULT_SHA256, DEFAULT_PACKAGE)
+        return DEFAULT_NAME, str(folder)
     if name == DECODER and not os.path.exists(name):
         problem = f"{DECODER} is not installed; install it with: {install_decoder()}"
         file = _package(DECODER_PACKAGE, problem) / DECODER_FILE
         _check_published(file, DECODER_SHA256, DECODER_PACKAGE)
         return f"{file.stem} (of {DECODER_PACKAGE.replace('_', '-')})", str(file)
     return name, _located(name)
-
-
-def _embedded() -> str:
-    """Folder of the embedded default model."""
-    problem = "the included model is not installed; name a MODEL, or install it with: "
-    return str(_package(DEFAULT_PACKAGE, problem + install("demo")) / "model")
 
 
 def _package(name: str, problem: str) -> Path:

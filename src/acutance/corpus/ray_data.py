@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from acutance.corpus import load_model
 from acutance.corpus import texts as corpus
-from acutance.corpus.load_model import TextModel
+from acutance.corpus.load_model import TextModel, load_model
 from acutance.corpus.probe_corpus import (
     Options,
     added,
@@ -231,7 +230,7 @@ def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
 def _load(model: str | Callable[[], TextModel] | None, device: str) -> TextModel:
     """Load the model by name, or call the function that returns it."""
     if not callable(model):
-        return load_model.load(model, device=device, head=False)
+        return load_model(model, device=device, head=False)
     loaded = model()
     loaded.model.to(device).eval()
     return loaded

@@ -133,7 +133,12 @@ class ServedRows:
         layers = tuple(Layer(name, heads, source=source, chosen=chosen) for name in names)
         with self._lock:
             for name, largest, agrees in comparisons:
-                self._compared(name, decoded, largest, agrees)
+                if not agrees and self._status(name)[0] != "mismatch":
+                    self.unread.append(
+                        f"{name}: do not trust its rows: the output recomputed from the cache "
+                        f"differs by {largest:.2g} of its size"
+                    )
+                self._verified[name, decoded] = "checked" if agrees else "mismatch", largest
             self._pending[layers].append(stats)
             self._waiting += stats.state.n.numel()
             if self._waiting >= _MOST_PENDING:
@@ -145,15 +150,6 @@ class ServedRows:
         with self._lock:
             return not self._records and not self._pending
 
-    def _compared(self, name: str, decoded: bool, error: float, agrees: bool) -> None:
-        """Note the result of a comparison of outputs."""
-        if not agrees and self._status(name)[0] != "mismatch":
-            self.unread.append(
-                f"{name}: do not trust its rows: the output recomputed from the cache differs by "
-                f"{error:.2g} of its size"
-            )
-        self._verified[name, decoded] = "checked" if agrees else "mismatch", error
-
     def _status(self, name: str) -> tuple[Status, float | None]:
         """Status of a layer, and the largest error of its outputs."""
         results = [result for (of, _), result in self._verified.items() if of == name]
@@ -162,27 +158,27 @@ class ServedRows:
         error = max(error for _, error in results)
         return ("mismatch" if any(s == "mismatch" for s, _ in results) else "checked"), error
 
-    def _summarise(self, layers: tuple[Layer, ...]) -> None:
-        """Move the collected rows of some layers into the records."""
-        waiting = self._pending.pop(layers)
-        with torch.inference_mode(False), torch.no_grad():
-            fields = zip(*(part.state for part in waiting), strict=True)
-            # one layer with all heads: 30 small layers take longer than a large one
-            state = RowState(*(torch.cat(parts, 2).flatten(0, 1).unsqueeze(0) for parts in fields))
-            counted = torch.ones(state.n.shape, dtype=torch.bool, device=state.n.device)
-            values = RowStatistics(state).as_dict(self._metrics)
-            moments = summarise(values, counted, self._metrics)
-        calls, rows = len(waiting), counted.shape[2]
-        if layers in self._records:
-            earlier = self._records[layers]
-            calls, rows = calls + earlier.calls, rows + earlier.rows
-            moments = earlier.moments.merge(moments)
-        self._records[layers] = _Record(calls, rows, moments)
-
     def _summarise_all(self) -> None:
-        """Move all collected rows into the records."""
+        """Move all collected rows into the records, those of layers that are read together at once.
+
+        They are taken as one layer with all heads: 30 small layers take longer than a large one.
+        """
         for layers in list(self._pending):
-            self._summarise(layers)
+            waiting = self._pending.pop(layers)
+            with torch.inference_mode(False), torch.no_grad():
+                fields = zip(*(stats.state for stats in waiting), strict=True)
+                state = RowState(
+                    *(torch.cat(rows, 2).flatten(0, 1).unsqueeze(0) for rows in fields)
+                )
+                counted = torch.ones(state.n.shape, dtype=torch.bool, device=state.n.device)
+                values = RowStatistics(state).as_dict(self._metrics)
+                moments = summarise(values, counted, self._metrics)
+            calls, rows = len(waiting), counted.shape[2]
+            if layers in self._records:
+                earlier = self._records[layers]
+                calls, rows = calls + earlier.calls, rows + earlier.rows
+                moments = earlier.moments.merge(moments)
+            self._records[layers] = _Record(calls, rows, moments)
         self._waiting = 0
 
     def summary(self, about: dict[str, Any] | None = None) -> HeadSummary:

@@ -16,8 +16,16 @@ from acutance.shapes import check_number
 from acutance.summary.head_summary import HeadSummary
 
 Kind = Literal["logit_growth", "entropy_collapse", "large_logit", "not_finite"]
+#: What a head has, by the kind of its alarm.
+_WHAT: dict[Kind, str] = {
+    "logit_growth": "the largest logits of its layer, which grew by a factor of {value:.3g} in the "
+    "last quarter of the training, more than {threshold:.3g}",
+    "entropy_collapse": "a normalized entropy of {value:.2g}, below {threshold:g}",
+    "large_logit": "a logit of {value:.4g}, above {threshold:g}",
+    "not_finite": "{value:.0f} rows whose scores are not finite",
+}
 #: Every kind of alarm, in the order of warnings.
-KINDS: tuple[Kind, ...] = ("logit_growth", "entropy_collapse", "large_logit", "not_finite")
+KINDS = tuple(_WHAT)
 #: Metrics that every alarm needs; the bound on collapse needs one more.
 NEEDED = ("max_logit", "lse", "n_keys", "logit_std")
 COLLAPSING = "normalized_entropy"
@@ -75,18 +83,7 @@ class Alarm:
         return self.kind, self.module, 0 if self.kind == "logit_growth" else self.head
 
     def __str__(self) -> str:
-        head = f"head {self.head} of {self.module}"
-        if self.kind == "entropy_collapse":
-            return f"{head} has a normalized entropy of {self.value:.2g}, below {self.threshold:g}"
-        if self.kind == "logit_growth":
-            return (
-                f"{head} has the largest logits of its layer, which grew by a factor of "
-                f"{self.value:.3g} in the last quarter of the training, more than "
-                f"{self.threshold:.3g}"
-            )
-        if self.kind == "large_logit":
-            return f"{head} has a logit of {self.value:.4g}, above {self.threshold:g}"
-        return f"{head} has {self.value:.0f} rows whose scores are not finite"
+        return f"head {self.head} of {self.module} has {_WHAT[self.kind].format(**vars(self))}"
 
 
 def growth_limit(false_alarms: float) -> float:

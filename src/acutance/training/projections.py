@@ -6,8 +6,8 @@ Whether scored queries and keys are the outputs of these projections is checked 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -411,42 +411,21 @@ def _adapted(name: str, module: Any) -> Iterator[tuple[Tensor, int, bool]]:
             yield bias, 0, False
 
 
-class Outputs:
-    """Records the last few outputs of projection modules.
+@contextmanager
+def recorded_outputs(
+    projections: Iterable[nn.Module],
+) -> Iterator[dict[nn.Module, deque[Tensor]]]:
+    """Context that records the last few outputs of projections, detached, by module."""
+    recorded: dict[nn.Module, deque[Tensor]] = {}
 
-    Args:
-        projections: the modules.
-    """
-
-    def __init__(self, projections: Iterable[nn.Module]) -> None:
-        self._recorded: dict[nn.Module, deque[Tensor]] = {}
-        self._context = ExitStack()
-        self._context.enter_context(follow_results(projections, self._record))
-
-    def _record(self, module: nn.Module, _: Any, __: Any, output: Any) -> None:
-        """Record a module's output, detached."""
+    def record(module: nn.Module, _: Any, __: Any, output: Any) -> None:
         if is_sharded(output):
             output = output.to_local()
         if isinstance(output, Tensor):
-            self._recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
+            recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
-    def take(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Outputs of a module recorded since :meth:`forget`."""
-        return tuple(self._recorded.get(module, ()))
-
-    def left(self) -> set[nn.Module]:
-        """Modules that still have recorded outputs."""
-        return set(self._recorded)
-
-    def forget(self, modules: Sequence[nn.Module]) -> None:
-        """Discard the recorded outputs of these modules."""
-        for module in modules:
-            self._recorded.pop(module, None)
-
-    def remove(self) -> None:
-        """Stop recording."""
-        self._context.close()
-        self._recorded = {}
+    with follow_results(projections, record):
+        yield recorded
 
 
 def rotary_width(module: nn.Module, width: int) -> int:
@@ -463,7 +442,11 @@ def rotary_width(module: nn.Module, width: int) -> int:
 
 @torch.no_grad()
 def agrees(
-    projections: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
+    projections: Projections,
+    query: Tensor,
+    key: Tensor,
+    outputs: Mapping[nn.Module, Sequence[Tensor]],
+    rotary: int = 0,
 ) -> bool | None:
     """Whether queries and keys are the projections' outputs, only rotated and scaled.
 
@@ -476,7 +459,7 @@ def agrees(
         projections: the weights of queries and keys.
         query: (B, Hq, L, E), as scored.
         key: (B, H, S, E), as scored.
-        outputs: the projections' outputs in the same forward pass.
+        outputs: the projections' outputs in the same forward pass, by module.
         rotary: number of leading entries of a head that are rotated; 0 if unknown.
 
     Returns:
@@ -492,7 +475,7 @@ def agrees(
     for maker, scored, slices in parts:
         if scored.shape[1] != projections.heads:
             continue
-        recorded = outputs.take(maker)
+        recorded = outputs.get(maker, ())
         cut = slices[0].size if len(slices) > 1 else rotary
         of_outputs = [_proportional(scored, output, slices, cut) for output in recorded]
         if True in of_outputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,11 @@ from acutance.training.projections import (
     NAMES,
     HeadSlices,
     NoProjectionsError,
-    Outputs,
     Projections,
     agrees,
     all_heads,
     find_layouts,
+    recorded_outputs,
     rotary_width,
 )
 from acutance.training.watch import AttentionWatch
@@ -160,7 +161,8 @@ class QKClip:
         self._maxima: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, float]] = {}
         self._layouts: dict[str, int] = {}
-        self._outputs: Outputs | None = None
+        self._recording = ExitStack()
+        self._outputs: dict[torch.nn.Module, Any] | None = None  # of projections, while recorded
         self._makers: dict[str, tuple[torch.nn.Module, ...]] = {}  # of reported calls, in a context
         self._attending: set[torch.nn.Module] = set()  # projections of which attention was seen
         self._aside: set[torch.nn.Module] = set()  # what only has the name of a projection
@@ -169,7 +171,7 @@ class QKClip:
     def __enter__(self) -> QKClip:
         self._watch.__enter__()
         if untold := self._with_unknown_layout():
-            self._outputs = Outputs(untold)
+            self._outputs = self._recording.enter_context(recorded_outputs(untold))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
@@ -177,11 +179,10 @@ class QKClip:
             self._watch.__exit__(kind, *details)
         finally:
             rows, self._watch.rows, self._modules = self._watch.rows, [], {}
-            if self._outputs is not None:
-                if kind is None:  # those that ran, and no attention with them
-                    self._aside |= self._outputs.left() - self._attending
-                self._outputs.remove()
-                self._outputs = None
+            self._recording.close()
+            if kind is None:  # those that ran, and no attention with them
+                self._aside |= set(self._outputs or ()) - self._attending
+            self._outputs = None
             self._makers, self._attending = {}, set()
         if kind is not None:
             return
@@ -205,7 +206,8 @@ class QKClip:
         if self._outputs is None:
             return
         if name in self._layouts:
-            self._outputs.forget(self._makers.get(name, ()))
+            for maker in self._makers.get(name, ()):
+                self._outputs.pop(maker, None)
             return
         try:
             ways = self._weights(name, query.shape[1], query.shape[-1], local=True)
@@ -220,7 +222,8 @@ class QKClip:
         elif not right and agreements[0] is False:
             self._layouts[name] = _OTHERS
         makers = tuple(maker for way in ways for maker in way.makers)
-        self._outputs.forget(makers)
+        for maker in makers:
+            self._outputs.pop(maker, None)
         self._attending.update(makers)
         if name in self._layouts:
             self._makers[name] = makers

@@ -8,6 +8,7 @@ the same code object back.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -136,10 +137,10 @@ def intercept(handler: Handler, *, looks: bool = False) -> Iterator[None]:
     with undoing(remove):
         with _lock:
             group.append(handler)
-            if _finder not in sys.meta_path:
+            is_first = _finder not in sys.meta_path
+            if is_first:
                 sys.meta_path.insert(0, _finder)
-                _replace_all()
-        replace_new()
+            replace_new(imported=is_first)
         yield
 
 
@@ -199,26 +200,21 @@ def _restore() -> None:
     _active.clear()
 
 
-def replace_new() -> None:
-    """Replace the functions of libraries that were imported since; for the start of a pass."""
+def replace_new(*, imported: bool = False) -> None:
+    """Replace the functions of libraries that were imported since; for the start of a pass.
+
+    Args:
+        imported: look for them even if there are as many modules as before.
+    """
     global _modules
-    if not (_changing or _looking) or len(sys.modules) == _modules:
-        return
     with _lock:
-        if _changing or _looking:
+        if (_changing or _looking) and (imported or len(sys.modules) != _modules):
             _modules = len(sys.modules)
             for function, kernel in loaded_kernels():
                 _replace(function, kernel)
 
 
-def _replace_all() -> None:
-    """Search all modules; after one of the known modules was imported."""
-    global _modules
-    _modules = 0
-    replace_new()
-
-
-_finder = AfterImport(frozenset(MODULES), _replace_all)
+_finder = AfterImport(frozenset(MODULES), functools.partial(replace_new, imported=True))
 
 
 def operator_call(

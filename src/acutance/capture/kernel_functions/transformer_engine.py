@@ -49,7 +49,10 @@ def _read(call: FunctionCall) -> Reading:
     query = tensors[0]
     if type(query) is not Tensor:
         raise ValueError(f"{_NAME} of {type(query).__name__} cannot be read")
-    kind = _mask_type(call["attn_mask_type"] or module.attn_mask_type)
+    kind = (call["attn_mask_type"] or module.attn_mask_type).replace(",", "_")
+    kind = "padding_causal" if kind == "causal_padding" else kind
+    if kind not in _TYPES:
+        raise ValueError(f"{_NAME} with attn_mask_type={kind!r} cannot be read")
     options = _options(call, module, kind)
     form = call["qkv_format"] or module.qkv_format
     options |= _added(call, options["scale"], is_packed=form == "thd")
@@ -155,15 +158,6 @@ def _added(call: FunctionCall, scale: float, *, is_packed: bool) -> dict[str, An
     if is_packed:
         raise ValueError(f"{_NAME} with a bias of packed sequences cannot be read")
     return {"bias": bias * scale if kind == "pre_scale_bias" else bias}
-
-
-def _mask_type(kind: str) -> str:
-    """The type of the mask, in one spelling."""
-    kind = kind.replace(",", "_")
-    kind = "padding_causal" if kind == "causal_padding" else kind
-    if kind not in _TYPES:
-        raise ValueError(f"{_NAME} with attn_mask_type={kind!r} cannot be read")
-    return kind
 
 
 #: The module of TransformerEngine.
