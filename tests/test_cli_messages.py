@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from acutance.calibration.named_law import named_law
+from acutance.calibration.law import named_law
 from acutance.corpus import load_model
 
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import acutance
-from acutance.calibration.by_loss.result import sentences as by_loss_sentences
-from acutance.calibration.fit.result import sentences
 from acutance_lab.trained import decoder
 
 
@@ -32,11 +30,17 @@ def test_untrained_weights_are_said_as_a_probe_says_them(
             one, list(tokens.split(1)), target=target, lengths=[16, 32], passes=2
         )
         assert found.untrained is is_random
-        words = by_loss_sentences if target == "loss" else sentences
-        assert any(line.startswith("Untrained: ") for line in words(found)) is is_random
-        *_, last = words(found)
+        *first, last = found.sentences()
+        assert any(line.startswith("Untrained: ") for line in first) is is_random
         assert ("can raise the loss of another" in last) is not getattr(found, "empty", False)
         found.save(tmp_path / "law.json")
         again = acutance.Law.load(tmp_path / "law.json")
         assert again.untrained is is_random
         assert ("untrained" in again.record()) is is_random  # older releases read other laws
+
+
+@pytest.mark.parametrize("window", [5, "sliding", [], [5]])
+def test_a_window_is_a_window(window: object) -> None:
+    tokens = torch.zeros(8, 32, dtype=torch.int64)
+    with pytest.raises(TypeError, match="window must be a Window or a list of them, got "):
+        acutance.calibrate(decoder(), tokens, target="loss", window=window)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import acutance
-from acutance.calibration.fit.windows import draw, spread
-from acutance.calibration.named_law import named_law
+from acutance.calibration.law import named_law
+from acutance.calibration.windows import draw, spread
 from acutance.corpus import load_model
 from acutance.corpus.texts import Text, windows
 from acutance.scaling import LogN, SSMax
@@ -199,5 +199,5 @@ def test_laws_by_name(tmp_path: Path) -> None:
 
 def test_the_command_and_the_function_agree(folder: Path) -> None:
     """The function is what the documentation names."""
-    assert acutance.calibrate.__module__ == "acutance.calibration.fit.calibrate"
+    assert acutance.calibrate.__module__ == "acutance.calibration.fit"
     assert issubclass(acutance.Calibration, acutance.Law)

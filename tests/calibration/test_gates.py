@@ -10,7 +10,6 @@ import pytest
 
 import acutance
 from acutance.calibration import LossCalibration
-from acutance.calibration.by_loss.result import sentences
 from acutance.scaling import Window
 from acutance_lab.trained import decoder
 from tests.contract.calibration.test_gates import windows
@@ -30,7 +29,7 @@ def test_windows_and_factors_are_one_law(tmp_path: Path) -> None:
     assert laws.whole is not None
     assert laws.all_windows()
     ones = replace(law, factors=((1.0,) * len(law.factors[0]),) * 12)
-    said = " ".join(sentences(ones))
+    said = " ".join(ones.sentences())
     assert "Every head has the factor 1" in said
     assert "keeps its last factor" not in said
     assert ("for the others no gain" in said) == (None in law.reads)

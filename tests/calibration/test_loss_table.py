@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from acutance.calibration.loss_table import LossTable, Reading, Saving
+from acutance.summary.files import sealed
 
 FILES = Path(__file__).parents[1] / "contract" / "files"
 
@@ -81,3 +83,17 @@ def test_a_state_of_other_windows_is_refused_before_it_is_read(tmp_path: Path) -
     assert len(LossTable(settings, saving, "comparison to resume", [1] * 4).readings) == 12
     with pytest.raises(ValueError, match=r"the number of windows \(--windows\) was 4 and is now 3"):
         LossTable(settings | {"windows": 3}, saving, "comparison to resume", [1] * 3)
+
+
+def test_a_window_that_an_earlier_version_read_twice_keeps_the_others_in_place(
+    tmp_path: Path,
+) -> None:
+    """Its states list readings in the order of their making, without what they are of."""
+    losses = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    tensors = {"loss": losses, "count": torch.ones(3), "gradient": torch.zeros(3, 2)}
+    header = {"schema": "acutance.loss_calibration/1", "settings": "{}"}
+    save_file(tensors, tmp_path / "state", metadata=sealed(header, tensors))
+    with LossTable({}, Saving(str(tmp_path / "state"), resume=True)) as table:
+        asked = ["first", "first", "second", "first"]
+        found = [table.get(change, 0, lambda: reading(9)) for change in asked]
+    assert [float(one.loss) for one in found] == [1.0, 2.0, 3.0, 2.0]

@@ -11,7 +11,7 @@ from torch import nn
 
 from acutance import scaling
 from acutance.calibration import Law, LawError
-from acutance.calibration.named_law import named_law
+from acutance.calibration.law import named_law
 from acutance.scaling import Window
 from tests.contract.calibration.test_windows import Built
 

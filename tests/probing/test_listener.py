@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.calibration.fit.measure import Collector
+from acutance.calibration.measured import Collector
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.listener import Listener, ProbeError
 from acutance.training import AttentionWatch, QKClip

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from acutance.calibration.fit.result import Calibration, HeadCalibration
+from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.cli import app
 from acutance.comparison import Comparison, compare
 from acutance.probing import HeadSummary, diff
@@ -62,10 +62,6 @@ def calibration(heads: int = 12, lengths: tuple[int, ...] = (64, 128, 256, 512))
             factors=values,
             factor_errors=(1.3e-3,) * len(lengths),
             status=("held",) * len(lengths),
-            family="undecided",
-            family_errors={},
-            growth=(0.1, 0.2),
-            candidates=("constant", "sqrt_log_n", "log_n"),
         )
         for head in range(heads)
     ]

@@ -19,5 +19,5 @@ def test_another_mechanism_s_parameter_may_be_left_out_as_none() -> None:
         "logit_std",
         "value_variance",
     }
-    with pytest.raises(ValueError, match='^lam: "softmax" takes'):
+    with pytest.raises(ValueError, match=r'^lam: "softmax" takes'):
         predict("softmax", 64, logit_std=1.0, lam=0.5)

@@ -17,8 +17,7 @@ from acutance.caching.plan import CachePlan
 from acutance.caching.planted import recall
 from acutance.caching.rules import options_of, propose, read_reach
 from acutance.calibration.apply_law import apply
-from acutance.calibration.by_loss.gates import Alternative, gate_slopes
-from acutance.calibration.fit.windows import AnyBatches, evaluating
+from acutance.calibration.gradients import Alternative, gate_slopes
 from acutance.calibration.loss_table import (
     Advance,
     LossTable,
@@ -33,6 +32,7 @@ from acutance.calibration.loss_table import (
     read_windows,
 )
 from acutance.calibration.losses import AnyLoss
+from acutance.calibration.windows import AnyBatches, evaluating
 from acutance.capture.attention_call import AttentionCall
 from acutance.files import finite
 from acutance.probing.causes import is_untrained

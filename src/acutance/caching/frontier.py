@@ -9,7 +9,7 @@ from typing import Any
 
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
-from acutance.calibration.by_loss.result import GateSlope
+from acutance.calibration.result import GateSlope
 from acutance.files import as_json, finite, write_text
 from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED

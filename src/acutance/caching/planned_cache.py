@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from acutance.caching.head_plan import HeadPlan, Plan, value_groups
 from acutance.caching.stores import Attend, Store, is_range, some, store_for
-from acutance.calibration.in_force import ApplyError
+from acutance.calibration.apply_law import ApplyError
 from acutance.kernels import ragged
 from acutance.kernels.ragged import HeldHeads
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.caching.plan import CachePlan
-from acutance.calibration.fit.windows import evaluating
+from acutance.calibration.windows import evaluating
 from acutance.shapes import check_count, check_number
 
 #: Depths at which spans are planted, as shares of the context.

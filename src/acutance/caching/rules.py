@@ -12,8 +12,8 @@ from torch import Tensor
 
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import LayerShape
-from acutance.calibration.fit.windows import evaluating
 from acutance.calibration.loss_table import LossTable, Reading, Saving, Unit, Windows
+from acutance.calibration.windows import evaluating
 from acutance.probing.probe import probe
 from acutance.summary.head_summary import HeadSummary
 

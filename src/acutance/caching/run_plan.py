@@ -22,7 +22,7 @@ from acutance.caching.planned_cache import (
     take_pending,
 )
 from acutance.caching.stores import Attend
-from acutance.calibration.in_force import ApplyError, CountedChange
+from acutance.calibration.apply_law import ApplyError, InForce
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.intercept import Running, module_of_method
 from acutance.capture.kernel_functions import calls
@@ -34,7 +34,7 @@ from acutance.capture.torch_modes import eager, forget_compiled
 from acutance.masks import hides
 
 
-class AppliedPlan(CountedChange):
+class AppliedPlan(InForce):
     """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.
 
     Attributes:

@@ -9,15 +9,19 @@ which heads a law could help, and :func:`gate_slopes` which heads a window.
 from __future__ import annotations
 
 from acutance.calibration.apply_law import Applied, ApplyError, apply
-from acutance.calibration.by_loss.fit import loss_slopes
-from acutance.calibration.by_loss.gates import gate_slopes
-from acutance.calibration.by_loss.result import GateSlope, HeadSlope, LossCalibration
-from acutance.calibration.fit.calibrate import calibrate
-from acutance.calibration.fit.measure import Measured, measure
-from acutance.calibration.fit.result import Calibration, HeadCalibration
-from acutance.calibration.head_laws import HeadLaws
+from acutance.calibration.by_loss import loss_slopes
+from acutance.calibration.fit import calibrate
+from acutance.calibration.gradients import gate_slopes
 from acutance.calibration.identity import Identity
-from acutance.calibration.law import Law, LawError
+from acutance.calibration.law import HeadLaws, Law, LawError
+from acutance.calibration.measured import Measured, measure
+from acutance.calibration.result import (
+    Calibration,
+    GateSlope,
+    HeadCalibration,
+    HeadSlope,
+    LossCalibration,
+)
 from acutance.capture.find_layers import attention_layers
 
 __all__ = [

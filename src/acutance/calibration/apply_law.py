@@ -1,48 +1,390 @@
-"""acutance.apply: a law of scalings and windows on a model that runs as it always does."""
+"""A law of scalings and windows in force on a model that runs as it always does."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from acutance.calibration.factors import (
-    KnownFactors,
-    Plan,
-    Plans,
-    as_query,
-    count,
-    entropy_of,
-    factor_of_call,
-    query_factor,
-    scaled_scores,
-    situation_of,
-    warn_of_shallow_mask,
-)
-from acutance.calibration.in_force import ApplyError, CountedChange
-from acutance.calibration.law import AnyLaw, Change, Law
-from acutance.calibration.windowed_calls import (
+from acutance.calibration.law import AnyLaw, Change, HeadLaws, Law, by_layer
+from acutance.calibration.read_window import (
     WindowedCall,
     masked_arguments,
     masked_scores,
-    rotary_of_layers,
 )
+from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.find_layers import attention_layers, uses_interface
-from acutance.capture.head_axis import could_be_over_keys, heads_of
+from acutance.capture.find_layers import (
+    attention_layers,
+    is_softmax,
+    is_windowed_inside,
+    uses_interface,
+)
+from acutance.capture.head_axis import could_be_over_keys, fold, heads_of
 from acutance.capture.intercept import Interception, classes_are_library
 from acutance.capture.kernel_functions import calls
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, is_cross
 from acutance.capture.readers.torch_sdpa import sdpa_call
+from acutance.capture.rotary import Rotary, find_rotary
 from acutance.capture.torch_modes import eager, forget_compiled
+from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
+from acutance.scaling import AnyScaling, Scaling, visible_keys
 
-__all__ = ["Applied", "ApplyError", "apply"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ApplyError(RuntimeError):
+    """A law could not be applied where it should have been."""
+
+
+class InForce:
+    """A change that a subclass installs when it is created, in force until it is removed.
+
+    Attributes:
+        calls: number of changed calls by module name; None if they are not counted.
+    """
+
+    calls: dict[str, int] | None = None
+    #: What removes it; None once that was done.
+    _context: ExitStack | None
+    #: What it is, in messages.
+    _noun = "this law"
+
+    def restore(self) -> None:
+        """Remove the change from the model with all its hooks. Later calls have no effect.
+
+        Warns:
+            UserWarning: if nothing ran that it could change.
+        """
+        try:
+            self.__exit__(None, None, None)
+        except ApplyError as error:
+            warnings.warn(str(error), stacklevel=2)
+
+    def __enter__(self) -> Self:
+        if self._context is None:
+            raise ApplyError(f"{self._noun} was removed from its model: apply it again")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Remove the change; raise ApplyError if nothing ran that it could change."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(*error)
+            if error[0] is None and self.calls == {}:
+                raise ApplyError(self._did_nothing())
+
+    def _did_nothing(self) -> str:
+        """The sentence for a change under which no call was changed."""
+        return f"{self._noun} changed no call"
+
+
+def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
+    """Visible keys of each row, (B or 1, Hq or 1, L) of int64.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        masks: the fields of an :class:`AttentionCall` that hide keys; those left out hide none.
+
+    Example:
+        >>> query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
+        >>> count(query, key, {"is_causal": True, "query_offset": 2})
+        tensor([[[3, 4, 5]]])
+    """
+    given = {name: value for name, value in masks.items() if value is not None}
+    queries, keys = query.shape[2], key.shape[2]
+    mask: Tensor | None = given.get("attn_mask")
+    if mask is not None and not given.get("is_causal") and set(given) <= _PLAIN:
+        while mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        seen: Tensor = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+        if seen.shape[3] == 1:
+            seen = seen.expand(-1, -1, -1, keys)
+        return seen.sum(-1)
+    if mask is None and set(given) <= _PLAIN:
+        if not given.get("is_causal"):
+            return torch.full((1, 1, queries), keys, device=query.device)
+        position = torch.arange(1, queries + 1, device=query.device)
+        offset = int(given.get("query_offset", 0))
+        return (position + offset).clamp(min=0, max=keys)[None, None]
+    masking = check_masking(query, key, **given)
+    return visible_keys(masking)
+
+
+_PLAIN = {"attn_mask", "is_causal", "query_offset"}
+_MASKS = (*sorted(_PLAIN), "window", "key_mask", "cu_seqlens", "bias")
+
+
+def query_factor(
+    laws: HeadLaws, n: Tensor, heads: int, dtype: torch.dtype, entropy: Tensor | None = None
+) -> Tensor:
+    """Factor that multiplies the query of each row, (B or 1, Hq or 1, L).
+
+    Args:
+        laws: calibrated laws of the layer's heads.
+        n: number of visible keys, (B or 1, Hq or 1, L), before a law's window hides any; this
+            function subtracts those that the window hides.
+        heads: number of query heads of the call.
+        dtype: of the query and the result. Factors of float16 and bfloat16 queries are computed in
+            float32 and rounded at the end.
+        entropy: of the unscaled rows, (B, Hq, L), if a law needs it.
+
+    Raises:
+        ValueError: if a law has parameters or entries for heads that the call does not have.
+
+    Example:
+        >>> from acutance import scaling
+        >>> laws = HeadLaws(heads=((1, scaling.SSMax(s=1.0)),))
+        >>> query_factor(laws, torch.tensor([[[8]]]), 2, torch.float32)[0]
+        tensor([[1.0000],
+                [2.0794]])
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if laws.scalings():
+        n = _read(laws, n, heads)
+
+    def of(scaling: AnyScaling) -> Tensor:
+        factor = scaling.factor(n, entropy=entropy, dtype=wide)
+        if factor.dim() < 3 or factor.shape[-2] not in (1, heads):
+            raise ValueError(
+                f"the scaling has parameters for {factor.shape[-2]} heads, but the call has {heads}"
+            )
+        return factor
+
+    if laws.whole is not None:
+        return of(laws.whole).to(dtype)
+    wrong = [head for head, _ in laws.heads if head >= heads]
+    if wrong:
+        raise ValueError(f"the law has head {wrong[0]}, but the call has {heads} heads")
+    own = dict(laws.heads)
+    made = {scaling: of(scaling) for scaling in set(own.values())}
+    columns = []
+    for head in range(heads):
+        if head not in own:
+            columns.append(torch.ones_like(n[:, 0], dtype=wide))
+            continue
+        factor = made[own[head]]
+        columns.append(factor[:, head if factor.shape[1] > 1 else 0])
+    batch = max(column.shape[0] for column in columns)
+    return torch.stack([c.expand(batch, -1) for c in columns], 1).to(dtype)
+
+
+def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
+    """Number of keys that each row reads, of its n visible ones: those in the window of its head.
+
+    It is all n for a head without a window. Shaped as ``n``, or (B or 1, heads, L) if windows
+    differ between heads.
+    """
+    if laws.window is not None:
+        return laws.window.keys_read(n)
+    if not laws.windows:
+        return n
+    columns = n.expand(-1, heads, -1).unbind(1)
+    windows = laws.windows_by_head(heads)
+    pairs = zip(windows, columns, strict=True)
+    return torch.stack([n if window is None else window.keys_read(n) for window, n in pairs], 1)
+
+
+def scaled_scores(scores: Tensor, laws: HeadLaws, heads: int | None, narrow: torch.dtype) -> Tensor:
+    """Scores multiplied by a law's factor of each row; those of hidden keys stay as they are.
+
+    Args:
+        scores: what a softmax over the last dimension is about to take, two dimensions or more.
+        laws: of the layer.
+        heads: how many there are, None if unknown.
+        narrow: a key is hidden by a score that hides in this dtype.
+
+    Raises:
+        ValueError: if heads cannot be determined, or a law is for others.
+
+    Example:
+        >>> from acutance import scaling
+        >>> scores = torch.tensor([[[4.0, 1.0], [2.0, -torch.inf]]])
+        >>> scaled_scores(scores, HeadLaws(scaling.HeadTable([2.0])), 1, torch.float32)
+        tensor([[[8., 2.],
+                 [4., -inf]]])
+    """
+    if scores.dim() == 2:  # rows of one query each
+        return scaled_scores(scores[:, None], laws, heads, narrow).squeeze(1)
+    with torch._C.DisableTorchFunction():
+        factor, hidden = _factor(scores, laws, heads, narrow)
+    # seen by what is around this: another law follows these to the softmax too
+    products = scores.masked_fill(hidden, 0.0).to(factor.dtype)
+    return scores + (products * (factor - 1)).to(scores.dtype)
+
+
+def warn_of_shallow_mask(name: str, scores: Tensor, narrow: torch.dtype) -> None:
+    """Warn if keys seem hidden by a number that does not count as hiding, such as −1e4.
+
+    Args:
+        name: of the module.
+        scores: (..., S).
+        narrow: as for :func:`scaled_scores`.
+
+    Example:
+        >>> scores = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, -1e4]])
+        >>> warn_of_shallow_mask("attn", scores * 1e6, scores.dtype)  # −1e10 hides
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error")
+        ...     warn_of_shallow_mask("attn", scores, scores.dtype)
+        Traceback (most recent call last):
+            ...
+        UserWarning: attn hides keys with a number above -1e9, ...
+    """
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            shallow = shallow_mask(scores, dtype=narrow) is not None
+        except RuntimeError:  # under vmap, which has no numbers to ask
+            return
+    if shallow:
+        warnings.warn(
+            f"{name} hides keys with a number above -1e9, which the law counts as visible keys, so "
+            "its n is too large; mask with -inf or torch.finfo(dtype).min",
+            stacklevel=3,
+        )
+
+
+def _factor(
+    scores: Tensor, laws: HeadLaws, heads: int | None, narrow: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Factor of each row of scores (..., L, S), of shape (..., L, 1), and which keys are hidden."""
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    hidden = hidden_scores(scores, narrow)
+    with torch.no_grad():
+        count = torch.logical_not(hidden).sum(-1, keepdim=True)
+        n = fold(count, heads).squeeze(-1)
+        entropy = None
+        if laws.needs_entropy:
+            weights = scores.detach().to(wide).masked_fill(hidden, -torch.inf).softmax(-1)
+            entropy = fold(torch.special.entr(weights).sum(-1, keepdim=True).nan_to_num(), heads)
+            entropy = entropy.squeeze(-1)
+        places = torch.arange(count.numel(), device=scores.device)
+        order = fold(places.view(count.shape), heads).flatten()
+    factor = query_factor(laws, n, n.shape[1], wide, entropy).expand(n.shape)
+    row = torch.empty_like(order)
+    row[order] = places  # where each row of the scores lies among the folded ones
+    return factor.flatten()[row].view(count.shape), hidden
+
+
+def as_query(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
+    """A factor (B or 1, Hq or 1, L), reshaped to multiply a query of any rank."""
+    if query.dim() == 4:
+        return factor.unsqueeze(-1)
+    if query.dim() == 3:
+        return factor.squeeze(1).unsqueeze(-1)
+    if query.dim() == 2:
+        return factor[0, 0].unsqueeze(-1)
+    whole = factor.expand(four.shape[:3])
+    return whole.reshape(*query.shape[:-3], *four.shape[1:3]).unsqueeze(-1)
+
+
+def factor_of_call(laws: HeadLaws, call: AttentionCall) -> Tensor:
+    """:func:`query_factor` of a captured call, (B or 1, Hq or 1, L)."""
+    n = count(call.query, call.key, {name: getattr(call, name) for name in _MASKS})
+    entropy = entropy_of(call) if laws.needs_entropy else None
+    return query_factor(laws, n, call.query.shape[1], call.query.dtype, entropy)
+
+
+def entropy_of(call: AttentionCall) -> Tensor:
+    """Entropy of each row of a call without a law, in nats, (B, Hq, L)."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        entropy: Tensor = call.statistics(False).entropy
+        return entropy
+
+
+_MOST_KNOWN = 8  # factors that a thread remembers
+
+
+class KnownFactors(threading.local):
+    """Values that a thread computed from masks, for later layers with the same masks."""
+
+    def __init__(self) -> None:
+        #: by situation, what is known; its mask, held so that no other gets its identity; and what
+        #: was in the mask, where writing to it leaves no trace
+        self._known: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
+
+    def get(self, situation: tuple[Any, ...]) -> Any:
+        """The value of a :func:`situation_of`; None if there is none or its mask changed."""
+        known = self._known.get(situation)
+        if known is None:
+            return None
+        value, mask, before = known
+        if mask is not None and before is not None and not torch.equal(mask, before):
+            return None
+        return value
+
+    def put(self, situation: tuple[Any, ...], mask: Tensor | None, value: Any) -> None:
+        """Store the value of a situation that has this mask."""
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        before = mask.clone() if mask is not None and mask.is_inference() else None
+        self._known[situation] = value, mask, before
+
+    def forget_masks(self) -> None:
+        """Drop references to the masks of a pass."""
+        self._known = {key: each for key, each in self._known.items() if each[1] is None}
+
+
+def situation_of(laws: HeadLaws, call: InterfaceCall) -> tuple[Any, ...] | None:
+    """Everything that the factors of a call depend on, as a dictionary key; None if undecidable.
+
+    It is undecidable with a cache object, packed documents, vmap, tensor subclasses, or a mask on
+    a GPU in inference mode, whose comparison would make the host wait.
+    """
+    module, query, key, _, mask = call.positional()
+    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    given = call.kwargs
+    if given.get("cache") is not None or given.get("cu_seq_lens_k") is not None:
+        return None
+    written = None
+    if mask is not None:
+        if type(mask) is not Tensor or (mask.is_inference() and mask.device.type != "cpu"):
+            return None
+        written = id(mask), None if mask.is_inference() else mask._version
+    return (
+        id(laws),
+        call.implementation,
+        query.shape,
+        key.shape[2],
+        query.dtype,
+        query.device,
+        written,
+        given.get("is_causal"),
+        getattr(module, "is_causal", None),
+        given.get("sliding_window"),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a law does to the calls of one module.
+
+    Attributes:
+        name: name of the attention module: the parent if the module itself is only a softmax.
+        laws: scalings and windows of its heads; None if the law does not change it.
+        windowed: whether the layer has a sliding window of its own.
+        by_count: whether factors are constants that depend only on the number of visible keys.
+        scales: whether the law scales it, rather than only giving it windows.
+    """
+
+    name: str
+    laws: HeadLaws | None
+    windowed: bool
+    by_count: bool
+    scales: bool
+
 
 T = TypeVar("T")
 
@@ -85,14 +427,7 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
     return Applied(model, law, windowed=windowed)
 
 
-class _Thread(threading.local):
-    """State of one thread that runs the model: factors to reuse."""
-
-    def __init__(self) -> None:
-        self.factors = KnownFactors()
-
-
-class Applied(Interception, CountedChange):
+class Applied(Interception, InForce):
     """A law applied to a model: what :func:`apply` returns.
 
     Attributes:
@@ -106,23 +441,31 @@ class Applied(Interception, CountedChange):
         super().__init__(model)
         self.calls: dict[str, int] = {}
         self.skipped: dict[str, str] = {}
-        self._windowed = windowed
-        self._thread = _Thread()
+        self._windowed, self._law = windowed, law
+        self._factors = KnownFactors()
+        self._plans: dict[str, Plan] = {}
         self.modules.read_names()
-        self._law = law
-        self._plans = plans = Plans(self.modules, law)
+        self._elsewhere, self._layers = by_layer(model, law)
         known = attention_layers(model)
         self._asking = {name for name, module in known.items() if uses_interface(module)}
         # made before a compiler traces what asks for them
-        asking = {known[name]: plans.of(name) for name in self._asking}
-        self._has_windows = bool(plans.windows())
-        if self._has_windows:
-            self._rotary = rotary_of_layers(model, asking)
+        asking = {known[name]: self._plan_of(name) for name in self._asking}
+        laws = [*self._layers.values(), *([self._elsewhere] if self._elsewhere else [])]
+        self._has_windows = any(one.all_windows() for one in laws)
+        moving = [
+            layer
+            for layer, plan in asking.items()
+            if plan.laws is not None and plan.laws.moves and not plan.windowed
+        ]
+        self._rotary: dict[torch.nn.Module, Rotary] = {}
+        if moving:
+            self._rotary.update(zip(moving, find_rotary(model, moving), strict=True))
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
         # the interface, by the code of libraries or as a pass of all modules showed
         self._traces = bool(known) and set(known) == self._asking and classes_are_library(model)
         self._traces &= not self._has_windows
-        self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
+        kinds = {type(module).__name__ for module in model.modules()}
+        self._compiled = "OptimizedModule" in kinds
         self._compiled &= not self._has_windows  # which choose their calls by what a mask holds
         self._uncompiled = ExitStack()
         self._context: ExitStack | None = None
@@ -133,6 +476,7 @@ class Applied(Interception, CountedChange):
     def _install(self) -> None:
         """Install the hooks that scale attention calls."""
         with ExitStack() as context:
+            context.callback(self._leave_model)
             context.callback(forget_compiled)
             context.enter_context(self._uncompiled)
             if not self._traces:
@@ -149,12 +493,6 @@ class Applied(Interception, CountedChange):
         """
         self._uncompiled.enter_context(eager())
         self._uncompiled.enter_context(calls.intercept(self.on_kernel_call))
-
-    def _remove(self) -> bool:
-        """Remove all hooks; returns whether they were still installed."""
-        was_installed = super()._remove()
-        self._leave_model()
-        return was_installed
 
     def _did_nothing(self) -> str:
         """The sentence for a law under which no call was scaled, with the first reason."""
@@ -174,83 +512,94 @@ class Applied(Interception, CountedChange):
 
     # -- what transformers' interface asks --------------------------------------------------------
 
-    def _windowed_call(self, call: InterfaceCall) -> WindowedCall | None:
-        """A call of transformers' interface as its layer's windows change it; None without windows.
-
-        None also for a call that is skipped: in a sliding-window layer without ``windowed``, or of
-        cross-attention.
-
-        Raises:
-            ApplyError: if the layer has windows both in the law and of its own.
-        """
-        name, sliding = self.modules.name_of(call["module"]), call["sliding_window"] is not None
-        plan = None if name is None else self._plans.of(name)
-        if plan is None or plan.laws is None or not plan.laws.all_windows():
-            return None
-        if (plan.windowed or sliding) and not self._windowed:
-            return None  # its query is not scaled either, and it is noted
-        if is_cross(plan.name, call["module"]):
-            self.skip(plan.name, _CROSS)
-            return None
-        if plan.windowed or sliding:
-            raise self.unreachable(plan.name, "it has a sliding window of its own")
-        situation = None if call["position_bias"] is not None else situation_of(plan.laws, call)
-        place = None if situation is None else ("keys", *situation[1:])
-        known = None if place is None else self._thread.factors.get(place)
-        rotary = self._rotary.get(call["module"])
-        windowed = WindowedCall(call, plan.name, plan.laws, rotary, self.unreachable, known)
-        if place is not None and known is None:
-            self._thread.factors.put(place, call["attention_mask"], windowed.keys)
-        return windowed
+    def _plan_of(self, full: str) -> Plan:
+        """The plan of the module with this name, made at first use."""
+        if (known := self._plans.get(full)) is not None:
+            return known
+        top = class_name(self.model)
+        module, above = self.modules.module_of(full), full.rpartition(".")[0]
+        assert module is not None
+        name = full
+        if is_softmax(module):
+            name = above or top
+            module, above = self.modules.module_of(name) or module, name.rpartition(".")[0]
+        windowed = is_windowed_inside(module, self.modules.module_of(above or top))
+        around = name  # or the closest module around it that has a law of its own
+        while around and around not in self._layers:
+            around = around.rpartition(".")[0]
+        laws = self._layers.get(around) or self._elsewhere
+        scalings = [] if laws is None else laws.scalings()
+        by_count = all(isinstance(one, Scaling) and not one.needs_entropy for one in scalings)
+        plan = self._plans[full] = Plan(name, laws, windowed, by_count, bool(scalings))
+        return plan
 
     def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
-        """Run a call of transformers' interface with its query scaled, or through windows."""
-        query = self._changed_query(call)
-        if query is not None:
-            call.set_query(query)
-        if self._has_windows and (windowed := self._windowed_call(call)) is not None:
-            call.replace(windowed)
-        if torch.compiler.is_compiling():
-            return run()
-        with self.modules.thread.mute():
-            return run()
-
-    def _changed_query(self, call: InterfaceCall) -> Tensor | None:
-        """The scaled query of a call of transformers' interface; None if the call is not scaled.
+        """Run a call of transformers' interface with its query scaled, or through windows.
 
         Raises:
             ApplyError: if the law does not fit the call.
         """
-        module, query, key, _, mask = call.positional()
-        name = self.modules.name_of(module)
-        if name is None:
-            return None
-        if not (compiling := torch.compiler.is_compiling()):
-            self.interface_modules.add(module)
-        plan = self._plans.of(name)
-        if plan.laws is None:
-            return None
-        if not self._windowed and (plan.windowed or call.kwargs.get("sliding_window") is not None):
-            self.skip(plan.name)
-            return None
-        if not plan.scales:
-            self._count(plan.name)
-            return None
-        situation = None if compiling or not plan.by_count else situation_of(plan.laws, call)
-        factor = None if situation is None else self._thread.factors.get(situation)
+        module, compiling = call.positional()[0], torch.compiler.is_compiling()
+        if (name := self.modules.name_of(module)) is not None:
+            if not compiling:
+                self.interface_modules.add(module)
+            plan = self._plans.get(name) or self._plan_of(name)
+            sliding = plan.windowed or call.kwargs.get("sliding_window") is not None
+            if plan.laws is not None and sliding and not self._windowed:
+                self.skip(plan.name)
+            elif plan.laws is not None:
+                situation = None if compiling else situation_of(plan.laws, call)
+                if plan.scales:
+                    self._scale(call, plan, plan.laws, situation if plan.by_count else None)
+                self._count(plan.name)
+                if self._has_windows and plan.laws.all_windows():
+                    self._window(call, plan, plan.laws, situation, sliding)
+        if compiling:
+            return run()
+        with self.modules.thread.mute():
+            return run()
+
+    def _scale(
+        self, call: InterfaceCall, plan: Plan, laws: HeadLaws, situation: tuple[Any, ...] | None
+    ) -> None:
+        """Multiply the query of a call by the factor of each row, known or not in its situation."""
+        _, query, key, _, mask = call.positional()
+        factor = None if situation is None else self._factors.get(situation)
         if factor is None:
             try:
                 n = count(query, key, call.masks())
-                entropy = entropy_of(call.read(plan.name)) if plan.laws.needs_entropy else None
-                factor = query_factor(plan.laws, n, query.shape[1], query.dtype, entropy)
+                entropy = entropy_of(call.read(plan.name)) if laws.needs_entropy else None
+                factor = query_factor(laws, n, query.shape[1], query.dtype, entropy)
             except ValueError as error:
                 raise self.unreachable(plan.name, str(error)) from error
             factor = factor.unsqueeze(-1)
             if situation is not None:
-                self._thread.factors.put(situation, mask, factor)
-        self._count(plan.name)
-        scaled: Tensor = query * factor
-        return scaled
+                self._factors.put(situation, mask, factor)
+        call.set_query(query * factor)
+
+    def _window(
+        self,
+        call: InterfaceCall,
+        plan: Plan,
+        laws: HeadLaws,
+        situation: tuple[Any, ...] | None,
+        sliding: bool,
+    ) -> None:
+        """Have the rows of a call read through the windows of their heads."""
+        if is_cross(plan.name, call["module"]):
+            self.skip(plan.name, _CROSS)
+            return
+        if sliding:
+            raise self.unreachable(plan.name, "it has a sliding window of its own")
+        same = None
+        if situation is not None and call["position_bias"] is None:
+            same = "keys", *situation[1:]  # whatever the law
+        known = None if same is None else self._factors.get(same)
+        rotary = self._rotary.get(call["module"])
+        windowed = WindowedCall(call, plan.name, laws, rotary, self.unreachable, known)
+        if same is not None and known is None:
+            self._factors.put(same, call["attention_mask"], windowed.keys)
+        call.replace(windowed)
 
     def mute(self) -> AbstractContextManager[None]:
         """Context in which this thread's calls are not scaled: they are part of a scaled call."""
@@ -283,7 +632,14 @@ class Applied(Interception, CountedChange):
     def _running(self) -> Plan | None:
         """The plan of the innermost module that this thread runs; None outside the model."""
         name = self._running_name()
-        return None if name is None else self._plans.of(name)
+        return None if name is None else self._plan_of(name)
+
+    def _running_laws(self) -> HeadLaws:
+        """The laws of the running module, one that :meth:`module_to_change` names."""
+        plan = self._running()
+        laws = None if plan is None else plan.laws
+        assert laws is not None
+        return laws
 
     def module_to_change(self) -> str | None:
         """Name of the running module if the law changes its attention; None if not."""
@@ -328,12 +684,12 @@ class Applied(Interception, CountedChange):
         Raises:
             ApplyError: if the windows cannot be applied to the call.
         """
-        plan = self._running()
-        if plan is None or plan.laws is None or not plan.laws.all_windows():
+        laws = self._running_laws()
+        if not laws.all_windows():
             return given
         with self.mute(), torch._C.DisableTorchFunction():
             try:
-                return masked_arguments(plan.laws, sdpa_call(given, name), given)
+                return masked_arguments(laws, sdpa_call(given, name), given)
             except ValueError as error:
                 raise self.unreachable(name, str(error)) from error
 
@@ -346,13 +702,11 @@ class Applied(Interception, CountedChange):
         Raises:
             ApplyError: if the law does not fit the call.
         """
-        plan = self._running()
-        assert plan is not None
-        assert plan.laws is not None
+        laws = self._running_laws()
         with self.mute():
             try:
                 call = sdpa_call(given, name)
-                factor = factor_of_call(plan.laws, call)
+                factor = factor_of_call(laws, call)
             except ValueError as error:
                 raise self.unreachable(name, str(error)) from error
             self._count(name)
@@ -368,7 +722,7 @@ class Applied(Interception, CountedChange):
         name = None if self.muted() else self.module_to_change()
         if name is not None:
             self.note_function()
-            laws = self._plans.of(name).laws
+            laws = self._plan_of(name).laws
             assert laws is not None
             try:
                 if laws.all_windows():
@@ -403,11 +757,8 @@ class Applied(Interception, CountedChange):
         Raises:
             ApplyError: if the law cannot be applied to them.
         """
-        running, plan = self._running_name(), self._running()
-        assert running is not None
-        assert plan is not None
-        assert plan.laws is not None
-        laws, heads, changed = plan.laws, self._heads(running), scores
+        laws, changed = self._running_laws(), scores
+        heads = self._heads(self._running_name() or "")
         try:
             if laws.scalings():
                 changed = scaled_scores(scores, laws, heads, narrow)
@@ -439,7 +790,7 @@ class Applied(Interception, CountedChange):
         self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Follow no functions in a compiled module: the compiler would trace that too."""
-        if self._is_traced(module):
+        if type(module).__name__ == "OptimizedModule" and self._traces:
             self.pause_functions(1)
 
     def on_leave(self, module: torch.nn.Module) -> None:
@@ -449,7 +800,7 @@ class Applied(Interception, CountedChange):
 
     def on_end(self) -> None:
         """Trace compiled modules from now on, if the pass showed that all attention allows it."""
-        self._thread.factors.forget_masks()
+        self._factors.forget_masks()
         if self._compiled and not self._traces and self.seen_by_interface:
             self._traces = True
             self._uncompiled.close()
@@ -457,8 +808,4 @@ class Applied(Interception, CountedChange):
     def _leave_model(self) -> None:
         """Reset what this thread holds about a pass; an interrupt may have left modules running."""
         self.modules.thread.stack.clear()
-        self._thread.factors.forget_masks()
-
-    def _is_traced(self, module: torch.nn.Module) -> bool:
-        """Whether a module is compiled and all attention uses transformers' interface."""
-        return self._traces and type(module).__name__ == "OptimizedModule"
+        self._factors.forget_masks()

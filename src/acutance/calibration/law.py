@@ -1,16 +1,17 @@
-"""Law: which scaling and window each head of one model has; a small JSON file holds it."""
+"""Law: which scaling and window each head of one model has, by name, as an object or in a file."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
-from acutance.calibration.head_laws import HeadLaws, LawPart, part_record, read_part
 from acutance.calibration.identity import Identity, longest, positions_are_learned
 from acutance.capture.find_layers import attention_layers
 from acutance.capture.head_axis import heads_of
@@ -18,16 +19,224 @@ from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import named_modules, unwrap
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
-from acutance.scaling import Scaling, Window
+from acutance.scaling import SCALINGS, AnyScaling, NoScaling, Scaling, Window, from_dict, get
 from acutance.scaling.learned import LearnedScaling
-from acutance.shapes import check_count
+from acutance.shapes import check_count, did_you_mean
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = ["Law", "LawError"]
+#: What a law has for one head, one layer or all: a scaling or its name, a window, or both.
+LawPart: TypeAlias = "str | AnyScaling | Window | tuple[str | AnyScaling, Window]"
+#: The same in a file.
+LawRecord: TypeAlias = "dict[str, Any] | list[dict[str, Any]]"
+
+
+@dataclass(frozen=True)
+class HeadLaws:
+    """The scalings and windows of one layer.
+
+    Attributes:
+        whole: the layer's scaling, None where heads have their own; it may hold parameters per
+            head.
+        heads: head and scaling; heads left out are not scaled.
+        window: the layer's window, None where it has none or heads have their own.
+        windows: head and window, by head; heads left out read all their keys.
+    """
+
+    whole: AnyScaling | None = None
+    heads: tuple[tuple[int, AnyScaling], ...] = ()
+    window: Window | None = None
+    windows: tuple[tuple[int, Window], ...] = ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether a scaling reads the measured entropy of each row."""
+        return any(part.needs_entropy for part in self.scalings())
+
+    def scalings(self) -> list[AnyScaling]:
+        """All scalings of the layer: its single one, or those of its heads."""
+        return [self.whole] if self.whole is not None else [part for _, part in self.heads]
+
+    def all_windows(self) -> list[Window]:
+        """All windows of the layer: its single one, or those of its heads."""
+        return [self.window] if self.window is not None else [one for _, one in self.windows]
+
+    @property
+    def moves(self) -> bool:
+        """Whether a window reads some keys at other positions than their actual ones."""
+        return any(window.moves for window in self.all_windows())
+
+    def windows_by_head(self, heads: int) -> list[Window | None]:
+        """The window of each head; None for one that reads all its keys.
+
+        Raises:
+            ValueError: if there is a window for a head beyond ``heads``.
+
+        Example:
+            >>> HeadLaws(windows=((1, Window(8)),)).windows_by_head(2)[0] is None
+            True
+        """
+        if self.window is not None:
+            return [self.window] * heads
+        for head, _ in self.windows:
+            if head >= heads:
+                raise ValueError(f"the law has head {head}, but the call has {heads} heads")
+        by_head = dict(self.windows)
+        return [by_head.get(head) for head in range(heads)]
+
+    def with_part(self, name: str, head: int | None, part: LawPart) -> HeadLaws:
+        """A copy with another scaling or window, for the whole layer or one head.
+
+        Args:
+            name: name of the layer, for error messages.
+            head: index of the head; None for the whole layer.
+            part: a scaling, its name, a window, or a pair (scaling, window).
+
+        Raises:
+            TypeError: if it is none of these.
+            ValueError: if the layer would have one scaling (or window) and others for heads.
+        """
+        scaling, window = scaling_and_window(part)
+        changes: dict[str, Any] = {}
+        for what, of_layer, of_heads, value in (
+            ("scaling", "whole", "heads", scaling),
+            ("window", "window", "windows", window),
+        ):
+            if value is None:
+                continue
+            several = getattr(self, of_heads)
+            if several if head is None else getattr(self, of_layer) is not None:
+                raise ValueError(f"{name} must have one {what} or one for each head, got both")
+            if head is None:
+                changes[of_layer] = value
+            else:
+                by_head = dict(several) | {head: value}
+                changes[of_heads] = tuple((head, by_head[head]) for head in sorted(by_head))
+        changed = replace(self, **changes)
+        if changed.needs_entropy and changed.all_windows():
+            raise ValueError(
+                f"{name} has a scaling that reads the entropy of rows, which its window changes"
+            )
+        return changed
+
+    def constant(self) -> HeadLaws:
+        """The same with learned scalings replaced by constants at their current values."""
+        return replace(
+            self,
+            whole=None if self.whole is None else _constant(self.whole),
+            heads=tuple((head, _constant(part)) for head, part in self.heads),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The laws as plain JSON values."""
+        record: dict[str, Any] = {}
+        if self.whole is not None or self.window is not None:
+            record["whole"] = part_record(self.whole, self.window)
+        scalings, windows = dict(self.heads), dict(self.windows)
+        if heads := list(dict.fromkeys([*scalings, *windows])):
+            record["heads"] = {
+                str(head): part_record(scalings.get(head), windows.get(head)) for head in heads
+            }
+        return record
+
+    @classmethod
+    def from_dict(cls, name: str, record: object) -> HeadLaws:
+        """Inverse of :meth:`to_dict`; ``name`` is the layer's, for error messages."""
+        if not isinstance(record, dict) or not record or set(record) - {"whole", "heads"}:
+            raise ValueError(
+                f"layer {name!r:.60} must be a JSON object with 'whole', 'heads' or both"
+            )
+        laws = cls()
+        if "whole" in record:
+            laws = laws.with_part(name, None, read_part(name, record["whole"]))
+        heads = record.get("heads", {})
+        if not isinstance(heads, dict) or ("heads" in record and not heads):
+            raise ValueError(
+                f"'heads' of layer {name!r:.60} must be a JSON object with at least one head"
+            )
+        if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
+            raise ValueError(f"the keys of 'heads' of layer {name!r:.60} must be head indices")
+        for head, part in heads.items():
+            laws = laws.with_part(name, int(head), read_part(f"{name}, {head}", part))
+        return laws
+
+
+def scaling_and_window(part: LawPart) -> tuple[AnyScaling | None, Window | None]:
+    """Split a part of a law into its scaling and its window; None for what it does not have.
+
+    Raises:
+        TypeError: if it is neither a scaling nor a window nor a pair of them.
+        ValueError: if it is a string that names no scaling.
+
+    Example:
+        >>> scaling_and_window(("ssmax", Window(64)))[1].size
+        64
+    """
+    if isinstance(part, Window):
+        return None, part
+    if isinstance(part, tuple):
+        pair: tuple[Any, ...] = part
+        if len(pair) != 2 or not isinstance(pair[1], Window) or isinstance(pair[0], Window):
+            kinds = ", ".join(type(one).__name__ for one in pair)
+            raise TypeError(f"a pair in a law must be (scaling, Window), got ({kinds})")
+        return get(pair[0]), pair[1]
+    return get(part), None
+
+
+def part_record(scaling: AnyScaling | None, window: Window | None) -> LawRecord:
+    """A scaling, a window or both as JSON values; None for what there is not."""
+    parts = [] if scaling is None else [_constant(scaling).to_dict()]
+    parts += [] if window is None else [window.to_dict()]
+    return parts[0] if len(parts) == 1 else parts
+
+
+def read_part(place: str, record: object) -> LawPart:
+    """Inverse of :func:`part_record`.
+
+    Args:
+        place: layer or head, for error messages.
+        record: the JSON values.
+
+    Raises:
+        ValueError: if it is no such record.
+    """
+    if isinstance(record, list):
+        if len(record) != 2:
+            raise ValueError(f"the law of {place!r:.60} must be a JSON object or a list of two")
+        scaling, window = (read_part(place, one) for one in record)
+        if isinstance(window, Window) and isinstance(scaling, Scaling):
+            return scaling, window
+        raise ValueError(f"the law of {place!r:.60} must be a scaling, then a window")
+    if not isinstance(record, dict):
+        raise ValueError(f"the scaling of {place!r:.60} must be a JSON object")
+    is_window = record.get("name") == Window.name
+    try:
+        if is_window:
+            return Window.from_dict(record)
+        found = from_dict(record)
+    except (TypeError, ValueError) as error:
+        kind = "window" if is_window else "scaling"
+        raise ValueError(f"the {kind} of {place!r:.60} is invalid: {error}") from error
+    return NoScaling() if isinstance(found, NoScaling) else found
+
+
+def _constant(scaling: AnyScaling) -> Scaling:
+    """A scaling with constant parameters: itself, or the current values of a learned one."""
+    if isinstance(scaling, LearnedScaling):
+        record: Scaling = scaling.record()
+        return record
+    return scaling
+
 
 SCHEMA = "acutance.law/1"
 _JUDGED = "judged"
 _UNTRAINED = "untrained"
+#: Fields of a file with what they must be, in Python and in words.
+_KINDS = (
+    ("layers", dict, "a JSON object"),
+    ("lengths", list, "a list"),
+    ("target", str | None, "a string or null"),
+    (NOT_LOADED, str | None, "a string"),
+)
 
 #: Layers by block number, range, name or pattern, as
 #: :class:`acutance.capture.layer_choice.LayerChoice` reads them.
@@ -221,32 +430,27 @@ class Law:
                 f"it must have the fields {', '.join(sorted(known))} and no others; missing or "
                 f"unknown: {', '.join(wrong):.60}"
             )
-        everywhere, layers, lengths, target = (
-            record[part] for part in ("everywhere", "layers", "lengths", "target")
-        )
-        if not isinstance(layers, dict) or not isinstance(lengths, list):
-            raise ValueError("'layers' must be a JSON object and 'lengths' a list")
-        if target is not None and not isinstance(target, str):
-            raise ValueError(f"'target' must be a string or null, got {type(target).__name__}")
-        random = record.get(NOT_LOADED)
-        if random is not None and not isinstance(random, str):
-            raise ValueError(f"{NOT_LOADED!r} must be a string, got {type(random).__name__}")
+        for name, kinds, words in _KINDS:
+            if not isinstance(record.get(name), kinds):
+                raise ValueError(f"{name!r} must be {words}, got {record[name]!r:.60}")
         judged = record.get(_JUDGED)
         if judged is not None and not (isinstance(judged, dict) and "verdict" in judged):
             raise ValueError(
                 f"{_JUDGED!r} must be a JSON object with a 'verdict', got {judged!r:.60}"
             )
         rest = HeadLaws()
-        if everywhere is not None:
+        if (everywhere := record["everywhere"]) is not None:
             rest = rest.with_part("everywhere", None, read_part("everywhere", everywhere))
         assert rest.whole is None or isinstance(rest.whole, Scaling)
         return cls(
             model=Identity.from_dict(record["model"]),
             everywhere=rest.whole,
-            layers=tuple((name, HeadLaws.from_dict(name, part)) for name, part in layers.items()),
-            lengths=tuple(check_count("lengths", n, 1) for n in lengths),
-            target=target,
-            weights_not_loaded=random,
+            layers=tuple(
+                (name, HeadLaws.from_dict(name, laws)) for name, laws in record["layers"].items()
+            ),
+            lengths=tuple(check_count("lengths", n, 1) for n in record["lengths"]),
+            target=record["target"],
+            weights_not_loaded=record.get(NOT_LOADED),
             judged=judged,
             window=rest.window,
             untrained=record.get(_UNTRAINED) is True,
@@ -329,3 +533,138 @@ def check_head(name: str, module: torch.nn.Module | None, head: int) -> None:
     heads = heads_of(module)
     if heads is not None and head >= heads:
         raise ValueError(f"there is no head {head}: {name} has heads 0 to {heads - 1}")
+
+
+#: Parameters of a window that are words.
+_WORDS = ("sink_positions", "far")
+#: Scalings that need parameters, with some as an example.
+_EXAMPLES = {
+    "log_n": "log_n:train_length=512",
+    "clip_log_n": "clip_log_n:train_length=512",
+    "head_table": "head_table:factors=[1.0,1.2], one factor for each head",
+}
+
+
+def named_law(text: str) -> AnyLaw:
+    """A law from a file, or by name, as ``log_n:train_length=512`` or ``window:size=4096,sinks=4``.
+
+    A scaling and a window are joined by a plus sign. Values are numbers or lists of numbers.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if there is neither a file nor a law of that name, or a parameter is wrong.
+
+    Example:
+        >>> named_law("log_n:train_length=512")
+        LogN(train_length=512, base=None, n_min=16)
+        >>> named_law("head_table:factors=[1.0,1.2]").factors
+        (1.0, 1.2)
+        >>> named_law("ssmax+window:size=64,far=clamp")[1].far
+        'clamp'
+    """
+    if os.path.exists(text) or len(joined := joined_parts(text)) == 1:
+        return _named(text)
+    parts = [_named(part) for part in joined]
+    scalings = [part for part in parts if isinstance(part, Scaling)]
+    windows = [part for part in parts if isinstance(part, Window)]
+    if len(parts) != 2 or len(scalings) != 1 or len(windows) != 1:
+        raise ValueError(f"law: a plus sign joins one scaling and one window, got {text!r}")
+    return scalings[0], windows[0]
+
+
+def joined_parts(text: str) -> list[str]:
+    """The laws of a text that plus signs join.
+
+    Example:
+        >>> joined_parts("ssmax+window:size=64")
+        ['ssmax', 'window:size=64']
+    """
+    return re.split(r"\+(?=[a-z])", text)
+
+
+def unknown_law(text: str) -> ValueError:
+    """The error for a text that is neither a file nor a law: it lists what a law can be."""
+    if os.sep in text or text.endswith(".json"):
+        return ValueError(f"law: there is no file {text}")
+    hint = did_you_mean(text.partition(":")[0], (*SCALINGS, *_OTHERS)) or "."
+    return ValueError(
+        f"law: {text!r} is neither a file nor a law{hint} A law is a file written by "
+        "'calibrate -o', 'probe --write-law' or 'budget -o'; a cache plan of another tool, such as "
+        "duo_attention:DIR; a scaling, "
+        f"with parameters as in log_n:train_length=512 ({', '.join(SCALINGS)}); a window, such as "
+        "window:size=1024,sinks=4; a scaling and a window joined by +; RoPE settings, such as "
+        "rope:yarn,factor=2; or heads to switch off, such as off:3.1,4.0"
+    )
+
+
+_OTHERS = (Window.name, "rope", "off")
+
+
+def _named(text: str) -> AnyLaw:
+    """The law of a text without a plus sign."""
+    name, _, rest = text.partition(":")
+    if os.path.isdir(text):
+        raise ValueError(f"law: {text} is a directory; pass the file that calibrate -o wrote")
+    if os.path.exists(text):
+        return Law.load(text)
+    if name not in SCALINGS and name != Window.name:
+        raise unknown_law(text)
+    return _from_parameters(name, rest)
+
+
+def _from_parameters(name: str, rest: str) -> Scaling | Window:
+    """A scaling or window from its name and ``name=value,...``."""
+    if not rest and name != Window.name:
+        try:
+            scaling = get(name)
+        except ValueError as error:
+            if name in _EXAMPLES:
+                more = f", for example {_EXAMPLES[name]}"
+            else:
+                more = f": {str(error).rpartition(' with ')[2]}, as {name}:name=value,..."
+            raise ValueError(f"law: {name} needs parameters{more}") from error
+        assert isinstance(scaling, Scaling)
+        return scaling
+    record = {"name": name} | read_parameters(rest, _WORDS if name == Window.name else ())
+    try:
+        return Window.from_dict(record) if name == Window.name else from_dict(record)
+    except (TypeError, ValueError) as error:
+        more = ", for example window:size=1024,sinks=4" if not rest else ""
+        said = str(error) if str(error).startswith(name) else f"{name}: {error}"
+        raise ValueError(f"law: {said}{more}") from error
+
+
+def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
+    """The values of a text ``name=value,...``: numbers, or lists of them in brackets.
+
+    Args:
+        text: the text; empty for no parameters.
+        words: names of parameters whose values are words.
+
+    Raises:
+        ValueError: if a part is not of this form.
+
+    Example:
+        >>> read_parameters("size=64,far=clamp", words=["far"])
+        {'size': 64, 'far': 'clamp'}
+        >>> read_parameters("factors=[[1,2],[3,4]],lengths=[8,9]")
+        {'factors': [[1, 2], [3, 4]], 'lengths': [8, 9]}
+    """
+    found: dict[str, Any] = {}
+    depth, parts = 0, [""]
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    for part in parts if text else ():
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"law: parameters must be name=number, got {part!r}")
+        key, value = key.strip(), value.strip()
+        try:
+            found[key] = value if key in words else json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"law: {key} must be a number, got {value!r}") from error
+    return found

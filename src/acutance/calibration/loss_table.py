@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.fit.measure import student_t_quantile
-from acutance.calibration.fit.windows import (
+from acutance.calibration.losses import AnyLoss, Loss, Scored, choose_loss
+from acutance.calibration.measured import student_t_quantile
+from acutance.calibration.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
@@ -25,7 +26,6 @@ from acutance.calibration.fit.windows import (
     cut,
     digest,
 )
-from acutance.calibration.losses import AnyLoss, Loss, Scored, choose_loss
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing, tidy, write_bytes
 from acutance.shapes import check_count

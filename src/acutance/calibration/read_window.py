@@ -9,18 +9,197 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
-from acutance.calibration.visible_keys import VisibleKeys, adds_nothing, seen_through
+from acutance.calibration.law import HeadLaws
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.torch_sdpa import restore_shape
 from acutance.capture.rotary import Rotary
+from acutance.masks import hidden_scores, hides
+from acutance.probing.read_call import MOVED
 from acutance.rowstats import RowState, RowStatistics, merge
 from acutance.scaling import Window
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """Which keys the rows of a call see without a window.
+
+    Attributes:
+        index: index of the key at the position of each row, (B or 1, H or 1, L).
+        first: index of the first key that each row sees, same shape.
+        count: number of keys that each row sees, same shape.
+        seen: boolean mask broadcastable to (B, H, L, S); None if each row sees all keys from
+            ``first`` on, up to ``index`` if causal.
+        offset: without ``seen``, the index of row 0.
+        causal: whether no row sees a key after its position.
+        padded: whether some sequence's first visible key is not key 0.
+        most: the largest count.
+        least: the smallest positive count; 0 if no row sees a key.
+        total: number of keys of the call, S.
+    """
+
+    index: Tensor
+    first: Tensor
+    count: Tensor
+    seen: Tensor | None
+    offset: int
+    causal: bool
+    padded: bool
+    most: int
+    least: int
+    total: int
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> VisibleKeys:
+        """The visible keys of a call.
+
+        Example:
+            >>> x = torch.zeros(1, 1, 3, 4)
+            >>> VisibleKeys.of(AttentionCall("", "", x, x, x, is_causal=True)).count
+            tensor([[[1, 2, 3]]])
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            queries, keys = call.query.shape[2], call.key.shape[2]
+            offset = call.query_offset if call.is_causal else keys - queries
+            place = torch.arange(queries, device=call.query.device)[None, None]
+            seen = _seen(call)
+            if seen is None:
+                index = place + offset
+                if call.is_causal:
+                    count = (index + 1).clamp(min=0, max=keys)
+                else:
+                    count = torch.full_like(index, keys)
+                causal = call.is_causal or queries == 1
+                return cls(
+                    index, 0 * index, count, None, offset, causal, False, *_extremes(count), keys
+                )
+            count = seen.sum(-1)
+            some = count > 0
+            first = seen.to(torch.uint8).argmax(-1)
+            last = keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+            index = place.expand_as(last) if queries == keys else last
+            causal = bool((torch.logical_not(some) | (last <= index)).all())
+            begins = torch.where(some, first, keys).amin((1, 2), keepdim=True)
+            row = place + int((last - place)[some].max() if bool(some.any()) else 0)
+            plain = (last == row) & (first == begins) & (count == last - first + 1)
+            hidden = torch.logical_not(some) & (row < begins)
+            offset = int(row[0, 0, 0]) if queries else 0
+            if causal and adds_nothing(call) and bool((plain | hidden).all()):
+                seen = None
+                index, first = row.expand_as(first), begins.expand_as(first)
+            padded = bool((begins > 0).any())
+            return cls(index, first, count, seen, offset, causal, padded, *_extremes(count), keys)
+
+    def of_heads(self, heads: list[int]) -> VisibleKeys:
+        """The same for the heads with these indices."""
+
+        def of(tensor: Tensor) -> Tensor:
+            return tensor[:, heads] if tensor.shape[1] > 1 else tensor
+
+        return replace(
+            self,
+            index=of(self.index),
+            first=of(self.first),
+            count=of(self.count),
+            seen=None if self.seen is None else of(self.seen),
+        )
+
+    def leading(self, most: int) -> int:
+        """Number of rows, from row 0 on, before the first that sees more than ``most`` keys."""
+        few = (self.count <= most).flatten(0, 1).all(0)
+        return int(few.to(torch.int64).cumprod(0).sum())
+
+    def from_row(self, start: int) -> VisibleKeys:
+        """The same for the rows from ``start`` on, where position alone hides keys."""
+        return replace(
+            self,
+            index=self.index[:, :, start:],
+            first=self.first[:, :, start:],
+            count=self.count[:, :, start:],
+            offset=self.offset + start,
+        )
+
+
+def _extremes(count: Tensor) -> tuple[int, int]:
+    """The largest and the smallest positive count; (0, 0) if no count is positive."""
+    positive = count[count > 0]
+    return (int(positive.max()), int(positive.min())) if positive.numel() else (0, 0)
+
+
+def _seen(call: AttentionCall) -> Tensor | None:
+    """Boolean (B or 1, H or 1, L, S), the keys that each row sees; None without any mask.
+
+    A call whose keys only ``is_causal`` hides has no mask in this sense.
+    """
+    parts = []
+    for mask in (call.attn_mask, call.bias):
+        if mask is not None:
+            while mask.dim() < 4:
+                mask = mask.unsqueeze(0)
+            parts.append(mask if mask.dtype == torch.bool else torch.logical_not(hides(mask)))
+    if call.key_mask is not None:
+        parts.append(call.key_mask[:, None, None])
+    if call.cu_seqlens is not None:
+        bounds = call.cu_seqlens[1:].contiguous()
+        keys = torch.arange(call.key.shape[2], device=bounds.device)
+        document = torch.searchsorted(bounds, keys, right=True)
+        parts.append((document[:, None] == document)[None, None])
+    if not parts:
+        return None
+    rows = torch.arange(call.query.shape[2], device=call.query.device)[:, None] + call.query_offset
+    columns = torch.arange(call.key.shape[2], device=call.query.device)
+    seen = rows >= columns if call.is_causal else torch.ones_like(rows >= columns)
+    seen = seen[None, None]
+    for part in parts:
+        seen = seen & part
+    return seen
+
+
+def adds_nothing(call: AttentionCall) -> bool:
+    """Whether the masks of a call only hide keys, and add no finite number to a score."""
+    mask = call.attn_mask
+    if call.bias is not None:
+        return False
+    if mask is None or mask.dtype == torch.bool:
+        return True
+    return bool((mask.masked_fill(hides(mask), 0.0) == 0).all())
+
+
+def seen_through(windows: Sequence[Window | None], keys: VisibleKeys) -> Tensor:
+    """Boolean mask of the keys that rows read through windows that move no keys.
+
+    Args:
+        windows: one for each head, or a single one for all heads; None reads every visible key.
+        keys: the keys that rows see without windows.
+
+    Returns:
+        (B or 1, H, L, S), or (B or 1, H or 1, L, S) for a single window.
+    """
+    column = torch.arange(keys.total, device=keys.index.device)
+    index, first = keys.index[..., None], keys.first[..., None]
+    seen = keys.seen
+    if seen is None:
+        seen = (column >= first) & (column <= index if keys.causal else column >= 0)
+    parts = []
+    for window in windows:
+        if window is None:
+            parts.append(seen)
+            continue
+        near = (column > index - window.size) & (column < index + window.size)
+        read = near | (column < first + window.sinks) | (keys.count[..., None] <= window.beyond)
+        parts.append(seen & read)
+    if len(parts) == 1:
+        return parts[0]
+    heads = [part[:, [head]] if part.shape[1] > 1 else part for head, part in enumerate(parts)]
+    shape = torch.broadcast_shapes(*(part.shape for part in heads))
+    return torch.cat([part.expand(shape) for part in heads], 1)
 
 
 def read_through(
@@ -54,10 +233,10 @@ def read_through(
     for part in parts:
         output = part.output()
         if whole is not None and part.window.beyond:
-            before = whole if part.is_whole(windows) else whole[:, part.heads]
+            before = whole if len(part.heads) == len(windows) else whole[:, part.heads]
             output = torch.where(part.left, before[:, :, part.start :], output)
             output = torch.cat([before[:, :, : part.start], output], 2) if part.start else output
-        if part.is_whole(windows):
+        if len(part.heads) == len(windows):
             return output
         if whole is None:  # every head has a window, and no row is left as it is
             whole = output.new_zeros(len(output), len(windows), *output.shape[2:])
@@ -204,10 +383,6 @@ class _Part:
     heads: list[int]
     start: int
 
-    def is_whole(self, windows: Sequence[Window | None]) -> bool:
-        """Whether these are all heads of the call."""
-        return len(self.heads) == len(windows)
-
     @property
     def left(self) -> Tensor:
         """Rows that the window does not apply to, for few keys, boolean (B or 1, h or 1, L, 1)."""
@@ -246,7 +421,7 @@ class _Part:
         """Arguments of :func:`acutance.attention` for each set of keys: window, sinks, far keys."""
         window, keys = self.window, self.keys
         if keys.seen is not None and not window.moves:
-            return [self._set(self._masked(seen_through([window], keys, self._total)))]
+            return [self._set(self._masked(seen_through([window], keys)))]
         sets = [self._near()]
         if window.sinks:
             sets.append(self._sinks())
@@ -254,21 +429,11 @@ class _Part:
             sets.append(self._far())
         return sets
 
-    @property
-    def _total(self) -> int:
-        """Number of keys of the call, S."""
-        return self.call.key.shape[2]
-
     def _set(self, options: dict[str, Any], **moved: Any) -> dict[str, Any]:
         """Arguments with these masks, and with ``moved`` in place of the call's."""
         call = self.call
-        given: dict[str, Any] = {
-            "query": call.query,
-            "key": call.key,
-            "value": call.value,
-            "sinks": call.sinks,
-        }
-        given |= moved
+        own = {name: getattr(call, name) for name in ("query", "key", "value", "sinks")}
+        given: dict[str, Any] = own | moved
         grouped = given["query"].shape[1] != given["key"].shape[1]
         shared = {"scale": call.scale, "enable_gqa": grouped, "softcap": call.softcap}
         return given | shared | options
@@ -296,9 +461,9 @@ class _Part:
         """Arguments for the keys in the window; the model's learned sinks are counted here."""
         if self.keys.seen is not None:
             window = replace(self.window, sinks=0, beyond=0)
-            return self._set(self._masked(seen_through([window], self.keys, self._total)))
+            return self._set(self._masked(seen_through([window], self.keys)))
         hidden: Tensor | int = self._start() if self.keys.padded else 0
-        options = self._by_position(hidden, self._total)
+        options = self._by_position(hidden, self.keys.total)
         return self._set(options | {"window": self.window.size})
 
     def _sinks(self) -> dict[str, Any]:
@@ -310,11 +475,11 @@ class _Part:
             query = self._moved(query, window.sink_query(place) - place)
         before, after = (keys.index - window.size)[..., None], (keys.index + window.size)[..., None]
         if keys.seen is not None:
-            column = torch.arange(self._total, device=query.device)
+            column = torch.arange(keys.total, device=query.device)
             read = keys.seen & (column < keys.first[..., None] + window.sinks) & (column <= before)
             return self._set(self._masked(read), query=query, sinks=None)
         if not keys.padded:
-            column = torch.arange(min(window.sinks, self._total), device=query.device)
+            column = torch.arange(min(window.sinks, keys.total), device=query.device)
             key, value = (part[:, :, : len(column)] for part in (call.key, call.value))
             read = column <= before
             if not keys.causal:
@@ -322,8 +487,8 @@ class _Part:
         else:
             start = self._start()
             column = start + torch.arange(window.sinks, device=query.device)
-            read = (column[:, :, None] <= before) & (column[:, :, None] < self._total)
-            index = column.clamp(max=self._total - 1).expand(len(query), -1, -1)[..., None]
+            read = (column[:, :, None] <= before) & (column[:, :, None] < keys.total)
+            index = column.clamp(max=keys.total - 1).expand(len(query), -1, -1)[..., None]
             key, value = (
                 part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3]))
                 for part in (call.key, call.value)
@@ -333,12 +498,12 @@ class _Part:
     def _far(self) -> dict[str, Any]:
         """Arguments for all other keys, at the positions that the window gives them."""
         window, keys, call = self.window, self.keys, self.call
-        own = torch.arange(self._total, device=call.query.device)[None, None]
-        start = torch.where(keys.count > 0, keys.first, self._total).amin((1, 2), keepdim=True)
+        own = torch.arange(keys.total, device=call.query.device)[None, None]
+        start = torch.where(keys.count > 0, keys.first, keys.total).amin((1, 2), keepdim=True)
         place = keys.index - keys.first
         if bool(((keys.first == start) | (keys.count == 0)).all()):
             own = own - start
-        elif keys.index.shape[2] == self._total:
+        elif keys.index.shape[2] == keys.total:
             own = own - keys.first  # documents in one sequence: each begins at 0
         else:
             raise ValueError(
@@ -348,21 +513,21 @@ class _Part:
         to_query, to_key = window.far_positions(place, own)
         query, key = self._moved(call.query, to_query - place), self._moved(call.key, to_key - own)
         if keys.seen is not None:
-            column = torch.arange(self._total, device=query.device)
+            column = torch.arange(keys.total, device=query.device)
             index, first = keys.index[..., None], keys.first[..., None]
             read = keys.seen & (column <= index - window.size) & (column >= first + window.sinks)
             return self._set(self._masked(read), query=query, key=key, sinks=None)
-        total = max(1, self._total - window.size)
+        most = max(1, keys.total - window.size)
         hidden: Tensor | int = 0
         if keys.padded or window.sinks:
             hidden = self._start() + window.sinks
-        options = self._by_position(hidden, total)
+        options = self._by_position(hidden, most)
         options["query_offset"] -= window.size
         return self._set(
             options,
             query=query,
-            key=key[:, :, :total],
-            value=call.value[:, :, :total],
+            key=key[:, :, :most],
+            value=call.value[:, :, :most],
             sinks=None,
         )
 
@@ -386,3 +551,230 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     for share, (part, _) in zip(shares[1:], parts[1:], strict=True):
         output = output + share[..., None] * part
     return output
+
+
+@dataclass(frozen=True)
+class MovedCall(AttentionCall):
+    """A call whose rows read keys at other positions, as a probe receives it.
+
+    Attributes:
+        windows: window of each head, None for a head without.
+        rotary: rotary embedding of the layer.
+        keys: the keys that its rows see without windows.
+    """
+
+    windows: tuple[Window | None, ...] = ()
+    rotary: Rotary | None = None
+    keys: VisibleKeys | None = None
+
+    def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
+        """Row statistics over the keys that rows read, at the positions where they read them.
+
+        Args:
+            noise: also compute ``noise_gain``.
+            gaps: also compute the gap histogram.
+
+        Raises:
+            ValueError: if this is only some of the rows or heads of a call.
+        """
+        keys, rows = self.keys, self.query.shape[1:3]
+        if keys is None or rows != (len(self.windows), keys.count.shape[2]):
+            raise ValueError(MOVED)
+        return statistics_through(
+            self._plain(), self.windows, self.rotary, keys, noise=noise, gaps=gaps
+        )
+
+    def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
+        """The output, without dropout, and the row statistics."""
+        statistics = self.statistics(noise, gaps)
+
+        def own() -> Tensor:
+            return self._plain().rebuild(False)[0]
+
+        call = replace(self, dropout_p=0.0)
+        return read_through(call, self.windows, self.rotary, own, self.keys), statistics
+
+    def _plain(self) -> AttentionCall:
+        """The call without windows."""
+        shared = fields(AttentionCall)
+        return AttentionCall(**{part.name: getattr(self, part.name) for part in shared})
+
+    def as_eager(self) -> None:
+        """None: there are no weights of one softmax to return."""
+
+    def weight_on(self, groups: Tensor) -> Tensor:
+        """Raises ValueError: the weight on groups of keys is not available for moved keys."""
+        raise ValueError(MOVED)
+
+    def uniform_weight_on(self, groups: Tensor) -> Tensor:
+        """Raises ValueError: see :meth:`weight_on`."""
+        raise ValueError(MOVED)
+
+
+class WindowedCall:
+    """One call of transformers' interface whose heads have windows.
+
+    Args:
+        call: the call, with its query already scaled.
+        name: name of its module.
+        laws: scalings and windows of the layer.
+        rotary: rotary embedding of the layer; None if no window moves keys.
+        refuse: returns the exception for a module name and the reason windows cannot be applied.
+        known: the keys that its rows see without windows; None computes them.
+
+    Attributes:
+        keys: the keys that its rows see without windows.
+    """
+
+    def __init__(
+        self,
+        call: InterfaceCall,
+        name: str,
+        laws: HeadLaws,
+        rotary: Rotary | None,
+        refuse: Callable[[str, str], Exception],
+        known: VisibleKeys | None = None,
+    ) -> None:
+        try:
+            self._call = call.read(name)
+            self._windows = laws.windows_by_head(self._call.query.shape[1])
+            self.keys = VisibleKeys.of(self._call) if known is None else known
+        except ValueError as error:
+            raise refuse(name, str(error)) from error
+        self._rotary, self._refuse = rotary, refuse
+
+    def run(self, call: InterfaceCall) -> Any:
+        """Compute the call with its windows, in place of the attention function.
+
+        Args:
+            call: the call as it is about to run.
+
+        Returns:
+            The output (B, L, Hq, Ev) and None for the weights; the function's result if no row is
+            affected by a window.
+        """
+        self._call = replace(self._call, query=call["query"])  # which laws inside may have scaled
+        results: list[Any] = []
+
+        def own() -> Tensor:
+            results.append(call.function(*call.args, **call.kwargs))
+            return call.output(results[0])
+
+        try:
+            with torch._C.DisableTorchFunction():
+                output = read_through(self._call, self._windows, self._rotary, own, self.keys)
+        except ValueError as error:
+            raise self._refuse(self._call.module, str(error)) from error
+        if results and not self._changed:
+            return results[0]
+        return output.transpose(1, 2).contiguous(), None
+
+    @property
+    def _changed(self) -> bool:
+        """Whether a window changes which keys, or at which positions, some row reads."""
+        most = self.keys.most
+        return any(window is not None and most > window.unchanged for window in self._windows)
+
+    def read(self, name: str) -> AttentionCall:
+        """The call for a probe: with the windows as a mask, or as a :class:`MovedCall`.
+
+        It is the plain call if no row is affected by a window. ``name`` is the module's name.
+        """
+        call = replace(self._call, module=name)
+        if not self._changed:
+            return call
+        if any(window is not None and window.moves for window in self._windows):
+            given = {field.name: getattr(call, field.name) for field in fields(call)}
+            given |= {"moved": True, "windows": tuple(self._windows), "rotary": self._rotary}
+            return MovedCall(**given, keys=self.keys)
+        return _masked(call, self._windows, self.keys)
+
+
+def _masked(
+    call: AttentionCall, windows: Sequence[Window | None], keys: VisibleKeys
+) -> AttentionCall:
+    """The call with windows that move no keys as its only mask.
+
+    Args:
+        call: the call.
+        windows: window of each head, None for a head without.
+        keys: the keys that its rows see.
+    """
+    different = list(dict.fromkeys(windows))
+    windows = different if len(different) == 1 else windows
+    with torch.no_grad():
+        read = seen_through(windows, keys)
+        mask = call.attn_mask
+        if mask is not None and mask.dtype != torch.bool:
+            read = mask.masked_fill(torch.logical_not(read), -torch.inf)
+    return replace(
+        call, attn_mask=read, is_causal=False, query_offset=0, key_mask=None, cu_seqlens=None
+    )
+
+
+def masked_arguments(laws: HeadLaws, call: AttentionCall, given: dict[str, Any]) -> dict[str, Any]:
+    """SDPA's arguments with the masks of a layer's windows.
+
+    Args:
+        laws: of the layer.
+        call: what ``given`` says, read.
+        given: the arguments.
+
+    Raises:
+        ValueError: if a window moves keys, which only transformers' interface can, or there is a
+            head that the call does not have.
+    """
+    if any(given[part].is_nested for part in ("query", "key", "value")):
+        raise ValueError("its tensors are nested, and a window applies only to dense tensors")
+    windows = laws.windows_by_head(call.query.shape[1])
+    keys = VisibleKeys.of(call)
+    if all(window is None or keys.most <= window.unchanged for window in windows):
+        return given
+    _refuse_moves(laws)
+    mask = _masked(call, windows, keys).attn_mask
+    assert mask is not None
+    if given["query"].dim() != 4:
+        mask = restore_shape(mask.expand(*call.query.shape[:3], -1), given)
+    return {**given, "attn_mask": mask, "is_causal": False}
+
+
+def masked_scores(laws: HeadLaws, scores: Tensor, heads: int | None, narrow: torch.dtype) -> Tensor:
+    """The scores of a hand-written softmax with the keys hidden that a window does not read.
+
+    Args:
+        laws: of the layer.
+        scores: (..., L, S).
+        heads: how many the layer has, None if unknown.
+        narrow: a key is hidden by a score that hides in this dtype.
+
+    Raises:
+        ValueError: if a window moves keys, or heads that differ are not the third last.
+    """
+    _refuse_moves(laws)
+    if scores.dim() == 2:
+        return masked_scores(laws, scores[:, None], heads, narrow)[:, 0]
+    windows = [laws.window] if laws.window is not None else laws.windows_by_head(heads or 0)
+    if laws.window is None and (scores.dim() < 4 or scores.shape[-3] != heads):
+        raise ValueError(
+            f"windows that differ between heads need scores (..., {heads or 'heads'}, L, S), but "
+            f"its scores have shape {tuple(scores.shape)}"
+        )
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        seen = torch.logical_not(hidden_scores(scores.detach(), narrow))
+        four = seen.flatten(0, -4) if seen.dim() > 3 else seen[None]
+        if laws.window is not None:
+            four = four.flatten(0, 1)[:, None]
+        like = torch.empty(*four.shape[:3], 0, device=scores.device)
+        call = AttentionCall("", "", like, torch.empty(*four.shape[:2], four.shape[3], 0), like)
+        read = seen_through(windows, VisibleKeys.of(replace(call, attn_mask=four)))
+        hidden = torch.logical_not(read).reshape(scores.shape)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _refuse_moves(laws: HeadLaws) -> None:
+    """Raise ValueError if a window moves keys, which only transformers' interface allows."""
+    if laws.moves:
+        raise ValueError(
+            "a window that moves keys to other positions needs a model that uses transformers' "
+            "attention interface: use far='drop' and sink_positions='keep', which move none"
+        )

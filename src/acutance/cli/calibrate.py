@@ -31,7 +31,7 @@ from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import console, fail, pass_progress
 
 if TYPE_CHECKING:
-    from acutance.calibration.fit.result import Calibration
+    from acutance.calibration.result import Calibration
     from acutance.corpus.load_model import TextModel
     from acutance.judging.text_windows import HeldOut
 
@@ -130,7 +130,7 @@ def calibrate(options: CalibrateOptions) -> None:
     is measured with and without the law before the law is written.
     """
     _check(options)
-    from acutance.calibration.by_loss.result import LossCalibration
+    from acutance.calibration.result import LossCalibration
     from acutance.judging.paired import HURTS, MIXED
     from acutance.report.screen import note
 
@@ -157,9 +157,9 @@ def calibrate(options: CalibrateOptions) -> None:
 
 def _check(options: CalibrateOptions) -> None:
     """Refuse options that do not go together, before a model is loaded."""
-    from acutance.calibration.by_loss.fit import FAMILIES
-    from acutance.calibration.fit.families import FITTED
-    from acutance.calibration.fit.measure import TARGETS
+    from acutance.calibration.by_loss import FAMILIES
+    from acutance.calibration.fit import FITTED
+    from acutance.calibration.measured import TARGETS
 
     target, value = options.target
     check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
@@ -200,9 +200,9 @@ def _check(options: CalibrateOptions) -> None:
 
 def _fit(options: CalibrateOptions) -> "Calibration":
     """Load the model, read the texts, fit, and judge on the held-out ends of the texts."""
-    from acutance.calibration.by_loss.result import LossCalibration
-    from acutance.calibration.fit.calibrate import calibrate, check_request
-    from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
+    from acutance.calibration.fit import calibrate, check_request
+    from acutance.calibration.result import LossCalibration
+    from acutance.calibration.windows import batches, default_lengths, describe_samples, draw
     from acutance.corpus.load_model import HeadError
     from acutance.judging.text_windows import hold_out, loss_of
     from acutance.report.screen import note
@@ -226,7 +226,7 @@ def _fit(options: CalibrateOptions) -> "Calibration":
         calibrate, options, target=target, value=value, lengths=lengths, window=windows or None
     )
     if not by_loss:
-        names = ("target", "value", "lengths", "reference", "law", "passes", "limit", "windowed")
+        names = ("target", "value", "lengths", "reference", "law")
         check_request(**{name: arguments[name] for name in names})
     note_lengths(loaded.model, lengths)
     with reading(texts) as texts:

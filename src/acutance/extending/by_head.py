@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from acutance.calibration.by_loss.gradients import OutputGradients, prepared
-from acutance.calibration.factors import query_factor
-from acutance.calibration.head_laws import HeadLaws, LawPart, scaling_and_window
-from acutance.calibration.law import Law
+from acutance.calibration.apply_law import query_factor
+from acutance.calibration.gradients import OutputGradients, prepared
+from acutance.calibration.law import HeadLaws, Law, LawPart, scaling_and_window
 from acutance.calibration.losses import Loss
-from acutance.calibration.read_window import read_through
-from acutance.calibration.visible_keys import VisibleKeys
+from acutance.calibration.read_window import VisibleKeys, read_through
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.readers import huggingface

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from acutance.caching.import_plan import ForeignPlan
 from acutance.caching.plan import CachePlan
-from acutance.calibration.fit.windows import evaluating
 from acutance.calibration.identity import longest, positions_are_learned
 from acutance.calibration.loss_table import LossTable, Saving
 from acutance.calibration.losses import AnyLoss, choose_loss
+from acutance.calibration.windows import evaluating
 from acutance.corpus.texts import model_digest, text_digest
 from acutance.extending.candidates import proposals
 from acutance.extending.record import Extension

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.law import by_layer
-from acutance.calibration.logits import call_model, logits_of
 from acutance.calibration.loss_table import LossTable, Reading, ratio
-from acutance.calibration.losses import Loss, NextToken
+from acutance.calibration.losses import Loss, NextToken, call_model, logits_of
 from acutance.capture.find_layers import attention_layers
 from acutance.capture.model_cache import cache_argument
 from acutance.extending.by_head import head_slopes, law_part, mixed, with_temperature

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from acutance.calibration.in_force import InForce
+from acutance.calibration.apply_law import InForce
 
 
 class AppliedChange(InForce):
@@ -24,8 +24,3 @@ class AppliedChange(InForce):
 
     def __repr__(self) -> str:
         return f"<{self._noun}, {'removed' if self._context is None else 'applied'}>"
-
-    def __exit__(self, *error: Any) -> None:
-        context, self._context = self._context, None
-        if context is not None:
-            context.__exit__(*error)

@@ -23,9 +23,8 @@ from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
 from acutance.caching.plan import SCHEMA as PLAN_SCHEMA
 from acutance.calibration import apply_law
 from acutance.calibration.apply_law import Applied, ApplyError
-from acutance.calibration.law import AnyLaw, Law, by_layer, check_head
+from acutance.calibration.law import AnyLaw, Law, by_layer, check_head, joined_parts, named_law
 from acutance.calibration.law import Change as Applies
-from acutance.calibration.named_law import joined_parts, named_law
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.fit.windows import (
+from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range, numbered_change
+from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
+from acutance.calibration.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
@@ -22,8 +24,6 @@ from acutance.calibration.fit.windows import (
     evaluating,
     whole_turns,
 )
-from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range, numbered_change
-from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
 from acutance.corpus.texts import model_digest
 from acutance.judging.changes import Change, as_changes, check_fit, for_train_length
 from acutance.judging.paired import LossComparison, compare_losses, octaves

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.fit.measure import student_t_quantile
 from acutance.calibration.loss_table import ratio
+from acutance.calibration.measured import student_t_quantile
 from acutance.files import as_json, finite, write_text
 from acutance.report.screen import Wrapped
 from acutance.report.table import Cell, Column, Table

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from acutance.calibration.apply_law import ApplyError
-from acutance.calibration.named_law import read_parameters
+from acutance.calibration.law import read_parameters
 from acutance.capture.module_names import class_name, unwrap
 from acutance.judging.applied import AppliedChange
 from acutance.shapes import check_number, did_you_mean

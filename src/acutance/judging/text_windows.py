@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from acutance.calibration.fit.windows import Turn, spread
 from acutance.calibration.losses import Loss, LossError, MaskedTokens, choose_loss
+from acutance.calibration.windows import Turn, spread
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.texts import Text, special_tokens
 from acutance.judging.judge_model import Windows

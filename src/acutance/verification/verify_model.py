@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.fit.windows import evaluating
+from acutance.calibration.windows import evaluating
 from acutance.capture.intercept import follow_results
 from acutance.capture.listener import Listener
 from acutance.capture.module_names import class_name, unwrap

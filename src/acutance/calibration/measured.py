@@ -13,7 +13,8 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.calibration.apply_law import apply
-from acutance.calibration.fit.windows import (
+from acutance.calibration.law import AnyLaw
+from acutance.calibration.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
@@ -23,7 +24,6 @@ from acutance.calibration.fit.windows import (
     cut,
     evaluating,
 )
-from acutance.calibration.law import AnyLaw
 from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.find_layers import layer_numbers, windowed_layers
 from acutance.capture.listener import Listener, ProbeError

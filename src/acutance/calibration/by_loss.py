@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.by_loss.gates import choose_windows
-from acutance.calibration.by_loss.gradients import LossGradients, joined
-from acutance.calibration.by_loss.result import (
-    HeadSlope,
-    LossCalibration,
-    beyond_noise,
-    head_records,
-)
-from acutance.calibration.fit.windows import AnyBatches
+from acutance.calibration.gradients import LossGradients, choose_windows, joined
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
 from acutance.calibration.loss_table import (
@@ -35,8 +27,15 @@ from acutance.calibration.loss_table import (
     split_units,
 )
 from acutance.calibration.losses import AnyLoss
+from acutance.calibration.result import (
+    HeadSlope,
+    LossCalibration,
+    beyond_noise,
+    head_records,
+)
+from acutance.calibration.windows import AnyBatches
 from acutance.scaling import Window
-from acutance.shapes import check_count, check_flag, check_number
+from acutance.shapes import check_flag
 
 __all__ = ["loss_slopes"]
 
@@ -72,11 +71,12 @@ def calibrate_by_loss(
         )
     if law == "none" and window is None:
         raise ValueError("law='none' fits no factors: give a window for heads to read through")
-    check_number("limit", limit, above=1.0)
-    passes = check_count("passes", passes, 2)
-    check_flag("windowed", windowed)
-    choices = [window] if isinstance(window, Window) else [*(window or [])]
-    if window is not None and not (choices and all(isinstance(one, Window) for one in choices)):
+    choices = [window] if isinstance(window, Window) else window or []
+    if window is not None and not (
+        isinstance(choices, list | tuple)
+        and choices
+        and all(isinstance(choice, Window) for choice in choices)
+    ):
         raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
     endings = ("",) if window is None else ("", ".windows")
     kept = Saving.to(**saving, endings=endings)

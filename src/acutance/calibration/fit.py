@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.by_loss.fit import calibrate_by_loss
-from acutance.calibration.fit.families import (
-    FITTED,
-    Growth,
-    extended_table,
-    family_scaling,
-    growth_of,
-)
-from acutance.calibration.fit.measure import (
+from acutance.calibration.by_loss import calibrate_by_loss
+from acutance.calibration.identity import Identity
+from acutance.calibration.law import Law
+from acutance.calibration.losses import AnyLoss
+from acutance.calibration.measured import (
     TARGETS,
     LayerValues,
     check_reference,
@@ -28,8 +24,8 @@ from acutance.calibration.fit.measure import (
     no_layer,
     read_layers,
 )
-from acutance.calibration.fit.result import HELD, Calibration, HeadCalibration
-from acutance.calibration.fit.windows import (
+from acutance.calibration.result import HELD, Calibration, HeadCalibration
+from acutance.calibration.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
@@ -38,15 +34,10 @@ from acutance.calibration.fit.windows import (
     check_windows,
     cut,
 )
-from acutance.calibration.identity import Identity
-from acutance.calibration.law import Law
-from acutance.calibration.losses import AnyLoss
 from acutance.capture.find_layers import layer_numbers
 from acutance.probing.causes import is_untrained
-from acutance.scaling import HeadTable, Scaling, Window
+from acutance.scaling import ClipLogN, HeadTable, LogN, Scaling, SqrtLogN, SSMax, Window
 from acutance.shapes import check_count, check_flag, check_number, did_you_mean
-
-__all__ = ["calibrate"]
 
 #: Told after each run of the model: tokens just read, the pass from 1, and passes at most.
 Advance = Callable[[int, int, int], None]
@@ -124,8 +115,8 @@ def calibrate(
 
     Returns:
         The law with what was measured for each head: values before and after with standard errors,
-        predicted effect, factors, and the family that they resemble. Rows shorter than the first
-        length have its factor; beyond the last each head continues by its family. For the
+        predicted effect and factors. Rows shorter than the first length have its factor; beyond the
+        last each head goes on as √(a + b log n), fitted to its last two octaves. For the
         loss a :class:`LossCalibration` with the derivatives, constant beyond the last length.
 
     Raises:
@@ -160,6 +151,9 @@ def calibrate(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_count("passes", passes, 2)
+    check_number("limit", limit, above=1.0)
+    check_flag("windowed", windowed)
     if target == "loss":
         if value is not None or reference is not None:
             raise ValueError(
@@ -177,9 +171,7 @@ def calibrate(
             raise ValueError(f"{option} is for target='loss', got target={target!r:.40}")
     by_length = batches_by_length(batches)
     places = check_lengths(lengths, by_length)
-    name, value, reference = check_request(
-        target, value, places, reference, law, passes, limit, windowed
-    )
+    name, reference = check_request(target, value, places, reference, law)
     check_positions(model, places)
     turns = cut(by_length, places)
     windows = check_windows(turns, places)
@@ -197,11 +189,12 @@ def calibrate(
     first, skipped = read(None, 1)
     few = f"no row sees more than {knots[0] // 2} keys"
     skipped |= {module: few for module, values in first.items() if not values.knots}
+    numbers = layer_numbers(model, list(first))
     at = knots.index(reference)
     fits = {
-        module: LayerFit(values, name, value, at, limit)
-        for module, values in first.items()
-        if values.knots
+        module: LayerFit(first[module], name, value, at, limit)
+        for module in sorted(first, key=lambda module: numbers.get(module, len(numbers)))
+        if first[module].knots
     }
     if not fits:
         raise ValueError(no_layer(skipped))
@@ -216,12 +209,21 @@ def calibrate(
             applied |= fit.law(module, law if as_family else "table", reference)
         values, _ = read(applied, number)
         for module, fit in fits.items():
-            fit.add(values[module])
+            fit.values = values[module]
         used = number
         if as_family:
             break
-    return replace(
-        _result(model, fits, knots),
+    scalings: dict[Any, Scaling] = {}
+    heads: list[HeadCalibration] = []
+    for index, (module, fit) in enumerate(fits.items()):
+        scalings |= fit.scalings(module)
+        heads += fit.heads(numbers.get(module, index), module)
+    bins = {k for fit in fits.values() for k in fit.first.bins}
+    return Calibration(
+        model=Identity.of(model),
+        layers=Law.of(model, scalings).layers,
+        lengths=tuple(knots[k] for k in sorted(bins)),
+        heads=tuple(heads),
         target=name if value is None else f"{name}={value:g}",
         metric=name,
         value=value,
@@ -240,14 +242,18 @@ def check_request(
     lengths: Sequence[int],
     reference: int | None,
     law: str,
-    passes: int,
-    limit: float,
-    windowed: bool,
-) -> tuple[str, float | None, int]:
+) -> tuple[str, int]:
     """Check everything that can be refused without running the model.
 
+    Args:
+        target: as for :func:`acutance.calibrate`.
+        value: likewise.
+        lengths: of windows.
+        reference: likewise.
+        law: likewise.
+
     Returns:
-        The metric's name, the wanted value, and the reference length.
+        The metric's name and the reference length.
 
     Raises:
         TypeError: if something is of the wrong kind.
@@ -257,11 +263,8 @@ def check_request(
     if law not in FITTED:
         hint = did_you_mean(law, FITTED)
         raise ValueError(f"law={law!r:.40} is not one of {', '.join(FITTED)}{hint}")
-    check_count("passes", passes, 2)
-    check_number("limit", limit, above=1.0)
-    check_flag("windowed", windowed)
     if value is None:
-        return name, None, at
+        return name, at
     value, n = check_number("value", value), lengths[-1]
     low, high = TARGETS[name].limits(n)
     if not low < value < high:
@@ -274,28 +277,7 @@ def check_request(
         )
     if law in ("sqrt_log_n", "clip_log_n"):
         raise ValueError(f"law={law!r} is 1 at the reference, so value cannot be given")
-    return name, value, at
-
-
-def _result(
-    model: torch.nn.Module, fits: Mapping[str, LayerFit], knots: Sequence[int]
-) -> Calibration:
-    """The law, and the record of every head in model order."""
-    numbers = layer_numbers(model, list(fits))
-    modules = sorted(fits, key=lambda module: numbers.get(module, len(numbers)))
-    law: dict[Any, Scaling] = {}
-    heads: list[HeadCalibration] = []
-    for index, module in enumerate(modules):
-        law |= fits[module].scalings(module)
-        heads += fits[module].heads(numbers.get(module, index), module)
-    bins = {k for fit in fits.values() for k in fit.first.bins}
-    return Calibration(
-        model=Identity.of(model),
-        everywhere=None,
-        layers=Law.of(model, law).layers,
-        lengths=tuple(knots[k] for k in sorted(bins)),
-        heads=tuple(heads),
-    )
+    return name, at
 
 
 #: Factors that change by less than this between passes are found.
@@ -426,10 +408,6 @@ class LayerFit:
         self.factors = rows.expand(heads, -1).T if rows.dim() == 1 else rows.T
         return {module: made}
 
-    def add(self, values: LayerValues) -> None:
-        """Take what was measured under the law."""
-        self.values = values
-
     def errors(self) -> Tensor:
         """Standard errors of the factors, (knots, heads): those of the values over their slopes."""
         error = self._error(self.values)
@@ -465,30 +443,14 @@ class LayerFit:
         names = ("impossible", "kept", "held", "limited", "missed")
         return [[names[number] for number in row] for row in numbers.T.tolist()]
 
-    def growths(self) -> list[Growth]:
-        """The family that each head's factors resemble, where its target is possible."""
-        errors, growths = self.errors(), []
-        for head, statuses in enumerate(self.statuses()):
-            factors = self.factors[:, head]
-            if "limited" in statuses:
-                growths.append(Growth.flat("limited", float(factors[-1])))
-            elif bool((factors == 1.0).all()):
-                growths.append(Growth.flat("constant", 1.0))
-            else:
-                among = self.possible[:, head]
-                at = among.nonzero().squeeze(1).tolist() or list(range(len(among)))
-                knots = [self.first.knots[k] for k in at]
-                growths.append(growth_of(knots, factors[at].tolist(), errors[at, head].tolist()))
-        return growths
-
     def scalings(self, module: str) -> dict[Any, Scaling]:
         """The layer's part of the law: the fitted family, or a table that is continued beyond."""
         if isinstance(self._family, dict):
             return {(module, head): scaling for head, scaling in self._family.items()}
         if self._family is not None:
             return {module: self._family}
-        table = extended_table(self.first.knots, self.factors, self.growths(), self._limit)
-        return {module: table}
+        errors = self.errors().masked_fill(~self.possible, math.inf)
+        return {module: continued_table(self.first.knots, self.factors, errors, self._limit)}
 
     def heads(self, layer: int, module: str) -> list[HeadCalibration]:
         """The record of each head, for the layer of this number and name."""
@@ -502,27 +464,88 @@ class LayerFit:
             "factors": self.factors,
             "factor_errors": self.errors(),
         }
-        records = []
-        for head, (growth, status) in enumerate(zip(self.growths(), self.statuses(), strict=True)):
-            limited, line = growth.name == "limited", growth.fits.get("log_n")
-            rate = (line.b, line.b_error) if line is not None else (0.0, 0.0)
-            records.append(
-                HeadCalibration(
-                    layer=layer,
-                    head=head,
-                    module=module,
-                    lengths=self.first.knots,
-                    status=tuple(status),
-                    family=growth.name,
-                    candidates=growth.candidates,
-                    family_errors={} if limited else {n: f.error for n, f in growth.fits.items()},
-                    growth=(math.nan, math.nan) if limited else rate,
-                    **{name: _numbers(column[:, head]) for name, column in columns.items()},
-                )
+        return [
+            HeadCalibration(
+                layer=layer,
+                head=head,
+                module=module,
+                lengths=self.first.knots,
+                status=tuple(status),
+                **{name: tuple(column[:, head].tolist()) for name, column in columns.items()},
             )
-        return records
+            for head, status in enumerate(self.statuses())
+        ]
 
 
-def _numbers(column: Tensor) -> tuple[float, ...]:
-    """A tensor as a tuple of numbers."""
-    return tuple(column.tolist())
+#: What ``law=`` may be.
+FITTED = ("table", "constant", "ssmax", "log_n", "sqrt_log_n", "clip_log_n")
+#: Octaves beyond the largest calibrated length that a table holds.
+_BEYOND = 6
+
+
+def lines(knots: Sequence[int], factors: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Least squares lines of each head's factors in log n: their slopes, and their values at n = 1.
+
+    Args:
+        knots: n of the factors.
+        factors: (knots, heads).
+        errors: their standard errors, at least 0.5 % of a factor; infinite leaves a factor out.
+    """
+    x = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(1)
+    weight = torch.hypot(torch.nan_to_num(errors, nan=0.0), 0.005 * factors) ** -2
+    x_mean, mean = ((weight * part).sum(0) / weight.sum(0) for part in (x, factors))
+    total = (weight * (x - x_mean) ** 2).sum(0).clamp(min=1e-12)  # 0 at a single length
+    slope = (weight * (x - x_mean) * (factors - mean)).sum(0) / total
+    return slope, mean - slope * x_mean
+
+
+def continued_table(
+    knots: Sequence[int], factors: Tensor, errors: Tensor, limit: float
+) -> HeadTable:
+    r"""The factors (knots, heads) as a table, which goes on as :math:`\sqrt{a + b \log n}`.
+
+    That is the growth under which normal logits keep their entropy. The line is fitted to the
+    squares of the last two octaves and passes through the last factor. The table goes up to 64
+    times the last knot, with factors between 1/``limit`` and ``limit``. ``errors`` are as in
+    :func:`lines`.
+    """
+    last = knots[-1]
+    near = [place for place, n in enumerate(knots) if 4 * n >= last]
+    factor = factors[near]
+    slope, _ = lines([knots[place] for place in near], factor**2, 2 * factor * errors[near])
+    octaves = torch.arange(1, _BEYOND + 1, dtype=torch.float64).unsqueeze(1)
+    squares = factors[-1] ** 2 + slope.nan_to_num() * math.log(2) * octaves
+    rows = torch.cat([factors, squares.clamp(limit**-2, limit**2).sqrt()]).T.contiguous()
+    return HeadTable(rows, lengths=(*knots, *(last << step for step in range(1, _BEYOND + 1))))
+
+
+def family_scaling(
+    law: str, knots: Sequence[int], factors: Tensor, errors: Tensor, reference: int
+) -> Scaling | dict[int, Scaling]:
+    """Fit the law of a given name to one layer's factors, (knots, heads).
+
+    The law is one of :data:`FITTED` but "table". ``errors`` are the factors' standard errors, and
+    ``reference`` is the length at which "sqrt_log_n" and "clip_log_n" have the factor 1.
+
+    Returns:
+        One scaling for the layer or, for "log_n", one for each head.
+    """
+    x = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(1)
+    weight = torch.hypot(torch.nan_to_num(errors, nan=0.0), 0.005 * factors) ** -2
+    if law == "clip_log_n":
+        return ClipLogN(train_length=reference)
+    if law == "constant":
+        return HeadTable((weight * factors).sum(0) / weight.sum(0))
+    if law == "log_n":
+        slopes = (weight * x * factors).sum(0) / (weight * x * x).sum(0)
+        return {
+            head: LogN(base=math.exp(1 / slope), n_min=knots[0])
+            for head, slope in enumerate(slopes.tolist())
+        }
+    if law == "sqrt_log_n":
+        x, weight = x - math.log(reference), weight / (4 * factors**2)
+        total = (weight * x**2).sum(0).clamp(min=1e-300)
+        slope = (weight * x * (factors**2 - 1)).sum(0) / total
+        return SqrtLogN(train_length=reference, gamma=(2 / slope.clamp(min=2e-6)).sqrt().tolist())
+    s, bias = lines(knots, factors, errors)
+    return SSMax(s=s.tolist(), bias=bias.tolist())
