@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.summary.cells import Cells, array, counts, means, squares
+from acutance.probing.probe import READERS
+from acutance.probing.tokens import Reader, SelectedCall
+from acutance.summary.cells import Cells, Parts, array, counts, means, squares
 from acutance.summary.readouts import READOUTS, Readout
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.state import from_parts
@@ -85,3 +87,39 @@ def test_one_file_adds_a_readout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     tensors["halves.rows"] = tensors["halves.rows"] - 100
     with pytest.raises(ValueError, match="'rows' of halves has an invalid value at head 0, halve"):
         from_parts(header, tensors)
+
+
+@dataclass(frozen=True)
+class KeyNorms(Cells):
+    """Largest norm of the keys of each head."""
+
+    most: Tensor = array("heads", rule="high")
+
+    what = " of key norms"
+
+    def to_dicts(self, metrics: tuple[str, ...]) -> list[Any]:
+        return self.most.tolist()
+
+
+class KeyNormReader(Reader):
+    """Reads the norms of a call's keys."""
+
+    def read(self, selected: SelectedCall, rows: CallRows) -> CallRows:
+        norms = selected.call.key.norm(dim=-1).amax((0, 2)).double()
+        return rows._replace(parts=Parts(rows.parts, key_norms=KeyNorms(norms)))
+
+
+def test_one_file_adds_a_readout_of_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READOUTS, "key_norms", Readout(KeyNorms, "key_norms"))
+    monkeypatch.setitem(READERS, "key_norms", KeyNormReader)
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    first, second = torch.randn(2, 3, 5, 8)
+    with acutance.probe(layer) as probe:
+        layer(first, first, first)
+        layer(second, second, second)
+    summary = probe.summary()
+    _, weight, _ = layer.in_proj_weight.chunk(3)
+    keys = (torch.stack([first, second]) @ weight.T).unflatten(-1, (2, 4))
+    most = keys.norm(dim=-1).amax((0, 1, 2)).tolist()
+    assert summary.optional_parts["key_norms"].tensors()["most"].tolist() == pytest.approx(most)
+    assert [head["key_norms"] for head in summary.to_dict()["heads"]] == pytest.approx(most)

@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 from acutance.kernels.fast_path import joined, packed_alike
 from acutance.structure import StructureStatistics
 from acutance.summary.cells import Cells, Parts
-from acutance.summary.layer import Layer
-from acutance.summary.layer_summary import LayerSummary
+from acutance.summary.layer import Layer, LayerSummary
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.moments import summarise_stacked
@@ -200,12 +199,12 @@ def _join_structures(structures: list[StructureStatistics]) -> StructureStatisti
     heads = max(structure.even.shape[1] for structure in structures)
     columns = {}
     for entry in fields(structures[0]):
-        parts = [getattr(structure, entry.name) for structure in structures]
+        arrays = [getattr(structure, entry.name) for structure in structures]
         if entry.name in ("octaves", "even"):
-            parts = [pad(part, (0, octaves - part.shape[-1])) for part in parts]
+            arrays = [pad(array, (0, octaves - array.shape[-1])) for array in arrays]
         if entry.name == "even":
-            parts = [part.expand(-1, heads, -1, -1, -1) for part in parts]
-        columns[entry.name] = torch.cat(parts)
+            arrays = [array.expand(-1, heads, -1, -1, -1) for array in arrays]
+        columns[entry.name] = torch.cat(arrays)
     return StructureStatistics(**columns)
 
 

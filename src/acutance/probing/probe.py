@@ -33,7 +33,12 @@ from acutance.summary.readouts import READOUTS
 __all__ = ["READERS", "Probe", "ProbeError", "probe"]
 
 #: What a probe can read of each call beside the statistics of its rows, in this order.
-READERS: tuple[type[Reader], ...] = (StructureReader, MapReader, SpanReader, QueryKeyReader)
+READERS: dict[str, type[Reader]] = {
+    "structure": StructureReader,
+    "maps": MapReader,
+    "spans": SpanReader,
+    "queries_keys": QueryKeyReader,
+}
 _Kind = TypeVar("_Kind", bound=Reader)
 #: Methods for runs over a corpus; ``dir`` leaves them out.
 _OF_A_CORPUS = ("number_passes", "expect_tokens", "read_passes")
@@ -69,8 +74,8 @@ class Probe:
         tokens = Tokens()
         self._readers = {
             kind: kind(model, settings, tokens, self._records)
-            for kind in READERS
-            if getattr(settings, kind.option) not in (None, False)
+            for kind in READERS.values()
+            if not kind.option or getattr(settings, kind.option) not in (None, False)
         }
         follows = any(reader.needs_tokens for reader in self._readers)
         reader = CallReader(settings, list(self._readers.values()), self._records)

@@ -381,7 +381,7 @@ def _in_order_of_size(scores: Tensor) -> bool:
 
 def _check_not_batched(*tensors: Tensor) -> None:
     """Raise ValueError for tensors inside ``torch.vmap``, where one call is for a whole batch."""
-    if any(torch._C._functorch.is_batchedtensor(tensor) for tensor in tensors):
+    if any(map(torch._C._functorch.is_batchedtensor, tensors)):
         raise ValueError(
             "its calls inside torch.vmap cannot be captured: loop over the batch instead"
         )
@@ -389,5 +389,5 @@ def _check_not_batched(*tensors: Tensor) -> None:
 
 def _head_numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:
     """Numbers, in their layer, of the chosen heads of this rank; empty if they are 0, 1, 2, …."""
-    numbers = tuple(first + head for head in heads)
-    return () if numbers == tuple(range(len(numbers))) else numbers
+    numbers = [first + head for head in heads]
+    return () if numbers == list(range(len(numbers))) else tuple(numbers)

@@ -30,7 +30,7 @@ class _CheckedSpans:
         parts: for each span a boolean (B, S), or (start, stop) for all or for each sequence.
         batch: number of sequences that the spans are for; None if they are the same for all.
         length: number of tokens, where a span is a mask; None otherwise.
-        furthest: name and (start, stop) of the span that ends last; None if all are masks.
+        furthest: name, start and stop of the range that ends last; None if all are masks.
     """
 
     def __init__(self, spans: Any) -> None:
@@ -65,42 +65,33 @@ class _CheckedSpans:
                 f"{', '.join(map(str, sorted(widths)))}"
             )
         self.length = next(iter(widths), None)
-        self._check_overlap()
-        stops = [
-            (name, span)
+        ranges = [
+            (name, *span)
             for name, part in zip(self.names, self.parts, strict=True)
             if not isinstance(part, Tensor)
             for span in part
         ]
-        self.furthest = max(stops, key=lambda one: one[1][1] or one[1][0] + 1, default=None)
+        self.furthest = max(ranges, key=_end, default=None)
+        self._check_overlap(max([self.length or 0, *map(_end, ranges)]))
 
-    def _check_overlap(self) -> None:
-        """Raise ValueError if two spans contain the same token."""
-        ends = [
-            end
-            for part in self.parts
-            if not isinstance(part, Tensor)
-            for span in part
-            for end in span
-            if end is not None
-        ]
-        length = max([*ends, self.length or 0]) + 1  # one more stands for every later token
-        if length > 1 << 24:
-            raise ValueError(f"spans must end within the input, got an end at token {length - 1}")
-        count = torch.zeros(self.batch or 1, length, dtype=torch.int64, device="cpu")
-        for index in range(len(self.parts)):
-            count += self._token_mask(index, count.shape[0], 0, length, torch.device("cpu"))
+    def _check_overlap(self, length: int) -> None:
+        """Raise ValueError if two spans of a text of this length contain the same token."""
+        if length >= 1 << 24:
+            raise ValueError(f"spans must end within the input, got an end at token {length}")
+        # one more token stands for every later one
+        count = torch.zeros(self.batch or 1, length + 1, dtype=torch.int64, device="cpu")
+        for index, name in enumerate(self.names):
+            count += self._token_mask(index, *count.shape, start=0, device=count.device)
             if bool((count > 1).any()):
                 row, place = (count > 1).nonzero()[0].tolist()
                 of_sequence = f" of sequence {row}" if self.batch is not None else ""
                 raise ValueError(
-                    f"spans must not overlap: {self.names[index]!r} and a span before it "
-                    "both contain "
-                    f"token {place}{of_sequence}"
+                    f"spans must not overlap: {name!r} and a span before it both contain token "
+                    f"{place}{of_sequence}"
                 )
 
     def _token_mask(
-        self, index: int, batch: int, start: int, keys: int, device: torch.device
+        self, index: int, batch: int, keys: int, *, start: int, device: torch.device
     ) -> Tensor:
         """Boolean (batch, keys), True on the tokens of span ``index``; key 0 is token ``start``."""
         part = self.parts[index]
@@ -111,17 +102,15 @@ class _CheckedSpans:
             return mask
         for row, (first, stop) in enumerate(part):
             rows = slice(None) if len(part) == 1 else row
-            mask[rows, max(0, first - start) : None if stop is None else max(0, stop - start)] = (
-                True
-            )
+            end = None if stop is None else max(0, stop - start)
+            mask[rows, max(0, first - start) : end] = True
         return mask
 
     def labels(self, start: int, keys: int, device: torch.device) -> Tensor:
         """Span index of each token, (B or 1, keys), K if in none; key 0 is token ``start``."""
-        batch = self.batch or 1
-        labels = torch.full((batch, keys), len(self.names), device=device)
+        labels = torch.full((self.batch or 1, keys), len(self.names), device=device)
         for index in range(len(self.names)):
-            labels[self._token_mask(index, batch, start, keys, device)] = index
+            labels[self._token_mask(index, *labels.shape, start=start, device=device)] = index
         return labels
 
 
@@ -178,8 +167,8 @@ class SpanReader(Reader):
         """Raise ValueError if a span ends beyond the longest sequence since the spans were set."""
         if self._spans.furthest is None or not self._longest:
             return
-        name, (start, stop) = self._spans.furthest
-        if (start + 1 if stop is None else stop) > self._longest:
+        name, start, stop = self._spans.furthest
+        if _end(self._spans.furthest) > self._longest:
             end = "the end" if stop is None else stop
             raise ValueError(
                 f"spans: {name!r} covers tokens {start} to {end}, but the longest sequence has "
@@ -264,6 +253,12 @@ class SpanReader(Reader):
 def check_spans(spans: Mapping[str, Span]) -> tuple[str, ...]:
     """Check the option ``spans`` and return its names; raises what :class:`SpanReader` raises."""
     return _CheckedSpans(spans).names
+
+
+def _end(named_range: tuple[str, int, int | None]) -> int:
+    """One past the last token of a range; of one without an end, past its first token."""
+    _, start, stop = named_range
+    return start + 1 if stop is None else stop
 
 
 def _is_per_sequence(span: Any) -> bool:

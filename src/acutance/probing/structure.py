@@ -115,13 +115,13 @@ class StructureReader(Reader):
                 weights, last = _weights(kernel, b, head, i)
                 examples.put(
                     (head, index),
+                    weights,
+                    torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu(),
+                    last,
                     information=value,
                     entropy=float(entropy[b, head, i]),
                     position=-1 if positions is None else int(positions[b % len(positions), i]),
                     n_keys=int(n[b, head, i]),
-                    weights=weights,
-                    tokens=torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu(),
-                    last=last,
                 )
         return examples if bool((examples.n_keys > 0).any()) else None
 

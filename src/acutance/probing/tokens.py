@@ -340,11 +340,11 @@ class Reader(ABC):
         records: the statistics accumulated so far.
 
     Attributes:
-        option: the option of a probe that asks for it.
+        option: the option of a probe that asks for it; empty for what every probe reads.
         needs_tokens: whether it reads token ids.
     """
 
-    option: ClassVar[str]
+    option: ClassVar[str] = ""
     needs_tokens: ClassVar[bool] = False
 
     def __init__(

@@ -221,8 +221,7 @@ def _visible(
 ) -> Tensor:
     """Boolean (B, Hq, L, S), True where a key is visible; slopes hide none."""
     batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    seen = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)
+    seen = torch.ones(batch, heads, queries, key.shape[2], dtype=torch.bool, device=query.device)
     before = _distance(query, key, query_offset)
     if is_causal:
         seen = seen & (before >= 0)

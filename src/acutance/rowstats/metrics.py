@@ -370,11 +370,12 @@ def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:
         >>> sorted(set(metric_names(gaps=True)) - set(metric_names()))
         ['keys_50', 'keys_90', 'keys_95', 'keys_99']
     """
-    return tuple(
+    names = [
         name
         for name, entry in METRICS.items()
         if (noise or not entry.needs_values) and (gaps or not entry.needs_gaps)
-    )
+    ]
+    return tuple(names)
 
 
 def metric(name: str) -> Metric:

@@ -365,8 +365,8 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         ...     with acutance.probe(layer) as probe:
         ...         _ = [layer(*[torch.randn(4, 10, 8)] * 3) for _ in range(6)]
         ...     return probe.summary()
-        >>> found = diff(state(1.0), state(9.0))
-        >>> [(head.head, head.verdict) for head in found.moved("logit_std")]
+        >>> changes = diff(state(1.0), state(9.0))
+        >>> [(head.head, head.verdict) for head in changes.moved("logit_std")]
         [(0, 'moved'), (1, 'equal')]
     """
     states = _state(before), _state(after)
@@ -460,9 +460,9 @@ def _quantile(dof: Tensor, heads: int) -> Tensor:
 def _distance(first: Moments, second: Moments) -> Tensor:
     """Total variation distance between two histograms; NaN where one is empty or unknown."""
     shares = []
-    for part in (first.histogram, second.histogram):
-        rows = part.sum(-1, keepdim=True).to(torch.float64)
-        shares.append(part / rows.masked_fill(rows == 0, math.nan))
+    for histogram in (first.histogram, second.histogram):
+        rows = histogram.sum(-1, keepdim=True).to(torch.float64)
+        shares.append(histogram / rows.masked_fill(rows == 0, math.nan))
     return (shares[0] - shares[1]).abs().sum(-1) / 2
 
 
@@ -525,9 +525,9 @@ def _weighted_octaves(
         shared: whether both sides have rows in the octave, same shape.
     """
     rows = profile.count.double()
-    each = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)
+    variance = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)
     error, dof = between(profile, share)
-    floor = (share.square() * each).sum(-1).sqrt()
+    floor = (share.square() * variance).sum(-1).sqrt()
     moments = replace(
         Moments.none(*error.shape),
         count=torch.where(shared, profile.count, 0).sum(-1),
@@ -648,7 +648,9 @@ def warnings(
         )
     elif _differ(lengths):
         profiles = [state.summary.profile for state in states]
-        octaves = [0 if each is None else int((each.rows > 0).any(0).sum()) for each in profiles]
+        octaves = [
+            0 if profile is None else int((profile.rows > 0).any(0).sum()) for profile in profiles
+        ]
         hint = ", or rows at equal n (--equal-n)" if min(octaves) > 2 else ""
         yield (
             f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens): entropy, "

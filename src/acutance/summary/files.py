@@ -258,17 +258,18 @@ def compact(
     narrow = []
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        content = (tensor.dtype, tuple(tensor.shape), hash(tensor.numpy().tobytes()))
-        equal = by_content.setdefault(content, name)
-        if equal != name and _identical(tensors[equal], tensor):
+        digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).digest()
+        equal = by_content.setdefault((tensor.dtype, tensor.shape, digest), name)
+        if equal != name:
             same[name] = equal
             continue
         if tensor.dtype == torch.int64 and tensor.numel():
             low, high = (int(end) for end in tensor.aminmax())
-            fits = [kind for kind in _NARROW if _holds(kind, low) and _holds(kind, high)]
-            if fits:
-                tensor = tensor.to(fits[0])
-                narrow.append(name)
+            for kind in _NARROW:
+                if torch.iinfo(kind).min <= low and high <= torch.iinfo(kind).max:
+                    tensor = tensor.to(kind)
+                    narrow.append(name)
+                    break
         stored[name] = tensor
     return {**header, FIELD: json.dumps({"narrow": narrow, "same": same})}, stored
 
@@ -285,28 +286,17 @@ def expand(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
     narrow, same = record.get("narrow"), record.get("same")
     if not isinstance(narrow, list) or not isinstance(same, dict):
         raise ValueError(f"{FIELD!r} must have a list 'narrow' and a JSON object 'same'")
-    whole = dict(tensors)
+    expanded = dict(tensors)
     for name in narrow:
         if not isinstance(name, str) or name not in tensors or tensors[name].dtype not in _NARROW:
             raise ValueError(
                 f"{FIELD!r} names {name!r:.60}, which is not an array of narrow integers"
             )
-        whole[name] = tensors[name].to(torch.int64)
+        expanded[name] = tensors[name].to(torch.int64)
     for name, other in same.items():
         if name in tensors or not isinstance(other, str) or other not in tensors:
             raise ValueError(
                 f"{FIELD!r} says that {name!r:.60} is {other!r:.60}, which is not an array"
             )
-        whole[name] = whole[other].clone()
-    return whole
-
-
-def _holds(kind: torch.dtype, value: int) -> bool:
-    """Whether an integer dtype can represent a value."""
-    return torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
-
-
-def _identical(one: Tensor, other: Tensor) -> bool:
-    """Whether two arrays of one shape and dtype have the same bits, NaN included."""
-    left, right = (part.contiguous().reshape(-1).view(torch.uint8) for part in (one, other))
-    return torch.equal(left, right)
+        expanded[name] = expanded[other].clone()
+    return expanded

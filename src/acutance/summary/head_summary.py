@@ -20,8 +20,14 @@ from acutance.structure import describe
 from acutance.summary.cells import Parts
 from acutance.summary.columns import Columns
 from acutance.summary.files import compact, sealed
-from acutance.summary.layer import LEFT_OUT, Layer, coverage_line, notices
-from acutance.summary.layer_summary import LayerSummary, merged_layers
+from acutance.summary.layer import (
+    LEFT_OUT,
+    Layer,
+    LayerSummary,
+    coverage_line,
+    merged_layers,
+    notices,
+)
 from acutance.summary.predicted import PREDICTED_FROM, PredictedHeads, predict_heads
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.by_octave import Profile
@@ -177,8 +183,8 @@ class HeadSummary(Columns):
 
         Layers may have different numbers of heads.
         """
-        parts = self.mean(name).split([layer.heads for layer in self.layers])
-        return [part.tolist() for part in parts]
+        by_layer = self.mean(name).split([layer.heads for layer in self.layers])
+        return [means.tolist() for means in by_layer]
 
     def predict(self, n: float | None = None) -> PredictedHeads:
         """Predict entropy, effective keys, top and first weight of each head from four numbers.
@@ -256,9 +262,8 @@ class HeadSummary(Columns):
         layers: Sequence[LayerSummary], metrics: tuple[str, ...], **others: Any
     ) -> HeadSummary:
         """A summary of layers; ``others`` are its further fields."""
-        none = Parts(moments=Moments.none(0, len(metrics)))
-        parts = Parts.join([layer.parts for layer in layers] or [none])
-        moments = parts.pop("moments")
+        parts = Parts.join([layer.parts for layer in layers])
+        moments = parts.pop("moments", None) or Moments.none(0, len(metrics))
         assert isinstance(moments, Moments)
         names = tuple(layer.layer for layer in layers)
         return HeadSummary(names, metrics, moments, optional_parts=parts, **others)

@@ -1,10 +1,12 @@
-"""Layer: one attention layer of a probed model; notices: warnings that concern a whole summary."""
+"""Layer: one attention layer of a probed model, its statistics, and warnings of a summary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from acutance.summary.cells import Parts
 
 Status = Literal["verified", "checked", "captured", "unverified", "mismatch"]
 
@@ -121,6 +123,44 @@ class Layer:
             15
         """
         return replace(self, **{name: count * getattr(self, name) for name in COUNTS})
+
+
+class LayerSummary(NamedTuple):
+    """The statistics of one layer.
+
+    Attributes:
+        layer: its name, heads and counts.
+        parts: the moments of its metrics, ``"moments"``, and readouts by name.
+    """
+
+    layer: Layer
+    parts: Parts
+
+    def merge(self, other: LayerSummary) -> LayerSummary:
+        """The statistics of the rows of both, or of all heads if they have none in common.
+
+        Raises:
+            ValueError: if only some of their heads are the same.
+        """
+        numbers = self.layer.numbers + other.layer.numbers
+        if set(self.layer.numbers).isdisjoint(other.layer.numbers):
+            order = sorted(range(len(numbers)), key=numbers.__getitem__)
+            parts = Parts.join([self.parts, other.parts]).select(order)
+            return LayerSummary(self.layer.join_heads(other.layer), parts)
+        return LayerSummary(self.layer.merge(other.layer), self.parts.merge(other.parts))
+
+    def named(self, module: str) -> LayerSummary:
+        """A copy with another name of the layer."""
+        return self._replace(layer=replace(self.layer, module=module))
+
+
+def merged_layers(layers: Iterable[LayerSummary]) -> list[LayerSummary]:
+    """Merge the layers of the same name, in the order of first mention."""
+    by_name: dict[str, LayerSummary] = {}
+    for layer in layers:
+        name = layer.layer.module
+        by_name[name] = by_name[name].merge(layer) if name in by_name else layer
+    return list(by_name.values())
 
 
 #: What records call the weights that did not load.

@@ -117,15 +117,8 @@ class Run:
 
     def to_json(self) -> str:
         """The record as JSON, for a file's header."""
-        return json.dumps(
-            {
-                "settings": dict(self.settings),
-                "total": self.total,
-                "done": self.done,
-                "tokens": self.tokens,
-                "shard": str(self.shard),
-            }
-        )
+        texts = {"settings": dict(self.settings), "shard": str(self.shard)}
+        return json.dumps(vars(self) | texts)
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Run:
@@ -146,15 +139,15 @@ class Run:
             raise ValueError(
                 "'done' of 'run', the list of finished windows, is missing or not a list"
             )
-        for part in done:
-            pair = isinstance(part, list) and len(part) == 2 and all(type(x) is int for x in part)
-            if not pair or not last <= part[0] < part[1] <= total:
+        for ends in done:
+            pair = isinstance(ends, list) and len(ends) == 2 and all(type(x) is int for x in ends)
+            if not pair or not last <= ends[0] < ends[1] <= total:
                 raise ValueError(
                     f"'done' of 'run' must be ascending ranges [start, stop] up to {total}"
                 )
-            last = part[1]
+            last = ends[1]
         shard = Shard.parse(str(record.get("shard")))
-        joined = ranges(index for part in done for index in (tuple(part),))
+        joined = ranges((start, stop) for start, stop in done)
         return Run(settings, total, joined, record["tokens"], shard)
 
 

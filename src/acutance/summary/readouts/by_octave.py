@@ -248,13 +248,8 @@ class Profile(Cells):
         for each metric ``count``, ``mean``, ``std``, ``error`` and ``groups``.
         """
         typical = self.log_n.exp().tolist()
-        columns = {
-            "count": self.count.tolist(),
-            "mean": self.mean.tolist(),
-            "std": self.std.tolist(),
-            "error": self.error.tolist(),
-            "groups": self.groups.tolist(),
-        }
+        names = ("count", "mean", "std", "error", "groups")
+        columns = {name: getattr(self, name).tolist() for name in names}
         heads = []
         for head, rows in enumerate(self.rows.tolist()):
             used = [octave for octave, count in enumerate(rows) if count]

@@ -81,19 +81,18 @@ class Distances(Cells):
 
     def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
         """Each head's numbers as JSON values."""
-        sides = zip(self.mass.tolist(), self.even.tolist(), strict=True)
+        rows, peaks = self.rows.tolist(), self.peaks.tolist()
+        mass, even = self.mass.tolist(), self.even.tolist()
         return [
             {
-                "rows": rows,
-                "behind": behind,
-                "ahead": ahead,
-                "even_behind": even_behind,
-                "even_ahead": even_ahead,
-                "peaks": peaks,
+                "rows": rows[head],
+                "behind": mass[head][0],
+                "ahead": mass[head][1],
+                "even_behind": even[head][0],
+                "even_ahead": even[head][1],
+                "peaks": peaks[head],
             }
-            for rows, ((behind, ahead), (even_behind, even_ahead)), peaks in zip(
-                self.rows.tolist(), sides, self.peaks.tolist(), strict=True
-            )
+            for head in range(len(rows))
         ]
 
     def columns(self, metrics: tuple[str, ...]) -> dict[str, list[float]]:

@@ -102,31 +102,20 @@ class Examples(Cells):
     text_field = "words"
 
     def put(
-        self,
-        at: tuple[int, int],
-        *,
-        information: float,
-        entropy: float,
-        position: int,
-        n_keys: int,
-        weights: Tensor,
-        tokens: Tensor,
-        last: int,
+        self, at: tuple[int, int], weights: Tensor, tokens: Tensor, last: int, **numbers: float
     ) -> None:
         """Store a row in place.
 
         Args:
             at: its head, and its index among the head's rows.
-            information: log n − entropy, in nats.
-            entropy: in nats.
-            position: index of the key at the query's position; −1 if not known.
-            n_keys: number of keys that the row sees.
             weights: (S,) float64 on the CPU.
             tokens: (S,) ids of the keys; −1 if not known.
             last: index of the last key that the row sees.
+            numbers: the row's ``information``, ``entropy``, ``position`` and ``n_keys``.
         """
-        self.information[at], self.entropy[at] = information, entropy
-        self.position[at], self.n_keys[at] = position, n_keys
+        for name, number in numbers.items():
+            getattr(self, name)[at] = number
+        position = int(self.position[at])
         best = weights.sort(descending=True, stable=True).indices[:TOP_KEYS]
         best = best[weights[best] > 0]
         self.keys[at][: len(best)] = best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,14 +37,9 @@ class HeadMap:
 
     def record(self) -> dict[str, Any]:
         """Everything but the weights, as JSON values."""
-        return {
-            "name": self.name,
-            "module": self.module,
-            "head": self.head,
-            "sequence": self.sequence,
-            "positions": list(self.positions),
-            "tokens": list(self.tokens),
-        }
+        fields = {**vars(self), "positions": list(self.positions), "tokens": list(self.tokens)}
+        del fields["weights"]
+        return fields
 
 
 def few_enough(maps: Sequence[HeadMap]) -> bool:
@@ -70,16 +65,18 @@ def merged_maps(first: Sequence[HeadMap], second: Sequence[HeadMap]) -> tuple[He
     """
     after: dict[tuple[str, str, int], int] = {}
     for head_map in first:
-        key = (head_map.name, head_map.module, head_map.head)
-        after[key] = max(after.get(key, 0), head_map.sequence + 1)
+        head = _head(head_map)
+        after[head] = max(after.get(head, 0), head_map.sequence + 1)
     more = [
-        HeadMap(**{**vars(head_map), "sequence": head_map.sequence + after[key]})
-        if key in after
-        else head_map
+        replace(head_map, sequence=head_map.sequence + after.get(_head(head_map), 0))
         for head_map in second
-        for key in [(head_map.name, head_map.module, head_map.head)]
     ]
     return (*first, *(head_map for head_map in more if head_map.sequence < MOST_SEQUENCES))
+
+
+def _head(head_map: HeadMap) -> tuple[str, str, int]:
+    """The requested head that a map is of."""
+    return head_map.name, head_map.module, head_map.head
 
 
 def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[HeadMap, ...]:
