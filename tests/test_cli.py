@@ -66,7 +66,7 @@ def test_windows_cover_every_token_of_every_text_once(
     result = run("probe", folder, *texts, "--length", 32, "--batch-size", 3, "--json", out)
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
-    tokenizer = load_model.load(str(folder)).tokenizer
+    tokenizer = load_model.load_model(str(folder)).tokenizer
     bare = [
         len(tokenizer(file.read_text(), add_special_tokens=False)["input_ids"])
         for file in (text, other)
@@ -108,7 +108,7 @@ def test_an_interrupt_keeps_what_was_read(
 
 
 def test_special_tokens_are_put_as_the_tokenizer_puts_them() -> None:
-    loaded = load_model.load(None)
+    loaded = load_model.load_model(None)
     tokenizer = loaded.tokenizer
     sentence = corpus.Text("one", "Look at the picture again.")
     (piece,) = corpus.windows([sentence], tokenizer, 64)

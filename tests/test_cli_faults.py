@@ -32,7 +32,7 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> list[object]:
     folder, text = tmp_path / "model", tmp_path / "text.txt"
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        shutil.copy(Path(load_model._embedded()) / file, folder)
+        shutil.copy(Path(load_model._resolve(None)[1]) / file, folder)
     text.write_text(TEXT, encoding="utf-8")
     return [folder, "--text", text]
 

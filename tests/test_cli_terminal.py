@@ -236,7 +236,7 @@ def test_damaged_weights_do_not_advise_pickles(run: Callable[..., Any], tmp_path
 
     GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=30522).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(30))
-    done = run("probe", tmp_path, "--tokenizer", load_model._embedded())
+    done = run("probe", tmp_path, "--tokenizer", load_model._resolve(None)[1])
     assert done.exit_code == 1
     assert "could not be loaded" in done.stderr
     assert "--allow-pickle" not in done.stderr

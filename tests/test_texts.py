@@ -108,7 +108,7 @@ def _unigram() -> Any:
 
 
 def _word_pieces() -> Any:
-    return load_model.load(None).tokenizer
+    return load_model.load_model(None).tokenizer
 
 
 def _backwards() -> Any:
@@ -186,14 +186,14 @@ def test_what_reads_the_start_of_a_text_reads_no_more(tmp_path: Path) -> None:
 
     file, seen = tmp_path / "text", list[int]()
     file.write_text(_prose() * 90)
-    loaded = load_model.load(None)
+    loaded = load_model.load_model(None)
     ids = token_ids(loaded, [Text("text", file, advance=seen.append)], 64)
     assert ids.tolist() == [list(windows([Text("text", file)], loaded.tokenizer, 64)[0])]
     assert sum(seen) < 4 * PIECE
 
 
 def test_losses_are_measured_on_the_same_windows_however_texts_are_read(tmp_path: Path) -> None:
-    loaded, file = load_model.load(None), tmp_path / "text"
+    loaded, file = load_model.load_model(None), tmp_path / "text"
     file.write_text(_prose() * 3)
     rows = [
         [

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(12.0)
     model.save_pretrained(where)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        shutil.copy(Path(load_model._embedded()) / name, where)
+        shutil.copy(Path(load_model._resolve(None)[1]) / name, where)
     (where / "text.txt").write_text(SENTENCES)
     return where
 
@@ -157,7 +157,7 @@ def test_one_window_of_each_part() -> None:
 
 
 def test_a_text_is_tokenised_once_for_all_lengths(folder: Path) -> None:
-    loaded, seen = load_model.load(str(folder)), []
+    loaded, seen = load_model.load_model(str(folder)), []
 
     class Counting:
         def __call__(self, text: str, **options: Any) -> Any:

@@ -19,7 +19,7 @@ SIX = re.compile(r"((?:\d+, ){4}\d+\s+and\s+\d+) %")
 @pytest.fixture(scope="module")
 def measured() -> list[list[float]]:
     """Per cent by layer: rows whose top key moves, spread of lengths, other nearest tokens."""
-    encoder = load_model.load(None)
+    encoder = load_model.load_model(None)
     pieces = texts.windows([texts.bundled()], encoder.tokenizer, 256)
     ids, mask = texts.padded(pieces[:2], encoder.pad)
     seen: dict[str, list[Tensor]] = {"input": [], "query": [], "key": []}

@@ -77,7 +77,7 @@ def test_weights_that_do_not_load_are_named(
 ) -> None:
     folder = saved(name, edit)
     with pytest.raises(load_model.ModelError, match=said) as caught:
-        load_model.load(str(folder))
+        load_model.load_model(str(folder))
     assert "\n" not in str(caught.value)
     assert "--allow-missing" in str(caught.value)
 
@@ -89,17 +89,17 @@ def test_what_no_attention_depends_on_may_be_missing_or_left_over(
         return {**tensors, "bert.embeddings.position_ids": torch.arange(64)[None]}
 
     assert (
-        load_model.load(str(saved("BertForMaskedLM", old))).not_loaded is None
+        load_model.load_model(str(saved("BertForMaskedLM", old))).not_loaded is None
     )  # no pooler, a head
-    assert load_model.load(str(saved("LlamaForCausalLM"))).not_loaded is None  # a head
-    assert load_model.load(None).not_loaded is None
+    assert load_model.load_model(str(saved("LlamaForCausalLM"))).not_loaded is None  # a head
+    assert load_model.load_model(None).not_loaded is None
 
 
 def test_random_weights_are_the_same_in_each_run(saved: Callable[..., Path]) -> None:
     from acutance.corpus.texts import model_digest
 
     folder = str(saved("BertForMaskedLM"))  # its pooler is random
-    assert len({model_digest(load_model.load(folder).model) for _ in range(2)}) == 1
+    assert len({model_digest(load_model.load_model(folder).model) for _ in range(2)}) == 1
 
 
 def test_every_output_says_what_did_not_load(saved: Callable[..., Path], tmp_path: Path) -> None:
