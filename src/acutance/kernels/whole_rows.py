@@ -23,7 +23,7 @@ from acutance.rowstats.gaps import absent
 from acutance.rowstats.state import NO_KEY, observe_visible
 from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
-from acutance.weights.weightings import Jacobian
+from acutance.weights.weightings import Jacobian, inverse
 
 #: Scores of one block: 4 MiB in float32, a cache's share.
 BLOCK_ELEMENTS = 1 << 20
@@ -281,14 +281,13 @@ def _with_values(state: RowState, s: Tensor, seen: Tensor | None, v: Tensor) -> 
         e = torch.where(s == -torch.inf, 0.0, e)
         centre = v.mean(2, keepdim=True)
         squared, moved = e.square(), v - centre
-        inverse = torch.where(state.Q > 0, 1.0 / torch.where(state.Q > 0, state.Q, 1.0), 0.0)
-        average = _weighed(squared, moved) * inverse.unsqueeze(-1)
+        average = _weighed(squared, moved) * inverse(state.Q).unsqueeze(-1)
         R2 = _weighed(squared, moved.square().sum(-1, keepdim=True)).squeeze(-1)
         R2 = (R2 - state.Q * average.square().sum(-1)).clamp(min=0.0)
         group = s.shape[1] // v.shape[1]
         R1 = average + centre.repeat_interleave(group, 1)
         return state._replace(
-            O=_weighed(e, v), R1=torch.where(inverse.unsqueeze(-1) > 0, R1, 0), R2=R2
+            O=_weighed(e, v), R1=torch.where(state.Q.unsqueeze(-1) > 0, R1, 0), R2=R2
         )
 
 
@@ -317,8 +316,7 @@ def _slopes(
     elif right is g:  # about the values' mean: a shift of all of them is no noise
         centre = v.mean(2, keepdim=True) if v.shape[2] else v.sum(2, keepdim=True)
         moved, total = v - centre, squared.sum(-1)
-        inverse = torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
-        average = _weighed(squared, moved) * inverse.unsqueeze(-1)
+        average = _weighed(squared, moved) * inverse(total).unsqueeze(-1)
         spread = _weighed(squared, moved.square().sum(-1, keepdim=True)).squeeze(-1)
         spread = (spread - total * average.square().sum(-1)).clamp(min=0.0)
         about = _weighed(left, v) - centre.repeat_interleave(s.shape[1] // v.shape[1], 1)

@@ -12,9 +12,9 @@ from torch.nn.functional import dropout as drop_weights
 from torch.nn.functional import linear
 
 from acutance import scaling as scalings
-from acutance.attend import attention, row_statistics, validated
+from acutance.attend import Score, attention, computed, validated
 from acutance.kernels.whole_rows import weighted_values, whole_weights
-from acutance.nn.options import HeldWeights, Score, hold_score, translate
+from acutance.nn.options import HeldWeights, hold_score, translate
 from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
 from acutance.scaling import AnyScaling
@@ -288,10 +288,10 @@ class MultiheadAttention(Recorded):
         }
         weights, drop = None, self.dropout if self.training else 0.0
         if need_weights:
+            call = validated(q, k, None, **options)
             if self.statistics != "off":
-                self._record(row_statistics(q, k, **options))
-            weights = whole_weights(validated(q, k, None, **options))
-            weights = drop_weights(weights, drop).to(v.dtype)
+                self._record(computed(call)[1])
+            weights = drop_weights(whole_weights(call), drop).to(v.dtype)
             heads = weighted_values(weights, v)
         else:
             heads, stats = attention(q, k, v, dropout_p=drop, return_stats=True, **options)

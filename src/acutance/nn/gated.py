@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from acutance import scaling as scalings
-from acutance.attend import attention
-from acutance.nn.options import HeldWeights, Score, hold_score, key_mask
+from acutance.attend import Score, attention
+from acutance.nn.options import HeldWeights, hold_score, key_mask
 from acutance.nn.positions import Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
 from acutance.scaling import AnyScaling

@@ -1,16 +1,15 @@
 """Scores, weightings and masks of a module, as options of :func:`acutance.attention`.
 
 ``nn.MultiheadAttention`` and :func:`~torch.nn.functional.scaled_dot_product_attention` disagree on
-the meaning of True in a mask. In :class:`Masks`, as in the latter, True marks a key that takes
-part.
+the meaning of True in a mask. In what :func:`translate` returns, as in the latter, True marks a key
+that takes part.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +17,12 @@ from torch.nn.functional import pad
 
 from acutance import scores
 from acutance import weights as weightings
-from acutance.scores import (
-    Additive,
-    AdditiveScore,
-    DotScore,
-    General,
-    GeneralScore,
-    Location,
-    TileScore,
-)
+from acutance.attend import Score
+from acutance.scores import Additive, AdditiveScore, General, GeneralScore, Location
 from acutance.shapes import FLOATS, check_tensor
 from acutance.weights import Sink, Weighting
 
 _RECORDS = (General, Additive, Location)
-
-Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]
 
 
 def hold_score(
@@ -108,14 +98,6 @@ class HeldWeights(nn.Module):
         return repr(self.record.name)
 
 
-class Masks(TypedDict):
-    """Masks in the sense of :func:`acutance.attention`: True for visible keys."""
-
-    attn_mask: Tensor | None
-    key_mask: Tensor | None
-    bias: Tensor | None
-
-
 def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     """The inverse of a boolean padding mask: (B, S), True for visible keys.
 
@@ -149,7 +131,7 @@ def translate(
     *,
     is_causal: bool,
     extra: int,
-) -> Masks:
+) -> dict[str, Tensor | None]:
     """Convert the masks of ``nn.MultiheadAttention``, for keys preceded by ``extra`` further keys.
 
     ``size`` is (B, Hq, L, S), without those further keys.
@@ -181,9 +163,8 @@ def translate(
                 mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
             biases.append(mask)
             mask = None
-    return Masks(
-        attn_mask=mask, key_mask=seen, bias=functools.reduce(torch.add, biases) if biases else None
-    )
+    bias = functools.reduce(torch.add, biases) if biases else None
+    return {"attn_mask": mask, "key_mask": seen, "bias": bias}
 
 
 def _check_kind(name: str, mask: Tensor) -> torch.dtype:

@@ -58,19 +58,15 @@ class Recorded(nn.Module):
             self.last_statistics = None
 
     def _record(self, stats: RowStatistics | WeightStatistics | None) -> None:
-        """Store the statistics of a forward pass and notify the module's listener."""
-        self._store(stats)
-        if _listeners and (listener := _listeners.get(id(self))) is not None:
-            listener.hear(self, self.last_statistics)
-
-    def _store(self, stats: RowStatistics | WeightStatistics | None) -> None:
-        """Store the statistics of a forward pass, detached or not as :attr:`statistics` says."""
+        """Store the statistics of a forward pass as :attr:`statistics` says; tell the listener."""
         if stats is None or self.statistics == "off":
             self.last_statistics = None
         elif self.statistics == "graph":
             self.last_statistics = stats
         else:
             self.last_statistics = detached(stats)
+        if _listeners and (listener := _listeners.get(id(self))) is not None:
+            listener.hear(self, self.last_statistics)
 
     def __getstate__(self) -> dict[str, Any]:
         # a tensor with a graph can be neither copied nor pickled
@@ -128,12 +124,8 @@ def listen(
 
 def detached(stats: RowStatistics | WeightStatistics) -> RowStatistics | WeightStatistics:
     """The statistics, detached from the autograd graph."""
-    parts = {entry.name: _cut(getattr(stats, entry.name)) for entry in fields(stats)}
+    parts = {entry.name: getattr(stats, entry.name) for entry in fields(stats)}
+    for name, part in parts.items():
+        if isinstance(part, tuple):
+            parts[name] = type(part)(*(tensor.detach() for tensor in part))
     return replace(stats, **parts)
-
-
-def _cut(part: Any) -> Any:
-    """Detach the tensors of a named tuple; return anything else unchanged."""
-    if not isinstance(part, tuple):
-        return part
-    return type(part)(*(tensor.detach() for tensor in part))

@@ -59,6 +59,9 @@ def forward(call: KernelCall) -> Sums:
     def rows(*extra: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(B, Hq, L, *extra, dtype=dtype, device=query.device)
 
+    def blocks(tile: dict[str, int]) -> int:
+        return B * Hq * -(-L // tile["BLOCK_M"])
+
     kept = width if noise else 0
     sums = Sums(
         out=rows(width, dtype=query.dtype),
@@ -109,11 +112,11 @@ def forward(call: KernelCall) -> Sums:
         "CHUNK": chunk_size(E) if summed else 0,
         "FLAGS": flags(call),
     }
-    _launch(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), arguments)
+    _launch(blocks, arguments)
     if call.gaps:
         names = ("QUERY", "KEY", "M", "E", "BLOCK_E", "FLAGS")
         _count(
-            lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]),
+            blocks,
             {
                 "GAPS": sums.gaps,
                 **{name: arguments[name] for name in names},
@@ -163,6 +166,10 @@ def backward(
     H, S = key.shape[1:3]
     width = 0 if value is None else value.shape[-1]
     want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
+
+    def blocks(tile: dict[str, int]) -> int:
+        return B * Hq * -(-L // tile["BLOCK_M"])
+
     query, key = dense_rows(query), dense_rows(key)
     values = key if value is None else dense_rows(value)
 
@@ -179,11 +186,8 @@ def backward(
         "QUERY": query,
         "KEY": key,
         "INDICES": indices[1],
-        **{
-            f"{name}_{axis}": tensor.stride(place)
-            for name, tensor in (("query", query), ("key", key))
-            for place, axis in enumerate(("batch", "head", "row"))
-        },
+        **strides("query", query),
+        **strides("key", key),
         **mask_arguments(call),
         "E": E,
         "BLOCK_E": padded(E),
@@ -194,16 +198,14 @@ def backward(
     if terms.first:
         indices[0].copy_(torch.where(sums.first_index == NO_KEY, _NOWHERE, sums.first_index))
     if terms.largest:
-        _launch_largest(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), common)
+        _launch_largest(blocks, common)
     common |= {
         "VALUE": values,
         "GRAD_OUT": d_out,
         "ROWS": table,
         "INDICES": indices,
         "UNDO": undo,
-        "value_batch": values.stride(0),
-        "value_head": values.stride(1),
-        "value_row": values.stride(2),
+        **strides("value", values),
         "count": B * Hq * L,
         "EV": width,
         "TERMS": terms,
@@ -214,7 +216,7 @@ def backward(
     if want_q or added is not None:
         dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         extra = {"DQ": dq, "ADDED": table if added is None else added, "ADD": added is not None}
-        _launch_queries(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), common | extra)
+        _launch_queries(blocks, common | extra)
     if want_k or want_v:
         dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
         if value is not None:
