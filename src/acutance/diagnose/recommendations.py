@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from acutance.diagnose.rules import FEW_ROWS, Judgement
 from acutance.diagnose.rules import Kind as Rule
-from acutance.diagnose.sentences import SENTENCES, Certainty, crossing
+from acutance.diagnose.sentences import ADVICE, Certainty, advice, crossing
 from acutance.diagnose.thresholds import HeadFacts, Summary, facts
 from acutance.escapes import ranges
 
@@ -109,7 +109,7 @@ def recommendations(summary: Summary) -> list[Recommendation]:
         whether the heads contribute anything: acutance.apply(model, "off:LAYER.HEAD") runs your
         own task without them.
     """
-    advice: list[Recommendation] = []
+    recommended: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]
     for head, rules in zip(facts(summary), summary.judgements, strict=True):
         judged[head.layer].append((head, rules))
@@ -120,22 +120,18 @@ def recommendations(summary: Summary) -> list[Recommendation]:
         for index, layer in enumerate(summary.layers):
             if kind == "mismatch":
                 if layer.status == "mismatch" and layer.rows:
-                    advice.append(_mismatch(index, layer.module, layer.error))
+                    recommended.append(_mismatch(index, layer.module, layer.error))
                 continue
             beyond = [(head, rules[kind]) for head, rules in judged[index] if kind in rules]
             if beyond and layer.rows:
-                advice.append(_recommendation(kind, beyond))
-    return advice
+                recommended.append(_recommendation(kind, beyond))
+    return recommended
 
 
 def head_reasons(summary: Summary) -> list[dict[str, str]]:
     """The reason of each kind of recommendation for every head, in that head's own numbers."""
     return [
-        {
-            kind: write([(head, rules[kind])], head, rules[kind])[0]
-            for kind, write in SENTENCES.items()
-            if kind in rules
-        }
+        {kind: advice(kind, [(head, rules[kind])]).reason for kind in ADVICE if kind in rules}
         for head, rules in zip(facts(summary), summary.judgements, strict=True)
     ]
 
@@ -184,23 +180,23 @@ def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
     off = "" if error is None else f" by a relative error of {error:.2g}"
     reason = f"the output recomputed from the captured arguments differs from the model's{off}"
     numbers = {} if error is None else {"error": error}
-    advice = (
+    remedy = (
         "do not use this layer's numbers, and open an issue that shows how the layer computes "
         "attention"
     )
-    return Recommendation("mismatch", layer, (), module, reason, numbers, advice, "measured")
+    return Recommendation("mismatch", layer, (), module, reason, numbers, remedy, "measured")
 
 
 def _recommendation(kind: Kind, beyond: list[tuple[HeadFacts, Judgement]]) -> Recommendation:
     """The recommendation for heads of one layer."""
     head, worst = max(beyond, key=lambda pair: pair[1].size)
     record = head.record
-    reason, advice, certainty = SENTENCES[kind](beyond, head, worst)
+    reason, remedy, certainty = advice(kind, beyond)
     if record.rows < FEW_ROWS and certainty == "measured" and kind != "not_finite":
         certainty = "suspected"
         reason += f" (in {record.rows} row{'s' * (record.rows != 1)} only)"
     finite = {name: value for name, value in worst.numbers.items() if math.isfinite(value)}
     heads, numbers = tuple(facts.head for facts, _ in beyond), {"size": worst.size, **finite}
     return Recommendation(
-        kind, head.layer, heads, record.module, reason, numbers, advice, certainty
+        kind, head.layer, heads, record.module, reason, numbers, remedy, certainty
     )

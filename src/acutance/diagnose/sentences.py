@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from acutance.diagnose.rules import LARGE_LOGIT, Judgement
 from acutance.diagnose.thresholds import HeadFacts
@@ -16,124 +16,109 @@ from acutance.diagnose.thresholds import HeadFacts
 Certainty = Literal["measured", "fitted", "suspected"]
 
 
-#: The reason, the advice and the certainty.
-Sentence = tuple[str, str, Certainty]
+class Advice(NamedTuple):
+    """What is said of heads beyond a threshold; :func:`advice` fills in what stands in braces.
+
+    Attributes:
+        reason: what is unusual.
+        advice: how to find out what it means, or a remedy that costs nothing.
+        certainty: how sure it is.
+    """
+
+    reason: str
+    advice: str
+    certainty: Certainty
 
 
-#: Heads of one layer that are beyond the same threshold.
-_Beyond = Sequence[tuple[HeadFacts, Judgement]]
-
-
-def _from_to(beyond: _Beyond, name: str, form: str) -> str:
-    """A number's range over heads as text; a single number if both ends print the same."""
-    values = [judgement.numbers[name] for _, judgement in beyond]
-    low, high = format(min(values), form), format(max(values), form)
-    return low if low == high else f"{low} to {high}"
-
-
-def _without(head: HeadFacts, them: str) -> str:
-    """How to measure what heads contribute: a loss needs a model that predicts tokens."""
-    if head.sees_all:
-        return f'acutance.apply(model, "off:LAYER.HEAD") runs your own task without {them}'
-    return f"acutance judge --law off:LAYER.HEAD measures the loss without {them}"
-
-
-def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads with scores that are not finite."""
-    rows, not_finite = worst.numbers["rows"], worst.numbers["not_finite"]
-    return (
-        f"{not_finite:,.0f} of {rows:,.0f} rows have scores that are not finite",
+#: What is said of the heads of each kind of recommendation.
+ADVICE: dict[str, Advice] = {
+    "not_finite": Advice(
+        "{worst[not_finite]:,.0f} of {worst[rows]:,.0f} rows have scores that are not finite",
         "find where inf or NaN comes from, for example an overflow of float16 or a mask that hides "
         "whole rows",
         "measured",
-    )
-
-
-def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads with large logits."""
-    return (
-        f"the largest logit is {_from_to(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
+    ),
+    "large_logits": Advice(
+        f"the largest logit is {{max_logit:,.0f}}, above {LARGE_LOGIT:g}",
         "if training continues, monitor the logits with acutance.training.AttentionMonitor, since "
         "training can become unstable if they keep growing",
         "measured",
-    )
-
-
-def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads whose dtype resolves their logits coarsely."""
-    return (
-        f"logits reach {_from_to(beyond, 'max_logit', ',.0f')}, where {head.dtype} has a "
-        f"resolution of {worst.numbers['step']:g}",
+    ),
+    "coarse_scores": Advice(
+        "logits reach {max_logit:,.0f}, where {dtype} has a resolution of {worst[step]:g}",
         "compute scores and softmax in float32, as fused kernels do",
         "suspected",
-    )
-
-
-def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads with collapsed entropy."""
-    return (
-        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of its maximum log n, "
-        f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys per row",
-        f"a head may pick a single token by design: {_without(head, 'it')}",
+    ),
+    "entropy_collapse": Advice(
+        "entropy is {normalized_entropy:.3f} of its maximum log n, {effective_keys:.2f} effective "
+        "keys per row",
+        "a head may pick a single token by design: {without} it",
         "suspected",
-    )
-
-
-def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads whose entropy grows with n."""
-    low_n, high_n = (f"{worst.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
-    low, off, high = (worst.numbers[name] for name in ("low_entropy", "low_error", "high_entropy"))
-    who = "it" if len(beyond) == 1 else f"layer {head.layer} head {head.head}"
-    error = max(judgement.numbers["error"] for _, judgement in beyond)
-    return (
-        f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}): "
-        f"{who} has {low:.2f} nats (± {off:.1g}) at n ≈ {low_n} and "
-        f"{high:.2f} nats at n ≈ {high_n}",
+    ),
+    "dilution": Advice(
+        "entropy grows as {value:.2f} log n (± {largest_error:.2f}): {which} has "
+        "{worst[low_entropy]:.2f} nats (± {worst[low_error]:.1g}) at n ≈ {worst[low_n]:,.0f} and "
+        "{worst[high_entropy]:.2f} nats at n ≈ {worst[high_n]:,.0f}",
         "this is not a fault in itself, and a law that keeps entropy constant can raise the loss: "
-        f"measure a law {'on your own task' if head.sees_all else 'with acutance judge'} before "
-        "you use it",
+        "measure a law {with_what} before you use it",
         "fitted",
-    )
-
-
-def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads that attend to the first key."""
-    keep = "a head can rest on it where nothing else fits, which is not a fault"
-    if not head.sees_all:
-        keep = (
-            "keep it when truncating a cache or sliding a window (it takes one entry of the cache)"
-        )
-    return (
-        f"{_from_to(beyond, 'first_weight', '.0%')} of the weight is on the first visible key",
-        f"this token may be an attention sink, which the weights alone do not prove: {keep}",
+    ),
+    "sink": Advice(
+        "{first_weight:.0%} of the weight is on the first visible key",
+        "this token may be an attention sink, which the weights alone do not prove: {of_sinks}",
         "measured",
-    )
-
-
-def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    """Reason, advice and certainty for heads that average all keys."""
-    n = worst.numbers["n_keys"]
-    over = f" (n = {n:,.0f} keys on average)" if math.isfinite(n) else ""
-    they, them = (
-        ("the head contributes", "it") if len(beyond) == 1 else ("the heads contribute", "them")
-    )
-    return (
-        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of its maximum log n{over}",
-        f"check whether {they} anything: {_without(head, them)}",
+    ),
+    "dead": Advice(
+        "entropy is {normalized_entropy:.3f} of its maximum log n{over}",
+        "check whether {they_contribute} anything: {without} {them}",
         "suspected",
-    )
-
-
-#: The sentence of each kind of recommendation about heads.
-SENTENCES: dict[str, Callable[[_Beyond, HeadFacts, Judgement], Sentence]] = {
-    "not_finite": _describe_not_finite,
-    "large_logits": _describe_large,
-    "coarse_scores": _describe_coarse,
-    "entropy_collapse": _describe_collapse,
-    "dilution": _describe_dilution,
-    "sink": _describe_sink,
-    "dead": _describe_dead,
+    ),
 }
+#: Phrases about heads of an encoder, which has no cache, and often no loss; and about all others.
+_OF_ENCODERS = {
+    "without": 'acutance.apply(model, "off:LAYER.HEAD") runs your own task without',
+    "with_what": "on your own task",
+    "of_sinks": "a head can rest on it where nothing else fits, which is not a fault",
+}
+_OF_OTHERS = {
+    "without": "acutance judge --law off:LAYER.HEAD measures the loss without",
+    "with_what": "with acutance judge",
+    "of_sinks": "keep it when truncating a cache or sliding a window (it takes one entry of the "
+    "cache)",
+}
+
+
+class _Range:
+    """A number of several heads: its range as text, or once if both ends print the same."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.ends = min(values), max(values)
+
+    def __format__(self, form: str) -> str:
+        low, high = (format(end, form) for end in self.ends)
+        return low if low == high else f"{low} to {high}"
+
+
+def advice(kind: str, beyond: Sequence[tuple[HeadFacts, Judgement]]) -> Advice:
+    """The :data:`ADVICE` on heads of one layer that are beyond the same threshold, in numbers."""
+    head, worst = max(beyond, key=lambda pair: pair[1].size)
+    judgements = [judgement.numbers for _, judgement in beyond]
+    words: dict[str, Any] = {
+        name: _Range([numbers[name] for numbers in judgements]) for name in worst.numbers
+    }
+    words |= _OF_ENCODERS if head.sees_all else _OF_OTHERS
+    n, alone = worst.numbers.get("n_keys", math.nan), len(beyond) == 1
+    words |= {
+        "worst": worst.numbers,
+        "dtype": head.dtype,
+        "over": f" (n = {n:,.0f} keys on average)" if math.isfinite(n) else "",
+        "largest_error": max(numbers.get("error", 0.0) for numbers in judgements),
+        "which": "it" if alone else f"layer {head.layer} head {head.head}",
+        "they_contribute": "the head contributes" if alone else "the heads contribute",
+        "them": "it" if alone else "them",
+    }
+    said = ADVICE[kind]
+    return Advice(said.reason.format(**words), said.advice.format(**words), said.certainty)
 
 
 class MetricWords(NamedTuple):
