@@ -14,9 +14,9 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from acutance.files import check_regular
 
@@ -27,7 +27,9 @@ MOST = 1 << 53
 _LARGEST = 64 << 20  # bytes of a file
 _T = TypeVar("_T")
 _PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
-_types = lru_cache(typing.get_type_hints)
+_types = lru_cache(partial(typing.get_type_hints, include_extras=True))
+#: A field of a record that may be infinite or NaN, which stands as text in JSON: "inf", "nan".
+AnyFloat = Annotated[float, "or the text of a number that is not finite"]
 
 
 def sealed_json(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +163,10 @@ def checked(kind: type[_T], record: object, place: str = "the record") -> _T:
 
 def _value(kind: Any, value: Any, place: str) -> Any:
     """Convert a JSON value to the type ``kind`` of an annotation; ValueError names ``place``."""
+    if kind == AnyFloat:
+        if value in ("inf", "-inf", "nan"):
+            return float(value)
+        kind = float
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from acutance.corpus.load_model import install_decoder
     from acutance.extras import install
     from acutance.files import as_json, tidy, write_text, write_whole
-    from acutance.from_json import checked, read_json, sealed_json
+    from acutance.from_json import AnyFloat, checked, read_json, sealed_json
     from acutance.report import plot_style
     from acutance.report.screen import note
     from acutance.report.table import Cell, Column, Table
 
 __all__ = [
+    "AnyFloat",
     "Cell",
     "Column",
     "INTERRUPTED",
@@ -57,7 +58,7 @@ _HOMES = {
     "acutance.corpus.load_model": ("install_decoder",),
     "acutance.extras": ("install",),
     "acutance.files": ("as_json", "tidy", "write_text", "write_whole"),
-    "acutance.from_json": ("checked", "read_json", "sealed_json"),
+    "acutance.from_json": ("AnyFloat", "checked", "read_json", "sealed_json"),
     "acutance.report": ("plot_style",),
     "acutance.report.screen": ("note",),
     "acutance.report.table": ("Cell", "Column", "Table"),

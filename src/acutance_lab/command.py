@@ -67,7 +67,6 @@ def reproduce(options: ReproduceOptions) -> None:
     for folder in (out, *out.parents):  # before a long run, not after its first experiment
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise typer.BadParameter(f"{folder} is not a directory", param_hint="--out")
-    from rich.padding import Padding
     from rich.text import Text
 
     from acutance.plugins import note
@@ -81,9 +80,9 @@ def reproduce(options: ReproduceOptions) -> None:
     if options.listing:
         console(stderr=False).print(listing(chosen))
         return
-    names = [experiment.name for experiment in chosen] if os.path.isdir(out) else []
-    stored = {f"the record of {name}": out / f"{name}.json" for name in names}
-    check_outputs({**stored, "--json": options.json})
+    if os.path.isdir(out):
+        stored = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
+        check_outputs({**stored, "--json": options.json})
     notes = console()
     status = notes.status("")
     needs = {experiment.name: missing(experiment, quick=options.quick) for experiment in chosen}
@@ -97,8 +96,7 @@ def reproduce(options: ReproduceOptions) -> None:
         raise typer.BadParameter(str(error), param_hint="--out") from error
     for name, needed in needs.items():
         if needed:
-            skipped = f"{name}: skipped, because it needs {needed}"
-            notes.print(Text(skipped, style="yellow"))
+            notes.print(Text(f"{name}: skipped, because it needs {needed}", style="yellow"))
     records: list[Record] = []
     failure: Exception | None = None
 
@@ -112,14 +110,8 @@ def reproduce(options: ReproduceOptions) -> None:
 
     try:
         with status:
-            for index, experiment in enumerate(chosen, 1):
-                notes.print(Text(f"{experiment.name}: {experiment.title}", style="bold"))
-                for line in _announced(experiment, quick=options.quick):
-                    notes.print(Padding(Text(line), (0, 0, 0, 2)))
-                status.update(note(f"{index}/{len(chosen)} {experiment.name}"))
-                outcome = next(outcomes)
-                records.append(outcome.record)
-                notes.print(Padding(_found(outcome), (0, 0, 1, 2)))
+            for record in _records(chosen, outcomes, status, quick=options.quick):
+                records.append(record)
     except KeyboardInterrupt:
         failure = typer.Exit(INTERRUPTED)
         rest = (
@@ -139,22 +131,28 @@ def reproduce(options: ReproduceOptions) -> None:
         raise typer.Exit(1)
 
 
-def _announced(experiment: "Experiment", *, quick: bool) -> "Iterator[str]":
-    """What is said of an experiment before it runs."""
-    yield f"predicted: {experiment.prediction}"
-    tested = experiment.tested(quick=quick)
-    if left := [claim.text for claim in experiment.claims if claim not in tested]:
-        yield f"tested at full size only: {'; '.join(left)}"
-
-
-def _found(outcome: "Outcome") -> "Text":
-    """The verdict of an experiment, and how long it took."""
+def _records(
+    chosen: "Sequence[Experiment]", outcomes: "Iterator[Outcome]", status: Any, *, quick: bool
+) -> "Iterator[Record]":
+    """The records as they finish; prints each prediction before, and what was found after."""
+    from rich.padding import Padding
     from rich.text import Text
 
-    record = outcome.record
-    how = "read from an earlier run" if outcome.resumed else f"{record.seconds:.1f} s"
-    line = Text("found: ").append_text(verdict(record.judgements[0]))
-    return line.append(f"  ({how})", style="dim")
+    show = status.console.print
+    for index, experiment in enumerate(chosen, 1):
+        tested = experiment.tested(quick=quick)
+        lines = [f"predicted: {experiment.prediction}"]
+        if left := [claim.text for claim in experiment.claims if claim not in tested]:
+            lines.append(f"tested at full size only: {'; '.join(left)}")
+        show(Text(f"{experiment.name}: {experiment.title}", style="bold"))
+        show(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
+        status.update(Text(f"{index}/{len(chosen)} {experiment.name}"))
+        outcome = next(outcomes)
+        record = outcome.record
+        how = "read from an earlier run" if outcome.resumed else f"{record.seconds:.1f} s"
+        line = Text("found: ").append_text(verdict(record.judgements[0]))
+        show(Padding(line.append(f"  ({how})", style="dim"), (0, 0, 1, 2)))
+        yield record
 
 
 def verdict(judgement: "Judgement") -> "Text":
@@ -167,9 +165,8 @@ def verdict(judgement: "Judgement") -> "Text":
     if not judgement.as_expected:
         text.append(f"  (expected: {judgement.claim.expected})", style="bold red")
     if not judgement.decided:
-        text.append(
-            "  (undecided: too few samples to tell a wrong prediction)", style="bold yellow"
-        )
+        undecided = "  (undecided: too few samples to tell a wrong prediction)"
+        text.append(undecided, style="bold yellow")
     return text
 
 

@@ -14,16 +14,13 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from acutance.plugins import as_json, checked, read_json, sealed_json, write_text
+from acutance.plugins import AnyFloat, as_json, checked, read_json, sealed_json, write_text
 
 SCHEMA = 1
 #: A measurement may be this many standard errors away from what is predicted.
 Z = 4.0
 #: A prediction that is off by this share must be noticed (:attr:`Judgement.decided`).
 OFF = 0.05
-
-#: Numbers of a row that are text in a file where they are not finite.
-_NUMBERS = ("predicted", "measured", "error", "allowed", "skewness")
 
 Relation = Literal["=", "<=", ">="]
 Kind = Literal["holds", "holds only where", "does not hold"]
@@ -147,13 +144,13 @@ class Row:
     quantity: str
     condition: Mapping[str, Value]
     relation: Relation
-    predicted: float
-    measured: float
-    error: float
-    allowed: float
+    predicted: AnyFloat
+    measured: AnyFloat
+    error: AnyFloat
+    allowed: AnyFloat
     agrees: bool
     samples: int = 0
-    skewness: float = 0.0
+    skewness: AnyFloat = 0.0
 
     def tested_by(self, claim: Claim) -> Row:
         """The same measurement compared with the prediction as another claim says."""
@@ -414,34 +411,14 @@ def _record(read: dict[str, Any]) -> Record:
         raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
     for name in ("verdict", "as_expected"):  # judged again
         read.pop(name, None)
-    names = {field.name for field in fields(Claim)}
-    read["claims"] = [
-        {name: value for name, value in claim.items() if name in names}
-        for claim in _objects(read, "claims")
-    ]
-    rows = _objects(read, "rows")
-    infinite: list[dict[str, Any]] = [  # and NaN
-        {name: float(row[name]) for name in _NUMBERS if row.get(name) in ("inf", "-inf", "nan")}
-        for row in rows
-    ]
-    read["rows"] = [
-        row | dict.fromkeys(numbers, 0.0) for row, numbers in zip(rows, infinite, strict=True)
-    ]
+    stored_claims = read.get("claims")
+    if not isinstance(stored_claims, list) or not all(isinstance(c, dict) for c in stored_claims):
+        raise ValueError(f"its claims must be a list of objects, got {stored_claims!r:.60}")
+    names = [field.name for field in fields(Claim)]
+    read["claims"] = [{name: c[name] for name in names if name in c} for c in stored_claims]
     stored = checked(Record, read)
     claims = {claim.key: claim for claim in (*stored.claims, UNTESTED)}
-    compared = (
-        _compared(replace(row, **numbers), claims)
-        for row, numbers in zip(stored.rows, infinite, strict=True)
-    )
-    return replace(stored, rows=tuple(compared))
-
-
-def _objects(read: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The JSON objects in a field."""
-    value = read.get(name)
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ValueError(f"{name!r} must be a list of JSON objects, got {value!r:.60}")
-    return value
+    return replace(stored, rows=tuple(_compared(row, claims) for row in stored.rows))
 
 
 def _compared(row: Row, claims: Mapping[str, Claim]) -> Row:

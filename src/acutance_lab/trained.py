@@ -15,7 +15,6 @@ with rotary positions and all keys in every layer is for comparison.
 from __future__ import annotations
 
 import importlib.resources
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,13 +90,6 @@ def decoder(seed: int = 0) -> LlamaForCausalLM:
         model = LlamaForCausalLM(configuration())
     model.load_state_dict(weights)
     return model.eval()
-
-
-def record(seed: int = 0) -> dict[str, Any]:
-    """The stored facts of a bundled decoder's training: text, versions, steps, held-out loss."""
-    path = directory(seed) / "training.json"
-    read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return read
 
 
 def configuration() -> LlamaConfig:
