@@ -6,9 +6,9 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,20 +22,6 @@ if TYPE_CHECKING:
 #: A number that an experiment measures: key of the claim it tests, quantity, prediction,
 #: measurement (a number or an :class:`~acutance_lab.record.Estimate`), and condition.
 Measured: TypeAlias = tuple[str, str, Any, Any, Mapping[str, Any]]
-
-#: A claim that follows by algebra, and one that is expected to fail.
-theorem, refuted = partial(Claim, theorem=True), partial(Claim, expected="does not hold")
-
-
-def partly(
-    key: str, text: str, source: str = "", *, below: str = "", above: str = "", among: str = "",
-    **how: Any,
-) -> Claim:  # fmt: skip
-    """A claim expected to hold only below or above a value of a condition, or among its kinds."""
-    sense: Literal["up to", "from", "in"] = "from" if above else "in" if among else "up to"
-    bound = below or above or among
-    return Claim(key, text, source, "holds only where", bound=bound, sense=sense, **how)
-
 
 #: Seeds of models are up to a hundred times as large, and must fit 64 bits.
 MAX_SEED = 2**32 - 1

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
-#: Styles of a curve that is not of the panel's palette: thin and grey, or broad and pale.
-GREY, BROAD = "grey", "broad"
+#: The style of a curve that is not of the panel's palette: a thin grey line.
+GREY = "grey"
 
 
 class Points(NamedTuple):
@@ -43,7 +43,7 @@ class Curve:
         line: what is predicted, drawn as a smooth line through these points.
         marks: what is measured.
         hollow: draw marks without a filling.
-        style: place in the panel's palette; None takes the next, or :data:`GREY`, :data:`BROAD`.
+        style: place in the panel's palette, or :data:`GREY`; None takes the next place.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Lines:
         last: a condition of which only the value of the last row is drawn, "" for none.
         of: what is on the vertical axis, "measured" or a condition.
         line: whether lines are drawn.
-        marks: "means", one mark for all rows at the same place, as those of several seeds; "each",
-            one for each row; "bars", the same with bars of one standard error; "" for none.
+        marks: "means", one mark for all rows at the same place, as those of several seeds; "bars",
+            one for each row, with bars of one standard error; "" for none.
         hollow: draw marks without a filling.
         style: of the first curve, the others follow: as in :class:`Curve`.
     """
@@ -125,8 +125,6 @@ class Lines:
         x, y = ([number(row, name) for row in rows] for name in (self.at, self.of))
         if self.marks == "bars":
             return Points(x, y, [row.error for row in rows])
-        if self.marks == "each":
-            return Points(x, y)
         by_place: dict[Any, list[float]] = {}
         for place, value in zip(x, y, strict=True):
             by_place.setdefault(place, []).append(value)
@@ -229,11 +227,8 @@ class Panel:
         marks, name = curve.marks, curve.name or "_nolegend_"
         line = curve.line if curve.line is marks else self._smooth(curve.line)
         if isinstance(style, str):
-            look: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
-            if style == BROAD:
-                look = {"color": theme.ink, "linewidth": 2.6, "alpha": 0.55}
             if line is not None:
-                axes.plot(line.x, line.y, label=name, **look)
+                axes.plot(line.x, line.y, label=name, color=theme.muted, linewidth=1.0, zorder=1.5)
         elif line is not None and marks is not None and not curve.hollow:
             plot_style.draw_line_and_marks(
                 axes, line.x, line.y, marks.x, marks.y, style, name, error=marks.error
@@ -275,9 +270,8 @@ class Page:
         note = self.note
         if any(isinstance(c, Lines) and c.line and c.claim for p in self.panels for c in p.curves):
             note += " Lines are interpolated between the marks."
-        figure, places = plot_style.new_figure(
-            self.title, note, panels=len(self.panels), theme=theme
-        )
+        panels = len(self.panels)
+        figure, places = plot_style.new_figure(self.title, note, panels=panels, theme=theme)
         for axes, panel in zip(places, self.panels, strict=True):
             panel.draw(axes, record, theme)
         return figure

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -116,6 +116,21 @@ class Claim:
             self.key, quantity, dict(where), self.relation, predicted, value, error, allowed,
             agrees, samples, skewness,
         )  # fmt: skip
+
+
+#: A claim that follows by algebra, one that is expected to fail, and those of inequalities.
+theorem, refuted = partial(Claim, theorem=True), partial(Claim, expected="does not hold")
+at_least, at_most = partial(Claim, relation=">="), partial(Claim, relation="<=")
+
+
+def partly(
+    key: str, text: str, source: str = "", *, below: str = "", above: str = "", among: str = "",
+    **how: Any,
+) -> Claim:  # fmt: skip
+    """A claim expected to hold only below or above a value of a condition, or among its kinds."""
+    sense: Literal["up to", "from", "in"] = "from" if above else "in" if among else "up to"
+    bound = below or above or among
+    return Claim(key, text, source, "holds only where", bound=bound, sense=sense, **how)
 
 
 #: The claim of rows that test none: what they measure is recorded for the figure.

@@ -12,10 +12,10 @@ from acutance import apply, calibrate, probe
 from acutance.calibration import measure as measure_law
 from acutance.scaling import ClipLogN, LogN, NoScaling, SqrtLogN, SSMax, Window, Yarn
 from acutance_lab import texts
-from acutance_lab.experiment import Measured, Run, experiment, refuted, theorem, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.experiments import mlm_table
 from acutance_lab.figure import Axis, Curve, Lines, Panel, Points
-from acutance_lab.record import Claim, Estimate, Record
+from acutance_lab.record import Estimate, Record, at_most, refuted, theorem
 from acutance_lab.sampling import mean
 from acutance_lab.trained import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses, train
 
@@ -212,20 +212,18 @@ _LENGTH = Axis(
 
 
 @experiment(
-    Claim("holds", "the calibrated law keeps the median head's entropy within 5 % of that at 1×, "
-          "on held-out text", SOURCE, relation="<="),
+    at_most("holds", "the calibrated law keeps the median head's entropy within 5 % of that at 1×, "
+            "on held-out text", SOURCE),
     # Stated of every head before the first run.
     refuted("every", "it does so for every head of the decoders", SOURCE, relation="<="),
-    Claim("loses", "a decoder calibrated to constant entropy loses to no fixed law by more than "
-          "the spread over seeds", SOURCE, relation="<="),
+    at_most("loses", "a decoder calibrated to constant entropy loses to no fixed law by more than "
+            "the spread over seeds", SOURCE),
     # Expected to hold as well before the first run, which told otherwise.
     refuted("encoders", "nor does a masked encoder so calibrated", SOURCE, relation="<="),
-    Claim("share", "nor does a model calibrated to each head's share of log n", SOURCE,
-          relation="<="),
-    Claim("helps", "at the longest texts calibrated has less loss than none", SOURCE,
-          relation="<="),
-    Claim("window", "at the longest texts a decoder loses less with a window of the training "
-          "length than with any temperature", "acutance.scaling.Window", relation="<="),
+    at_most("share", "nor does a model calibrated to each head's share of log n", SOURCE),
+    at_most("helps", "at the longest texts calibrated has less loss than none", SOURCE),
+    at_most("window", "at the longest texts a decoder loses less with a window of the training "
+            "length than with any temperature", "acutance.scaling.Window"),
     theorem("same", "laws that are 1 up to the training length change nothing there", within=1e-5),
     figure=[
         Panel(_LENGTH, Axis("loss − loss without a law, nat"), [_losses], "loss"),

@@ -9,9 +9,9 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from acutance import theory
-from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate
+from acutance_lab.record import Claim, Estimate, at_most, partly, refuted, theorem
 from acutance_lab.sampling import (
     Draw,
     cosine,
@@ -36,9 +36,9 @@ MEDIAN = "median λ(1 − Σp²)"
     partly("surrogate", "E λ(1 − Σp²) = λ(1 − exp(λ²)/n), greatest at λ = 2.008 for n = 512",
            f"{SU}/9812", within=0.02, below="λ"),
     Claim("exact", "E λ(1 − Σp²) = λ(1 − E Σp²), the exact integral, rising to M_n"),
-    Claim("typical", "from 4 M_n on the median gradient is below half of its best", relation="<="),
+    at_most("typical", "from 4 M_n on the median gradient is below half of its best"),
     Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral"),
-    Claim("typical_norm", "from 4 M_n on the median ‖λJ‖_F is below half too", relation="<="),
+    at_most("typical_norm", "from 4 M_n on the median ‖λJ‖_F is below half too"),
     Claim("entropy", "E H falls from log n to 0 as the exact integral"),
     theorem("range", "0 ≤ H ≤ log n in every row", f"{SU}/9593", relation="<=", rounding=1e-9),
     theorem("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<="),
@@ -251,8 +251,8 @@ _N = Axis("keys n", log=True, ticks=(512, 2048, 8192, 65536))
     Claim("collision", "under that law E Σp² is the exact integral"),
     Claim("drift", "under that law E H is the exact integral"),
     Claim("scale", "the scale that does keep 1/E Σp² = 2 is the integral's solution"),
-    theorem("match", "one key above the rest keeps H at λ = log(n − 1) + logit p, with "
-            "h(p) + (1 − p)·log(n − 1) = H", rounding=1e-9),
+    theorem("match", "one key above the rest keeps H at λ = log(n − 1) + logit p, with h(p) + (1 − "
+            "p)·log(n − 1) = H", rounding=1e-9),
     figure=[
         Panel(_N, Axis("collision Σp²", log=True),
               [Lines("collision", "n", "{}", by="logits"),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab.encoder import Block, Encoder
-from acutance_lab.experiment import Measured, Run, experiment, theorem, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim
+from acutance_lab.record import Claim, at_least, theorem
 from acutance_lab.sampling import mean, statistics
 from acutance_lab.training import Plan, fit, seeded
 
@@ -122,12 +122,11 @@ def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor
 
 
 @experiment(
-    Claim("order", f"at n = {TEST} scaling by log n is at least as accurate as none", SOURCE,
-          relation=">="),
+    at_least("order", f"at n = {TEST} scaling by log n is at least as accurate as none", SOURCE),
     Claim("falls", "without it every model is at chance at a million million symbols", SOURCE),
-    Claim("keeps", f"with it accuracy at n = {TEST} is 0.95 or more", SOURCE, relation=">="),
-    theorem("dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, "
-            "with the scores of a short string", within=1e-4),
+    at_least("keeps", f"with it accuracy at n = {TEST} is 0.95 or more", SOURCE),
+    theorem("dilutes", "layer 1 weighs the first symbol exp(f·s₁)/Σ exp(f·s), f = 1 or log n, with "
+            "the scores of a short string", within=1e-4),
     figure=[Panel(
         Axis("symbols n", log=True), Axis("accuracy"),
         [Lines("", "n", law + ", trained at {}", by="trained at", quantity="accuracy by counts",

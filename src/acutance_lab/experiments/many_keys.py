@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from acutance import attention, row_statistics, theory
-from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem
-from acutance_lab.figure import BROAD, GREY, Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate
+from acutance_lab.experiment import Measured, Run, experiment
+from acutance_lab.figure import GREY, Axis, Level, Lines, Panel
+from acutance_lab.record import Claim, Estimate, partly, refuted, theorem
 from acutance_lab.sampling import (
     Draw,
     exponential,
@@ -364,10 +364,10 @@ _RATIO = Axis("scale in units of the maximum, γ/M_n", limits=(0.0, 6.3))
     Claim("exact entropy", "E H at finite n is the exact integral"),
     figure=[
         Panel(_RATIO, Axis("collision Σp²", limits=(0.0, 1.0)),
-              [Lines("collision", "γ/M_n", "frozen law, n → ∞", marks="", style=BROAD),
+              [Lines("collision", "γ/M_n", "frozen law, n → ∞", marks="", style=GREY),
                Lines("exact collision", "γ/M_n", "n = {:,}", by="n")], "collision", [Level(1.0)]),
         Panel(_RATIO, Axis("entropy H, nat", True, (0.2, 0.5, 1, 2, 5, 10), (0.15, 14)),
-              [Lines("entropy", "γ/M_n", marks="", style=BROAD),
+              [Lines("entropy", "γ/M_n", marks="", style=GREY),
                Lines("exact entropy", "γ/M_n", by="n")], "entropy", [Level(1.0)]),
     ],
 )  # fmt: skip
@@ -381,9 +381,9 @@ def freezing(run: Run) -> Iterator[Measured]:
     Predicted: with m = M_n/γ < 1: Σp² → 1 − m and H → ψ(1) − ψ(1 − m); at finite n the first is a
     few per cent low near γ = 2 M_n, the second too high by more.
 
-    Figure: Above γ = M_n attention freezes onto a few keys, however many there are. Thin lines:
-    exact integrals at each n. Thick line: the frozen law of infinitely many keys, m = M_n/γ. Marks:
-    mean over sampled rows.
+    Figure: Above γ = M_n attention freezes onto a few keys, however many there are. Lines: exact
+    integrals at each n. Grey line: the frozen law of infinitely many keys, m = M_n/γ. Marks: mean
+    over sampled rows.
     """
     multiples = (0.25, 0.5, 0.75, 1.05, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):

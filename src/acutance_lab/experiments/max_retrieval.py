@@ -12,7 +12,7 @@ from acutance.scaling import AdaptivePoly, LearnedSSMax, LogN, NoScaling
 from acutance.scaling import Scaling as Law
 from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import GREY, Axis, Curve, Lines, Panel, Points
-from acutance_lab.record import Claim, Estimate, Record
+from acutance_lab.record import Claim, Estimate, Record, at_least, at_most
 from acutance_lab.sampling import difference, mean, statistics
 from acutance_lab.training import Plan, fit, seeded
 
@@ -136,14 +136,12 @@ _N = Axis("items n", log=True, ticks={n: str(n) for n in TESTS})
 
 
 @experiment(
-    Claim("order", "trained with log n or SSMax it is no worse than with adaptive temperature",
-          relation=">="),
-    Claim("adapts", "adaptive temperature, on the same weights, is no worse than none", SOURCE,
-          relation=">="),
-    Claim("alike", "SSMax and log n differ by no more than 0.05", relation="<="),
-    Claim("falls", "accuracy without scaling falls from 16 items to 1024", SOURCE, relation=">="),
-    Claim("spreads", "scores are bounded, so H without scaling grows as log n: from 256 to 1024 "
-          "by what independent items give, log 4 in the limit", SOURCE),
+    at_least("order", "trained with log n or SSMax it is no worse than with adaptive temperature"),
+    at_least("adapts", "adaptive temperature, on the same weights, is no worse than none", SOURCE),
+    at_most("alike", "SSMax and log n differ by no more than 0.05"),
+    at_least("falls", "accuracy without scaling falls from 16 items to 1024", SOURCE),
+    Claim("spreads", "scores are bounded, so H without scaling grows as log n: from 256 to 1024 by "
+          "what independent items give, log 4 in the limit", SOURCE),
     figure=[
         Panel(_N, Axis("accuracy"), [Lines("", "n", "{}", by="law", quantity="accuracy")],
               "accuracy"),

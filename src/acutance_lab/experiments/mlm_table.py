@@ -12,9 +12,9 @@ from acutance import apply, probe
 from acutance.scaling import LogN, NoScaling, Scaling
 from acutance_lab import texts
 from acutance_lab.encoder import Encoder
-from acutance_lab.experiment import Measured, Run, experiment, theorem, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Lines, Panel
-from acutance_lab.record import Claim, Estimate
+from acutance_lab.record import Estimate, at_least, at_most, theorem
 from acutance_lab.sampling import between_seeds, mean
 from acutance_lab.training import Plan, fit, seeded
 
@@ -87,11 +87,11 @@ _N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
 
 
 @experiment(
-    Claim("above", "beyond its training length log n is on average at least as accurate as none",
-          SOURCE, relation=">="),
-    Claim("most", "from 8 times that length on it is ahead in most pairs", SOURCE, relation=">="),
-    Claim("equal", "at that length accuracies differ by no more than 0.02", SOURCE, relation="<="),
-    Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">="),
+    at_least("above", "beyond its training length log n is on average at least as accurate as none",
+             SOURCE),
+    at_least("most", "from 8 times that length on it is ahead in most pairs", SOURCE),
+    at_most("equal", "at that length accuracies differ by no more than 0.02", SOURCE),
+    at_least("entropy", "with log n the entropy grows less with n", SOURCE),
     theorem("same", "a law built into a model and the same law applied to it give the same loss",
             within=1e-4),
     figure=[

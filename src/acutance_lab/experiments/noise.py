@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from acutance import attention, theory
-from acutance_lab.experiment import Measured, Run, experiment, partly
+from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import GREY, Axis, Lines, Panel
-from acutance_lab.record import Claim, Estimate
+from acutance_lab.record import Claim, Estimate, partly
 from acutance_lab.sampling import mean, ratio, statistics
 
 Kind = Literal["gaussian", "laplace", "gumbel", "uniform"]
@@ -99,8 +99,9 @@ _ERROR = "mean square error of the output, value²"
 
 
 @experiment(
-    partly("unchanged", "õ ≈ o: noise moves the output by less than a tenth of the spread of the "
-           "values", "Su Jianlin, kexue.fm/archives/9593", relation="<=", below="ν/N_eff"),
+    partly("unchanged",
+           "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
+           "Su Jianlin, kexue.fm/archives/9593", relation="<=", below="ν/N_eff"),
     *(
         partly(f"first order, {name.lower()}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
                within=0.02, below="ν/N_eff")

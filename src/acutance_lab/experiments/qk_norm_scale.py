@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from acutance import probe, theory
 from acutance.nn import rotate
 from acutance_lab import texts
-from acutance_lab.experiment import Measured, Run, experiment, refuted, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim
+from acutance_lab.record import at_least, at_most, refuted
 from acutance_lab.sampling import between_seeds
 from acutance_lab.training import Plan, fit, seeded
 
@@ -48,12 +48,6 @@ class Attention(nn.Module):
         query, key = (rotate(norm(x)) for norm, x in zip(self.norms, (query, key), strict=True))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
         return self.output(out.transpose(1, 2).reshape(batch, n, WIDTH))  # type: ignore[no-any-return]
-
-    def gradient(self) -> float:
-        """Norm of the gradient of the query and key projections."""
-        gradient = self.inputs.weight.grad
-        assert gradient is not None
-        return float(gradient[: 2 * WIDTH].norm())
 
 
 class Decoder(nn.Module):
@@ -120,9 +114,9 @@ def train(
     with torch.no_grad(), probe(model, metrics=["entropy"], rows=last) as opened:
         model(batch[:, :-1])
     entropy = float(opened.summary().mean("entropy").mean())
-    with torch.enable_grad():
-        losses(model, batch).mean().backward()
-    gradient = math.hypot(*(layer.gradient() for layer in model.layers))
+    inputs = [layer.inputs.weight for layer in model.layers]
+    slopes = torch.autograd.grad(losses(model, batch).mean(), inputs)
+    gradient = math.hypot(*(float(slope[: 2 * WIDTH].norm()) for slope in slopes))
 
     def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
         return losses(model, texts.sample_windows(text, LENGTH + 1, 16, generator)).mean()
@@ -149,14 +143,13 @@ _DEVIATION = Axis(
 
 
 @experiment(
-    Claim("explodes", "with scale 1 the first gradient of the query and key projections is larger "
-          "than with 1/√d", GEMMA, relation=">="),
-    Claim("one_hot", "a decoder trained with scale 1 after QK-norm has a higher loss than with "
-          "1/√d", GEMMA, relation=">="),
-    Claim("sharpens", "a logit deviation of 1.44 has no more loss than 1",
-          "karpathy/nanochat, gpt.py: q and k times 1.2 after RMSNorm", relation="<="),
-    Claim("gain", "trained gains make up for scale 1: no more loss than 1/√d without gains",
-          relation="<="),
+    at_least("explodes", "with scale 1 the first gradient of the query and key projections is "
+             "larger than with 1/√d", GEMMA),
+    at_least("one_hot", "trained with scale 1 after QK-norm, the loss is higher than with 1/√d",
+             GEMMA),
+    at_most("sharpens", "a logit deviation of 1.44 has no more loss than 1",
+            "karpathy/nanochat, gpt.py: q and k times 1.2 after RMSNorm"),
+    at_most("gain", "trained gains make up for scale 1: no more loss than 1/√d without gains"),
     refuted("entropy", "before training, scale 1 after QK-norm has the entropy of normal logits of "
             "deviation √d", GEMMA, within=0.05),
     figure=[

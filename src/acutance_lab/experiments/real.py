@@ -21,9 +21,9 @@ from acutance.probing import THRESHOLDS
 from acutance.scaling import InfoScale, LogN
 from acutance.scores import Cosine, ScaleInvariant
 from acutance_lab import language, texts
-from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Curve, Level, Lines, Panel, Points
-from acutance_lab.record import Claim, Record
+from acutance_lab.record import Claim, Record, at_least, at_most, partly, refuted, theorem
 from acutance_lab.sampling import mean
 from acutance_lab.trained import TRAIN_LENGTH, decoder
 
@@ -89,7 +89,7 @@ def r_squared(predicted: Tensor, measured: Tensor) -> float:
     theorem("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3),
     figure=[
         Panel(Axis("predicted H, nat"), Axis("measured H, nat"),
-              [Lines(claim, "predicted", "{}", by="model", line=False, marks="each")],
+              [Lines(claim, "predicted", "{}", by="model", line=False, marks="bars")],
               title, [Level(name="equal")])
         for claim, title in (
             ("gauss", "from n and standard deviation, Gaussian"),
@@ -181,13 +181,11 @@ def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor
 
 
 @experiment(
-    Claim("moves", "whatever token opens a text, at least 80 % as many heads sink in it", XIAO,
-          relation=">="),
-    Claim("second", "behind it, hardly a head sinks in what opened the text before", XIAO,
-          relation="<="),
-    Claim("nonsense", "random tokens have at least 80 % as many sinks as text", GU, relation=">="),
-    Claim("repeat", "one token repeated has no sink: all its keys are alike", GU, relation="<="),
-    Claim("bottom", "the bottom two layers have no sink in the first key", XIAO, relation="<="),
+    at_least("moves", "whatever token opens a text, at least 80 % as many heads sink in it", XIAO),
+    at_most("second", "behind it, hardly a head sinks in what opened the text before", XIAO),
+    at_least("nonsense", "random tokens have at least 80 % as many sinks as text", GU),
+    at_most("repeat", "one token repeated has no sink: all its keys are alike", GU),
+    at_most("bottom", "the bottom two layers have no sink in the first key", XIAO),
     # Expected to hold before the first look, which found none in layers 2, 10 and 11 either.
     refuted("above", "every layer above them has sinks in the first key", XIAO, relation=">="),
     figure=[
@@ -439,15 +437,15 @@ def _power(record: Record) -> Iterator[Curve]:
     refuted("exponent", "the mean over heads falls as d^−γ, γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
             within=0.01),
     refuted("length", "so γ is less in a text four times as long", MARIN, relation="<="),
-    Claim("decays", "weight falls with distance in at least nine heads of ten",
-          "Su et al. (2021), arXiv:2104.09864", relation=">="),
+    at_least("decays", "weight falls with distance in at least nine heads of ten",
+             "Su et al. (2021), arXiv:2104.09864"),
     refuted("one", "half of the heads have that exponent, to 10 %", MARIN, relation=">="),
     figure=[
         Panel(Axis("distance, tokens", log=True), Axis("mean weight of a key", log=True),
               [Lines("", "distance", "measured", quantity=WEIGHT, line=False), _power],
               "mean over heads"),
         Panel(Axis("layer"), Axis("exponent γ"),
-              [Lines("", "layer", "a head", quantity="γ of a head", line=False, marks="each")],
+              [Lines("", "layer", "a head", quantity="γ of a head", line=False, marks="bars")],
               "head by head", lambda record: [Level(y=_gamma(record), name="published")]),
     ],
     needs="transformers", full_needs=language.PACKAGE, full_only=("exponent", "length", "one"),
@@ -549,17 +547,17 @@ def paired(
 
 
 @experiment(
-    Claim("grows", "no head's entropy falls as n grows", f"{SU}/8823", relation=">="),
+    at_least("grows", "no head's entropy falls as n grows", f"{SU}/8823"),
     refuted("unit", "a head's entropy is log n less a constant", f"{SU}/8823", within=0.03),
-    Claim("beyond", "InfoScale lowers the loss beyond the training length", INFO, relation="<="),
+    at_most("beyond", "InfoScale lowers the loss beyond the training length", INFO),
     refuted("log_n", "there it has no more loss than log n (our comparison)", INFO, relation="<="),
-    Claim("costs", "log n and InfoScale, 1 at the trained context, cost loss in it", relation=">="),
-    Claim("after", "scores that a model was not trained with cost loss", relation=">="),
-    Claim("calibrated", "constant entropy raises the loss inside the context",
-          "acutance.calibrate", relation=">="),
+    at_least("costs", "log n and InfoScale, 1 at the trained context, cost loss in it"),
+    at_least("after", "scores that a model was not trained with cost loss"),
+    at_least("calibrated", "constant entropy raises the loss inside the context",
+             "acutance.calibrate"),
     figure=[
         Panel(Axis("layer"), Axis("dH / d log n"),
-              [Lines("", "layer", "a head", quantity="dH/d log n", line=False, marks="each")],
+              [Lines("", "layer", "a head", quantity="dH/d log n", line=False, marks="bars")],
               "head by head", [Level(y=0.0), Level(y=1.0, name="log n less a constant")]),
         Panel(Axis("position, up to", log=True), Axis("change of the loss, nat", log=0.1),
               [Lines("", "to", "{}", by="law", quantity=BY_POSITION, last="model", marks="bars")],

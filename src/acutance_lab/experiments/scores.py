@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from acutance import row_statistics, theory
-from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem
+from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate, values
+from acutance_lab.record import Claim, Estimate, partly, refuted, theorem, values
 from acutance_lab.sampling import mean, statistics
 
 N = 1024

@@ -8,9 +8,9 @@ import torch
 from scipy.special import ndtr
 
 from acutance import theory
-from acutance_lab.experiment import Measured, Run, experiment, partly, refuted, theorem
+from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, values
+from acutance_lab.record import Claim, at_least, at_most, partly, refuted, theorem, values
 from acutance_lab.sampling import (
     difference,
     gaussian_collision,
@@ -75,8 +75,8 @@ def printed(beta: float, gamma: float) -> float:
            above="n·Φ(u)"),
     theorem("printed", "eq. 6, typeset rightly, is M₂/√M₄", f"{SU}, eq. 6", rounding=0.0,
             within=1e-9),
-    Claim("bounded", "for β ≥ 0, S ≥ 1/√6", f"{SU}, eq. 6", relation=">=", within=0.005),
-    Claim("opposite", "for β < 0, a smaller γ is sparser", f"{SU}, eq. 6", relation="<="),
+    at_least("bounded", "for β ≥ 0, S ≥ 1/√6", f"{SU}, eq. 6", within=0.005),
+    at_most("opposite", "for β < 0, a smaller γ is sparser", f"{SU}, eq. 6"),
     theorem("floor", "S ≥ 1/√n in every row", relation=">="),
     figure=[Panel(_SCORES, _S(), [Lines("formula", "γ", "β = {:g}", by="β")],
                   levels=[Level(y=6**-0.5)])],

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from acutance import apply, calibrate
 from acutance.calibration import measure as measure_law
 from acutance.scaling import ClipLogN, HeadTable, Llama4, LogN, NoScaling, Window
 from acutance_lab import texts
-from acutance_lab.experiment import Measured, Run, experiment, refuted, theorem, untested
+from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.experiments.calibrated_length import BOUND, LOSS, calibrations
 from acutance_lab.experiments.calibrated_length import CALIBRATED as ENTROPY
 from acutance_lab.experiments.calibrated_length import FRACTION as SHARE
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate
+from acutance_lab.record import Estimate, at_least, at_most, refuted, theorem
 from acutance_lab.sampling import difference
 from acutance_lab.trained import Size, next_byte_losses, train_hybrid
 
@@ -26,20 +26,6 @@ NONE, LOG_N, CLIPPED, LLAMA = "none", "log_n", "clip_log_n", "llama4"
 ONE = "fitted coefficient"  # 1 + c log(n / T), one c for all heads
 WINDOW, HALF = "window of T", "window of T / 2"
 HYBRID, ROPE = "position-free", "RoPE"  # the two kinds of model
-
-
-class Texts(NamedTuple):
-    """The bytes that one run reads.
-
-    Attributes:
-        training: text that models are trained on.
-        known: windows of it that laws are fitted to, (windows, 16 T).
-        held_out: windows of other files, (windows, 16 T + 1).
-    """
-
-    training: Tensor
-    known: Tensor
-    held_out: Tensor
 
 
 def size(run: Run) -> Size:
@@ -52,16 +38,6 @@ def size(run: Run) -> Size:
 def times(run: Run) -> tuple[int, ...]:
     """The lengths tested, as multiples of the training length."""
     return (1, 2, 4) if run.quick else (1, 2, 4, 8, 16)
-
-
-def read_texts(run: Run) -> Texts:
-    """Windows of the run's seed, the same for all models."""
-    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
-    generator = torch.Generator().manual_seed(4000 + run.seed)
-    longest = size(run).length * times(run)[-1]
-    known = texts.sample_windows(training, longest, run.size(6, 30), generator)
-    windows = texts.sample_windows(held_out, longest + 1, run.size(32, 64), generator)
-    return Texts(training, known, windows)
 
 
 @torch.no_grad()
@@ -99,9 +75,8 @@ def laws(run: Run, model: torch.nn.Module, known: Tensor) -> dict[str, Any]:
         ONE: growing(run, coefficient(run, model, some)),
     }  # fmt: skip
     tried |= calibrations(model, some, lengths, passes=run.size(3, 4))
-    tried[LOSS] = calibrate(
-        model, list(known.split(1)), target="loss", lengths=lengths, passes=run.size(2, 6)
-    )
+    windows, passes = list(known.split(1)), run.size(2, 6)
+    tried[LOSS] = calibrate(model, windows, target="loss", lengths=lengths, passes=passes)
     return tried
 
 
@@ -133,31 +108,6 @@ def over_seeds(differences: Sequence[Tensor]) -> Estimate:
 
 #: By kind of model and law, for each seed the losses (lengths, windows).
 Losses = Mapping[tuple[str, str], Sequence[Tensor]]
-
-
-def of_one_seed(
-    run: Run,
-    model: torch.nn.Module,
-    seed: int,
-    tried: Mapping[str, Any],
-    read: Texts,
-    losses: Losses,
-) -> Iterator[Measured]:
-    """Of one model with position-free layers: entropies, and losses that may not change."""
-    windows = read.held_out[: run.size(6, 12), :-1]
-    longest = times(run)[-1]
-    for law in (NONE, CLIPPED):
-        first, last = entropies(run, model, windows, tried[law])
-        where = {"model": HYBRID, "law": law, "seed": seed}
-        yield untested("mean H, nat", first, {**where, BOUND: 1})
-        yield untested("mean H, nat", last, {**where, BOUND: longest})
-        if law == NONE:
-            growth = difference(last, first)
-            yield "spreads", "H less that at 1×, nat", 0.0, growth, {**where, BOUND: longest}
-    for law in (CLIPPED, WINDOW, ONE):
-        where = {"model": HYBRID, "law": law, "seed": seed, BOUND: 1}
-        before, after = (float(losses[HYBRID, name][-1][0].mean()) for name in (NONE, law))
-        yield "same", "loss at 1×, nat", before, after, where
 
 
 def of_all_seeds(factors: Sequence[int], losses: Losses) -> Iterator[Measured]:
@@ -214,23 +164,25 @@ _READ = Axis(
 
 
 @experiment(
-    refuted("free", "with it reading more than T keys costs nothing: no more loss than with a "
-            "window of T", f"{SWAN}; the comparison is ours", relation="<="),
+    refuted("free",
+            "with it reading more than T keys costs nothing: no more loss than with a window of T",
+            f"{SWAN}; the comparison is ours", relation="<="),
     # Before the first run log n and Llama 4's temperature were expected to have less loss.
-    Claim("log_n", "log n, clipped at the training length T, has no less loss beyond it than none",
-          relation=">="),
-    Claim("robust", "without a law the loss grows less than that of the same size with RoPE in all "
-          "layers", SWAN, relation="<=", bound=BOUND, sense="from"),
-    Claim("llama4", "Llama 4's temperature, its length set to T, has no less loss than none",
-          "Meta (2025), Llama 4, in transformers", relation=">="),
+    at_least("log_n",
+             "log n, clipped at the training length T, has no less loss beyond it than none"),
+    at_most("robust",
+            "without a law the loss grows less than that of the same size with RoPE in all layers",
+            SWAN, bound=BOUND, sense="from"),
+    at_least("llama4", "Llama 4's temperature, its length set to T, has no less loss than none",
+             "Meta (2025), Llama 4, in transformers"),
     refuted("entropy", "calibrated to constant entropy, the loss is no higher than with log n",
             "acutance.calibrate", relation="<="),
-    Claim("loss", "calibrated to the loss, it is lower than with log n", "acutance.calibrate",
-          relation="<=", bound=BOUND, sense="from"),
-    Claim("window", "at the longest texts a window of T has less loss than every temperature",
-          "acutance.scaling.Window", relation="<="),
-    Claim("spreads", "without a law the entropy of the position-free heads grows with the text",
-          SWAN, relation=">="),
+    at_most("loss", "calibrated to the loss, it is lower than with log n", "acutance.calibrate",
+            bound=BOUND, sense="from"),
+    at_most("window", "at the longest texts a window of T has less loss than every temperature",
+            "acutance.scaling.Window"),
+    at_least("spreads", "without a law the entropy of the position-free heads grows with the text",
+             SWAN),
     theorem("same", "what begins beyond T changes no loss at T", within=1e-5),
     figure=[
         Panel(_READ, Axis("loss, nat a byte"),
@@ -260,13 +212,17 @@ def swan(run: Run) -> Iterator[Measured]:
     windows, no positions in global layers. Held-out loss of rows that read at most 1 to 16 times
     the trained length T, and more than half of it. Bars: standard errors over windows and seeds.
     """
-    read, length = read_texts(run), size(run).length
+    training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
+    generator = torch.Generator().manual_seed(4000 + run.seed)
+    length, longest = size(run).length, times(run)[-1]
+    known = texts.sample_windows(training, longest * length, run.size(6, 30), generator)
+    windows = texts.sample_windows(held_out, longest * length + 1, run.size(32, 64), generator)
     by_law: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for seed in run.seeds(1, 3):
         for kind in (HYBRID, ROPE) if seed == 100 * run.seed else (HYBRID,):
             free = kind == HYBRID
             model = train_hybrid(
-                size(run), seed, read.training, position_free=free,
+                size(run), seed, training, position_free=free,
                 keep=run.checkpoint(f"swan-{'free' if free else 'rope'}-{seed}"), note=run.note,
             )  # fmt: skip
             if run.note is not None:
@@ -275,10 +231,20 @@ def swan(run: Run) -> Iterator[Measured]:
                 NONE: NoScaling(), CLIPPED: ClipLogN(train_length=length), WINDOW: Window(length)
             }  # fmt: skip
             if free:
-                tried = laws(run, model, read.known)
+                tried = laws(run, model, known)
             for law, scaling in tried.items():
                 with apply(model, scaling):
-                    by_law[kind, law].append(losses(run, model, read.held_out))
-            if free:
-                yield from of_one_seed(run, model, seed, tried, read, by_law)
+                    by_law[kind, law].append(losses(run, model, windows))
+            for law in (NONE, CLIPPED) if free else ():
+                first, last = entropies(run, model, windows[: run.size(6, 12), :-1], tried[law])
+                where = {"model": HYBRID, "law": law, "seed": seed, BOUND: longest}
+                yield untested("mean H, nat", first, {**where, BOUND: 1})
+                yield untested("mean H, nat", last, where)
+                if law == NONE:
+                    growth = difference(last, first)
+                    yield "spreads", "H less that at 1×, nat", 0.0, growth, where
+            for law in (CLIPPED, WINDOW, ONE) if free else ():
+                where = {"model": HYBRID, "law": law, "seed": seed, BOUND: 1}
+                before, after = (float(by_law[HYBRID, name][-1][0].mean()) for name in (NONE, law))
+                yield "same", "loss at 1×, nat", before, after, where
     yield from of_all_seeds(times(run), by_law)
