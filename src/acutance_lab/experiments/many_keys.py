@@ -261,7 +261,7 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
 
 
 @experiment(
-    theorem("attained", "one logit above all others, alike, has the least entropy", ZHAI,
+    theorem("attained", "one logit above the others, alike, has the least entropy", ZHAI,
             within=1e-9),
     theorem("floor", "no row of logits of norm s has less", ZHAI, relation=">=", rounding=1e-9),
     Claim("reached", "gradient descent on the measured entropy ends there", within=0.01),

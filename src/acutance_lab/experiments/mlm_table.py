@@ -87,12 +87,11 @@ _N = Axis("window n, bytes", log=True, ticks={n: str(n) for n in LENGTHS})
 
 
 @experiment(
-    at_least("above", "beyond its training length log n is on average at least as accurate as none",
-             SOURCE),
+    at_least("above", "beyond its length log n is on average at least as accurate as none", SOURCE),
     at_least("most", "from 8 times that length on it is ahead in most pairs", SOURCE),
     at_most("equal", "at that length accuracies differ by no more than 0.02", SOURCE),
     at_least("entropy", "with log n the entropy grows less with n", SOURCE),
-    theorem("same", "a law built into a model and the same law applied to it give the same loss",
+    theorem("same", "a law built into a model and the same law applied give the same loss",
             within=1e-4),
     figure=[
         Panel(_N, Axis("accuracy on masked bytes", limits=(0.0, None)),

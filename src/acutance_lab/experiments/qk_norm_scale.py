@@ -143,15 +143,14 @@ _DEVIATION = Axis(
 
 
 @experiment(
-    at_least("explodes", "with scale 1 the first gradient of the query and key projections is "
-             "larger than with 1/√d", GEMMA),
-    at_least("one_hot", "trained with scale 1 after QK-norm, the loss is higher than with 1/√d",
-             GEMMA),
+    at_least("explodes",
+             "scale 1 makes the first gradient of queries and keys larger than 1/√d does", GEMMA),
+    at_least("one_hot", "after QK-norm, scale 1 ends at a higher loss than 1/√d", GEMMA),
     at_most("sharpens", "a logit deviation of 1.44 has no more loss than 1",
             "karpathy/nanochat, gpt.py: q and k times 1.2 after RMSNorm"),
     at_most("gain", "trained gains make up for scale 1: no more loss than 1/√d without gains"),
-    refuted("entropy", "before training, scale 1 after QK-norm has the entropy of normal logits of "
-            "deviation √d", GEMMA, within=0.05),
+    refuted("entropy", "scale 1 starts at the entropy of normal logits of deviation √d", GEMMA,
+            within=0.05),
     figure=[
         Panel(_DEVIATION, Axis("held-out loss less that of 1/√d, nat"), [_by_gains(LESS_UNIT)],
               "loss", [Level(y=0.0)]),

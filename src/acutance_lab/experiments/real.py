@@ -131,13 +131,10 @@ def real_heads(run: Run) -> Iterator[Measured]:
             if math.isfinite(expected):
                 where = {**head, "n": float(four.n[at])}
                 yield "four", "mean H at n, nat", expected, entropy, where
-        shares = {
-            "Gaussian": r_squared(gauss, H), "from four numbers": four.r_squared(),
-            "of log n − (s_max − s̄)": r_squared(floor, H),
-        }  # fmt: skip
-        for prediction, share in shares.items():
-            where = {"model": name, "heads": len(H)}
-            yield untested(f"R² over heads, {prediction}", share, where)
+        where = {"model": name, "heads": len(H)}
+        yield untested("R² over heads, Gaussian", r_squared(gauss, H), where)
+        yield untested("R² over heads, from four numbers", four.r_squared(), where)
+        yield untested("R² over heads, of log n − (s_max − s̄)", r_squared(floor, H), where)
 
 
 XIAO = "Xiao et al. (2023), arXiv:2309.17453"
@@ -434,7 +431,7 @@ def _power(record: Record) -> Iterator[Curve]:
 
 @experiment(
     # Expected to hold before the first run, which found the exponent to rise with T.
-    refuted("exponent", "the mean over heads falls as d^−γ, γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
+    refuted("exponent", "mean weight falls as d^−γ, γ = (2θ − √2 T)/(2θ + √2 T)", MARIN,
             within=0.01),
     refuted("length", "so γ is less in a text four times as long", MARIN, relation="<="),
     at_least("decays", "weight falls with distance in at least nine heads of ten",
@@ -553,8 +550,7 @@ def paired(
     refuted("log_n", "there it has no more loss than log n (our comparison)", INFO, relation="<="),
     at_least("costs", "log n and InfoScale, 1 at the trained context, cost loss in it"),
     at_least("after", "scores that a model was not trained with cost loss"),
-    at_least("calibrated", "constant entropy raises the loss inside the context",
-             "acutance.calibrate"),
+    at_least("calibrated", "constant entropy raises the loss in the context", "acutance.calibrate"),
     figure=[
         Panel(Axis("layer"), Axis("dH / d log n"),
               [Lines("", "layer", "a head", quantity="dH/d log n", line=False, marks="bars")],

@@ -164,24 +164,21 @@ _READ = Axis(
 
 
 @experiment(
-    refuted("free",
-            "with it reading more than T keys costs nothing: no more loss than with a window of T",
+    refuted("free", "with log n, reading more than T keys has no more loss than a window of T",
             f"{SWAN}; the comparison is ours", relation="<="),
     # Before the first run log n and Llama 4's temperature were expected to have less loss.
-    at_least("log_n",
-             "log n, clipped at the training length T, has no less loss beyond it than none"),
-    at_most("robust",
-            "without a law the loss grows less than that of the same size with RoPE in all layers",
-            SWAN, bound=BOUND, sense="from"),
+    at_least("log_n", "log n, clipped at the length T of training, has no less loss than none"),
+    at_most("robust", "without a law the loss grows less than with RoPE in all layers", SWAN,
+            bound=BOUND, sense="from"),
     at_least("llama4", "Llama 4's temperature, its length set to T, has no less loss than none",
              "Meta (2025), Llama 4, in transformers"),
-    refuted("entropy", "calibrated to constant entropy, the loss is no higher than with log n",
+    refuted("entropy", "calibrated to constant entropy it is no higher than with log n",
             "acutance.calibrate", relation="<="),
     at_most("loss", "calibrated to the loss, it is lower than with log n", "acutance.calibrate",
             bound=BOUND, sense="from"),
-    at_most("window", "at the longest texts a window of T has less loss than every temperature",
+    at_most("window", "at the longest texts a window of T beats every temperature",
             "acutance.scaling.Window"),
-    at_least("spreads", "without a law the entropy of the position-free heads grows with the text",
+    at_least("spreads", "without a law the entropy of position-free heads grows with the text",
              SWAN),
     theorem("same", "what begins beyond T changes no loss at T", within=1e-5),
     figure=[
