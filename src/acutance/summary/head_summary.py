@@ -237,7 +237,7 @@ class HeadSummary(Columns):
                 "summaries can be merged only if they recorded the same metrics, got "
                 f"{recorded} in one and {others} in the other"
             )
-        layers = merged_layers([*self.by_layer(), *other.by_layer()])
+        layers = merged_layers([*self._by_layer(), *other._by_layer()])
         return HeadSummary.of_layers(
             layers,
             self.metrics,
@@ -247,14 +247,13 @@ class HeadSummary(Columns):
             maps=merged_maps(self.maps, other.maps),
         )
 
-    def by_layer(self) -> list[LayerSummary]:
+    def _by_layer(self) -> list[LayerSummary]:
         """The statistics of each layer."""
+        parts = Parts(moments=self.moments, **self.optional_parts)
         layers, start = [], 0
         for layer in self.layers:
-            stop = start + layer.heads
-            parts = Parts(moments=self.moments, **self.optional_parts)
-            layers.append(LayerSummary(layer, parts.heads(start, stop)))
-            start = stop
+            layers.append(LayerSummary(layer, parts.heads(start, start + layer.heads)))
+            start += layer.heads
         return layers
 
     @staticmethod

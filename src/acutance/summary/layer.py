@@ -29,9 +29,6 @@ STATUSES: dict[Status, str] = {
 }
 
 
-_WORST = tuple(STATUSES)
-
-
 #: Fields that count rows left out, each for another reason.
 LEFT_OUT = ("padded", "empty", "excluded", "skipped")
 #: Fields that are numbers of calls or rows.
@@ -108,7 +105,7 @@ class Layer:
         sums = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         return replace(
             self,
-            status=max((layer.status for layer in seen), key=_WORST.index),
+            status=max((layer.status for layer in seen), key=list(STATUSES).index),
             padded_by=", ".join(sorted(masks)),
             error=max(errors) if errors else None,
             source=self.source or other.source,

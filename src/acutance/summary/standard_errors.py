@@ -22,8 +22,8 @@ from acutance.summary.state import Run
 How = Literal["sequences", "bound", "unknown"]
 
 
-#: What each way to a standard error means, for reports.
-HOW: dict[str, str] = {
+#: What each way to a standard error means, for reports; the most reliable first.
+HOW: dict[How, str] = {
     "sequences": (
         "Standard errors come from the variation between sequences, which are assumed "
         "independent; rows of one sequence need not be."
@@ -36,9 +36,6 @@ HOW: dict[str, str] = {
         "Standard errors are unknown, because a state does not record its number of sequences."
     ),
 }
-
-
-_WORST = ("sequences", "bound", "unknown")
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Uncertainty(Cells):
 
 def worst(*ways: How) -> How:
     """The least reliable of several sources of a standard error."""
-    return max(ways, key=_WORST.index)
+    return max(ways, key=list(HOW).index)
 
 
 def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -186,17 +186,13 @@ class Moments(Cells):
         if bool(whole.any()) and not bool(whole.all()):  # only some need the careful way
             order = whole.logical_not().to(torch.int8).argsort(stable=True).tolist()
             most = int(whole.sum())
-            parts = [
-                Moments.of(x[part], tuple(names[index] for index in part))
-                for part in (order[:most], order[most:])
-            ]
-            back = torch.tensor(order, device="cpu").argsort()
-            return Moments(
-                **{
-                    field.name: torch.cat([getattr(part, field.name) for part in parts], 1)[:, back]
-                    for field in fields(Moments)
-                }
+            first, rest = (
+                Moments.of(x[chosen], tuple(names[index] for index in chosen)).tensors()
+                for chosen in (order[:most], order[most:])
             )
+            joined = {name: torch.cat([first[name], rest[name]], 1) for name in first}
+            back = torch.tensor(order, device="cpu").argsort()
+            return Moments(**{name: array[:, back] for name, array in joined.items()})
         bins = torch.empty(x.shape, dtype=torch.int64, device=x.device)
         for index, name in enumerate(names):
             _find_bins(x[index], _scale(name), bins[index])
@@ -214,9 +210,9 @@ class Moments(Cells):
             mean = wide.sum(-1) / count.clamp(min=1)
             away = torch.where(finite, wide - mean.unsqueeze(-1), 0.0)
             bins = torch.where(finite, bins, BINS)  # a bin more for what is left out
-        each = torch.arange(metrics * heads, device=x.device).view(metrics, heads, 1) * (BINS + 1)
+        starts = torch.arange(metrics * heads, device=x.device).view(metrics, heads, 1) * (BINS + 1)
         histogram = torch.bincount(
-            bins.add_(each).flatten(), minlength=metrics * heads * (BINS + 1)
+            bins.add_(starts).flatten(), minlength=metrics * heads * (BINS + 1)
         )
         arrays = {
             "count": count,
@@ -229,7 +225,7 @@ class Moments(Cells):
             "sampling": torch.zeros_like(mean),
         }
         return Moments(
-            **{name: part.transpose(0, 1).contiguous().cpu() for name, part in arrays.items()}
+            **{name: array.transpose(0, 1).contiguous().cpu() for name, array in arrays.items()}
         )
 
     def possible(self) -> dict[str, Tensor]:
