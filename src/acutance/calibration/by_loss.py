@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.gradients import LossGradients, choose_windows, joined
+from acutance.calibration.gradients import LossGradients, WindowChoice, choose_windows, joined
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
 from acutance.calibration.loss_table import (
@@ -82,21 +82,19 @@ def calibrate_by_loss(
     kept = Saving.to(**saving, endings=endings)
     windows = read_windows(model, batches, lengths, loss)
     fitting, stopping = split_units(windows)
-    choice, settings = None, {}
+    choice, settings = WindowChoice(), {}
     if choices:
         beside = kept.beside(".windows")
         choice = choose_windows(windows, fitting, stopping, choices, passes, beside, advance)
         settings = {"chosen": choice.words}
-    reads = {} if choice is None else choice.law
-    skipped = {} if choice is None else dict(choice.skipped)
+    skipped = dict(choice.skipped)
     scalings: dict[str, Any] = {}
     slopes: tuple[HeadSlope, ...] = ()
-    before, after = ((), ()) if choice is None else (choice.before, choice.after)
-    done = 1 if choice is None else choice.passes
+    before, after, done = choice.before, choice.after, choice.passes
     if law != "none":
         with LossGradients(
-            windows, kept, advance, passes, law=law, windowed=windowed, fixed=reads, limit=limit,
-            **settings,
+            windows, kept, advance, passes, law=law, windowed=windowed, fixed=choice.law,
+            limit=limit, **settings,
         ) as gradients:  # fmt: skip
             fitted = _fit(gradients, fitting, stopping, passes, limit)
             gradients.set(fitted.values)
@@ -104,13 +102,12 @@ def calibrate_by_loss(
         scalings = {name: table.record() for name, table in gradients.tables.items()}
         slopes = _by_head(model, gradients, *fitted.slopes)
         before = before or fitted.before
-        after = fitted.after if choice is None or fitted.lower else fitted.before
+        after = fitted.after if not choices or fitted.lower else fitted.before
         done = max(done, fitted.passes)
     delta, error = difference(before, after)
-    found = joined(scalings, reads)
+    found = joined(scalings, choice.law)
     return LossCalibration(
         model=Identity.of(model),
-        everywhere=None,
         layers=Law.of(model, found).layers if found else (),
         lengths=windows.lengths,
         target="loss",
@@ -126,8 +123,8 @@ def calibrate_by_loss(
             )
             for one in slopes
         ),
-        gates=() if choice is None else choice.gates,
-        choices=tuple(choices),
+        gates=choice.gates,
+        choices=choice.windows,
         fitted=len(fitting),
         stopped=len(stopping),
         delta=delta,

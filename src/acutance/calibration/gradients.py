@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -31,7 +31,7 @@ from acutance.calibration.loss_table import (
     read_units,
     read_windows,
 )
-from acutance.calibration.losses import AnyLoss
+from acutance.calibration.losses import AnyLoss, with_forward
 from acutance.calibration.measured import knots_of, no_layer, read_layers
 from acutance.calibration.read_window import read_through
 from acutance.calibration.result import GateSlope, beyond_noise, head_records
@@ -296,40 +296,18 @@ def prepared(model: torch.nn.Module) -> Iterator[None]:
     The model is in eval mode and its parameters need no gradient. Activations are stored for one
     block at a time; the others run again in the backward pass.
     """
-    with evaluating(model), _frozen(model), _one_block_at_a_time(model):
+    with ExitStack() as context:
+        context.enter_context(evaluating(model))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                context.callback(parameter.requires_grad_, True)
+                parameter.requires_grad_(False)
+        for block in _blocks(model):
+            again = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+            context.enter_context(with_forward(block, again))
         yield
-
-
-@contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which the model's parameters need no gradient."""
-    needing = [part for part in model.parameters() if part.requires_grad]
-    for part in needing:
-        part.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for part in needing:
-            part.requires_grad_(True)
-
-
-@contextmanager
-def _one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which blocks are checkpointed, if all attention uses transformers' interface."""
-    before = {}
-    for block in _blocks(model):
-        before[block] = vars(block).get("forward")
-        vars(block)["forward"] = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-        )
-    try:
-        yield
-    finally:
-        for block, own in before.items():
-            if own is None:
-                del vars(block)["forward"]
-            else:
-                vars(block)["forward"] = own
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -635,7 +613,7 @@ class GateGradients(Gradients):
 
 @dataclass(frozen=True)
 class WindowChoice:
-    """Which heads read through a window, and what led to it.
+    """Which heads read through a window, and what led to it; by default none does.
 
     Attributes:
         windows: the windows that heads could choose from.
@@ -648,13 +626,13 @@ class WindowChoice:
         skipped: why layers have no gates, by module name.
     """
 
-    windows: tuple[Window, ...]
-    law: Mapping[Any, Window]
-    gates: tuple[GateSlope, ...]
-    before: Sequence[Reading]
-    after: Sequence[Reading]
-    passes: int
-    skipped: Mapping[str, str]
+    windows: tuple[Window, ...] = ()
+    law: Mapping[Any, Window] = field(default_factory=dict)
+    gates: tuple[GateSlope, ...] = ()
+    before: Sequence[Reading] = ()
+    after: Sequence[Reading] = ()
+    passes: int = 1
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> str:

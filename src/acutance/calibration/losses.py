@@ -367,7 +367,8 @@ def losses_in_pieces(
     for start in range(0, targets.numel(), step):
         stop = min(start + step, targets.numel())
         few = {"input_ids": targets[None, start:stop]}  # not read, but for their shape
-        with _instead(base, _with_hidden(output, states[:, start:stop])):
+        part = _with_hidden(output, states[:, start:stop])
+        with with_forward(base, lambda *_, part=part, **__: part):
             logits = logits_of(model, call_model(model, few))
         losses = cross_entropy(logits[0], targets[start:stop])
         if backward:
@@ -379,10 +380,10 @@ def losses_in_pieces(
 
 
 @contextmanager
-def _instead(module: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Let a module return this without running."""
+def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a module runs this function in place of its ``forward``."""
     own = vars(module).get("forward")
-    vars(module)["forward"] = lambda *_, **__: output
+    vars(module)["forward"] = forward
     try:
         yield
     finally:

@@ -148,7 +148,7 @@ def knots_of(lengths: Sequence[int], reference: int | None = None) -> tuple[int,
 # -- one pass over the windows ---------------------------------------------------------------------
 
 
-class Collector:
+class Collector(Listener):
     """Sums the rows of every attention layer by group of windows, bin of n, and head.
 
     A bin holds the rows whose number n of visible keys is at most a knot and above the previous
@@ -178,7 +178,7 @@ class Collector:
         *,
         windowed: bool = False,
     ) -> None:
-        self._listener = Listener(model, self, listed_errors=(ValueError,))
+        super().__init__(model, self, listed_errors=(ValueError,))
         self._target, self._knots, self._groups = target, tuple(knots), groups
         self._narrow = {} if windowed else windowed_layers(model)
         self._windowed = windowed
@@ -188,28 +188,13 @@ class Collector:
         self.longest: dict[str, Tensor] = {}
         self.mixed: dict[str, tuple[int, int]] = {}
 
-    def __enter__(self) -> Collector:
-        self._listener.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._listener.__exit__(kind, *rest)
-        if kind is None and not self._listener.calls:
-            raise ProbeError(self._listener.nothing_captured())
-
-    @property
-    def unread(self) -> dict[str, str]:
-        """Why attention could not be read, by module name."""
-        pairs = (text.partition(": ") for text in self._listener.unread)
-        return {name: why for name, _, why in pairs}
-
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
         """Add the rows of a call."""
         name = call.module.partition("#")[0]
         if not self._leaves_out(name, call.window):
-            real = self._listener.rows.real(call).rows
+            real = self.rows.real(call).rows
             self._add(name, call.statistics(False), real)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
@@ -229,14 +214,14 @@ class Collector:
         if doubt is not None and (why := doubt()) is not None:
             raise ValueError(why)
         rows, seen = observe_scores(scores)
-        real = self._listener.rows.real_of_scores(scores, name, rows.state.n, seen)
+        real = self.rows.real_of_scores(scores, name, rows.state.n, seen)
         self._add(module, rows, real.rows)
 
     def _leaves_out(self, name: str, window: int | None) -> bool:
         """Whether a call is skipped because its rows see only a window; it is then listed."""
         if self._windowed or not (self._narrow.get(name, False) or window is not None):
             return False
-        self._listener.unreadable(name, "its rows see only a window (windowed=True fits it too)")
+        self.unreadable(name, "its rows see only a window (windowed=True fits it too)")
         return True
 
     def _add(self, name: str, rows: RowStatistics, real: Tensor | None) -> None:
@@ -313,11 +298,14 @@ def read_layers(
     device = next((part.device for part in model.parameters()), None)
     collector = Collector(model, target, knots, groups, windowed=windowed)
     scaled = nullcontext() if law is None else apply(model, law, windowed=windowed)
-    with evaluating(model), torch.no_grad(), scaled, collector:
-        for turn in turns:
-            collector.group = turn.groups
-            turn.run(model, device)
-            after(turn)
+    with evaluating(model), torch.no_grad(), scaled:
+        with collector:
+            for turn in turns:
+                collector.group = turn.groups
+                turn.run(model, device)
+                after(turn)
+        if not collector.calls:
+            raise ProbeError(collector.nothing_captured())
     for name, (before, now) in collector.mixed.items():
         raise ValueError(
             f"{name} has {now} heads in this batch, but had {before} in earlier ones: the heads "
@@ -327,7 +315,10 @@ def read_layers(
         name: LayerValues.of(collector.sums[name], collector.longest[name])
         for name in sorted(collector.sums)
     }
-    return layers, collector.unread
+    unread = {}
+    for text in collector.unread:
+        name, _, unread[name] = text.partition(": ")
+    return layers, unread
 
 
 def no_layer(skipped: Mapping[str, str]) -> str:

@@ -67,37 +67,11 @@ class Rows:
         return self.n.log()
 
 
-@dataclass(frozen=True)
-class Scaling(ABC):
-    """A factor on the logits of a row as a function of its number of visible keys n.
+class Factor:
+    """A factor on the query of each row, from what a subclass's :meth:`law` makes of its rows."""
 
-    The factor multiplies the query, after query-key normalisation and rotary embedding, and so the
-    logits. Parameters that differ from head to head are tuples, whatever they were given as, so
-    that records compare, hash and write themselves as JSON.
-
-    Attributes:
-        name: as in :data:`~acutance.scaling.SCALINGS`.
-        source: article, or the model that uses it.
-        needs_entropy: whether :meth:`factor` needs the measured entropy of each row.
-        checks: by parameter, a function of its name and value that returns the value to keep. A
-            parameter whose default is None may be None.
-        either: parameters of which exactly one is given.
-    """
-
-    name: ClassVar[str]
-    source: ClassVar[str]
+    #: Whether :meth:`factor` needs the measured entropy of each row.
     needs_entropy: ClassVar[bool] = False
-    checks: ClassVar[Checks] = {}
-    either: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        if self.either and sum(getattr(self, name) is not None for name in self.either) != 1:
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.either)
-            raise ValueError(f"{self.name} needs either {' or '.join(self.either)}, got {given}")
-        for name, check in self.checks.items():
-            value = getattr(self, name)
-            if value is not None or getattr(type(self), name, MISSING) is not None:
-                self._set(**{name: check(name, value)})
 
     def factor(
         self,
@@ -138,6 +112,37 @@ class Scaling(ABC):
         Returns:
             The factor, shaped as ``rows.n``; (..., Hq, L) with parameters per head.
         """
+
+
+@dataclass(frozen=True)
+class Scaling(Factor, ABC):
+    """A factor on the logits of a row as a function of its number of visible keys n.
+
+    The factor multiplies the query, after query-key normalisation and rotary embedding, and so the
+    logits. Parameters that differ from head to head are tuples, whatever they were given as, so
+    that records compare, hash and write themselves as JSON.
+
+    Attributes:
+        name: as in :data:`~acutance.scaling.SCALINGS`.
+        source: article, or the model that uses it.
+        checks: by parameter, a function of its name and value that returns the value to keep. A
+            parameter whose default is None may be None.
+        either: parameters of which exactly one is given.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    checks: ClassVar[Checks] = {}
+    either: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if self.either and sum(getattr(self, name) is not None for name in self.either) != 1:
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.either)
+            raise ValueError(f"{self.name} needs either {' or '.join(self.either)}, got {given}")
+        for name, check in self.checks.items():
+            value = getattr(self, name)
+            if value is not None or getattr(type(self), name, MISSING) is not None:
+                self._set(**{name: check(name, value)})
 
     def to_dict(self) -> dict[str, Any]:
         """Name and parameters as JSON values; :func:`from_dict` is the inverse.

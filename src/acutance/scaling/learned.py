@@ -9,44 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from acutance.scaling.fitted import HeadTable
-from acutance.scaling.laws import ASEntmax, Rows, Scaling, SSMax, gather_rows, power
+from acutance.scaling.laws import ASEntmax, Factor, Rows, Scaling, SSMax, power
 from acutance.shapes import check_count, check_number
 
 __all__ = ["LearnedASEntmax", "LearnedScaling", "LearnedSSMax", "LearnedTemperature"]
 
 
-class LearnedScaling(nn.Module):
+class LearnedScaling(nn.Module, Factor):
     """A scaling with trained parameters; accepted wherever a constant scaling is.
 
     Attributes:
         num_heads: Hq, the query heads.
-        needs_entropy: as in :class:`~acutance.scaling.Scaling`.
     """
-
-    needs_entropy = False
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.num_heads = check_count("num_heads", num_heads, 1)
 
-    def factor(
-        self,
-        n: Tensor | int,
-        positions: Tensor | None = None,
-        *,
-        entropy: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """The factor (..., Hq, L) of rows that see n keys; as :meth:`Scaling.factor`."""
-        return self.law(gather_rows(n, positions, entropy, dtype))
-
     def forward(self, n: Tensor | int, positions: Tensor | None = None) -> Tensor:
         """Same as :meth:`factor`."""
         return self.factor(n, positions)
-
-    @abstractmethod
-    def law(self, rows: Rows) -> Tensor:
-        """The factor on the query of each row and head, (..., Hq, L), from checked arguments."""
 
     @abstractmethod
     def record(self) -> Scaling:
