@@ -28,11 +28,7 @@ from acutance.calibration.result import HELD, Calibration, HeadCalibration
 from acutance.calibration.windows import (
     AnyBatches,
     Turn,
-    batches_by_length,
-    check_lengths,
-    check_positions,
-    check_windows,
-    cut,
+    cut_windows,
 )
 from acutance.capture.find_layers import layer_numbers
 from acutance.probing.causes import is_untrained
@@ -169,12 +165,8 @@ def calibrate(
     for option, given in only_loss.items():
         if given is not None:
             raise ValueError(f"{option} is for target='loss', got target={target!r:.40}")
-    by_length = batches_by_length(batches)
-    places = check_lengths(lengths, by_length)
+    turns, places, windows = cut_windows(model, batches, lengths)
     name, reference = check_request(target, value, places, reference, law)
-    check_positions(model, places)
-    turns = cut(by_length, places)
-    windows = check_windows(turns, places)
     knots = knots_of(places, reference)
 
     def read(

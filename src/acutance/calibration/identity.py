@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -144,6 +146,22 @@ def positions_are_learned(model: torch.nn.Module) -> bool:
         and any(part in name.lower().split(".")[-1] for part in ("position", "wpe", "pos_emb"))
         for name, module in model.named_modules()
     )
+
+
+def check_positions(model: torch.nn.Module, lengths: Sequence[int], stacklevel: int = 3) -> None:
+    """Raise ValueError if lengths exceed the model's learned positions.
+
+    Warns:
+        UserWarning: if they exceed positions that are not learned: the model runs, at lengths it
+            was not made for.
+    """
+    limit = longest(model)
+    if limit is None or max(lengths) <= limit:
+        return
+    said = f"lengths reach {max(lengths)}, but the model has {limit} positions"
+    if positions_are_learned(model):
+        raise ValueError(said)
+    warnings.warn(said, stacklevel=stacklevel)
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
-from acutance.calibration.identity import Identity, longest, positions_are_learned
+from acutance.calibration.identity import Identity, check_positions
 from acutance.capture.find_layers import attention_layers
 from acutance.capture.head_axis import heads_of
 from acutance.capture.layer_choice import choose_layers
@@ -333,12 +332,8 @@ class Law:
         if isinstance(law, Law):
             return law.check(model)
         places = tuple(check_count("lengths", n, 1) for n in lengths)
-        limit = longest(model)
-        if limit is not None and places and max(places) > limit:
-            text = f"lengths reach {max(places)}, but the model has {limit} positions"
-            if positions_are_learned(model):
-                raise ValueError(text)
-            warnings.warn(text, stacklevel=2)
+        if places:
+            check_positions(model, places)
         everywhere, layers = by_layer(model, law)
         rest = HeadLaws() if everywhere is None else everywhere.constant()
         assert rest.whole is None or isinstance(rest.whole, Scaling)

@@ -17,11 +17,7 @@ from acutance.calibration.law import AnyLaw
 from acutance.calibration.windows import (
     AnyBatches,
     Turn,
-    batches_by_length,
-    check_lengths,
-    check_positions,
-    check_windows,
-    cut,
+    cut_windows,
     evaluating,
 )
 from acutance.capture.attention_call import AttentionCall, observe_scores
@@ -506,11 +502,8 @@ def measure(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    name, by_length = check_target(target), batches_by_length(batches)
-    places = check_lengths(lengths, by_length)
-    check_positions(model, places)
-    turns = cut(by_length, places)
-    check_windows(turns, places)
+    name = check_target(target)
+    turns, places, _ = cut_windows(model, batches, lengths)
     knots = knots_of(places, check_reference(reference, places))
     layers, _ = read_layers(model, turns, name, knots, law, windowed=windowed)
     numbers = layer_numbers(model, layers)

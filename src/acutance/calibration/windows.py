@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance.calibration.identity import longest, positions_are_learned
+from acutance.calibration.identity import check_positions
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.shapes import check_count
@@ -227,39 +226,30 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_positions(model: torch.nn.Module, lengths: Sequence[int]) -> None:
-    """Raise ValueError if lengths exceed the model's learned positions.
-
-    Warns:
-        UserWarning: if they exceed positions that are not learned.
-    """
-    limit = longest(model)
-    if limit is None or lengths[-1] <= limit:
-        return
-    said = f"lengths reach {lengths[-1]}, but the model has {limit} positions"
-    if positions_are_learned(model):
-        raise ValueError(said)
-    warnings.warn(said, stacklevel=3)
-
-
-def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, int]:
-    """Number of windows of each length.
+def cut_windows(
+    model: torch.nn.Module, batches: AnyBatches, lengths: Sequence[int] | None
+) -> tuple[list[Turn], tuple[int, ...], dict[int, int]]:
+    """The windows of every length in batches, the lengths, and how many windows each of them has.
 
     Raises:
-        ValueError: if a length has windows of fewer than two parts of the text, so that no error
-            can be estimated.
+        ValueError: if a length is beyond the model's learned positions, or has windows of fewer
+            than two parts of the text, so that no error can be estimated.
     """
+    by_length = batches_by_length(batches)
+    places = check_lengths(lengths, by_length)
+    check_positions(model, places, stacklevel=4)
+    turns = cut(by_length, places)
     groups = {
         length: [group for turn in turns if turn.length == length for group in turn.groups.tolist()]
-        for length in lengths
+        for length in places
     }
-    for length in reversed(lengths):
+    for length in reversed(places):
         if len(set(groups[length])) < 2:
             raise ValueError(
                 f"calibration needs at least 2 windows of {length} tokens, got "
                 f"{len(groups[length])}: give more text, or shorter lengths"
             )
-    return {length: len(numbers) for length, numbers in groups.items()}
+    return turns, places, {length: len(numbers) for length, numbers in groups.items()}
 
 
 def _pieces(batch: AnyBatch, length: int, pieces: int) -> tuple[AnyBatch, Tensor | None]:
