@@ -378,17 +378,13 @@ class Masking:
         """Cache of the masks by position, which tiles along the diagonal share."""
         return {}
 
-    def _distance(self, region: Region, columns: slice) -> Tensor:
-        device = self.device
-        rows = torch.arange(region.rows.start, region.rows.stop, device=device) + self.offset
-        keys = torch.arange(columns.start, columns.stop, device=device)
-        return rows[:, None] - keys
-
     def _alibi(self, region: Region, columns: slice) -> tuple[Tensor, Tensor] | None:
         if self.alibi_slopes is None:
             return None
         slopes = self.alibi_slopes.view(self.heads, self.group)[region.heads]
-        distance = self._distance(region, columns).abs()
+        rows = torch.arange(region.rows.start, region.rows.stop, device=self.device) + self.offset
+        keys = torch.arange(columns.start, columns.stop, device=self.device)
+        distance = (rows[:, None] - keys).abs()
         return slopes[None, :, :, None, None], distance[None, None, None]
 
 

@@ -22,6 +22,11 @@ JOURNEYS = {
     "plain": (lambda: attention(QUERY, KEY, VALUE, return_stats=True)[1].entropy, 5, 13),
     "statistics": (lambda: row_statistics(QUERY, KEY).entropy, 5, 13),
     "gradient": (lambda: attention(LEARNED, KEY, VALUE, return_stats=True)[1].entropy, 10, 50),
+    "backward": (
+        lambda: attention(LEARNED, KEY, VALUE, return_stats=True)[1].entropy.sum().backward(),
+        9,
+        50,
+    ),
     "key_mask": (
         lambda: attention(QUERY, KEY, VALUE, key_mask=PADDING, return_stats=True)[1].entropy,
         10,

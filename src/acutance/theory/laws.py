@@ -428,7 +428,8 @@ def hazard_scale(
     factor = checked("c", c, "the factor must be finite and greater than 0", above=0.0)
     name, parameter = _family_parameter(family, _HAZARDS, {"d": d, "rho": rho, "a": a})
     if name is None:
-        law = _scipy_law(family)
+        wrapped: Any = as_family(family)
+        law = wrapped.law
         top = law.isf(1 / keys) if hasattr(law, "isf") else law.iccdf(1 / keys)
         rate = np.exp(law.logpdf(top) + np.log(keys))
     else:
@@ -470,12 +471,6 @@ _PARAMETERS = {
     "stretched": ("rho", 0.0, False),
     "pareto": ("a", 0.0, False),
 }
-
-
-def _scipy_law(family: Any) -> Any:
-    """The scipy distribution of a family."""
-    wrapped: Any = as_family(family)
-    return wrapped.law
 
 
 def _family_parameter(

@@ -39,7 +39,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from scipy.special import gammaincinv, log_expit, log_ndtr, ndtr, poch
@@ -198,6 +198,13 @@ def wanted_names(metrics: Iterable[str] | None) -> set[str]:
     return requested
 
 
+#: For each metric, what kind of number it is, and the number or how to compute it; or why there is
+#: none.
+Formulas: TypeAlias = dict[str, tuple[Kind, float | Callable[[], float]] | str]
+#: Formulas of one prediction, their limits for many keys, and the parameters.
+_Case: TypeAlias = tuple[Formulas, MetricRecord, dict[str, Any]]
+
+
 class _Request(NamedTuple):
     """What is to be predicted: the mechanism, its number of keys, and the parameters given."""
 
@@ -223,27 +230,6 @@ class _Request(NamedTuple):
     def logit_mean(self) -> float:
         """The parameter of that name, 0 by default."""
         return self.number("logit_mean", -math.inf, "the mean of the logits must be finite", 0.0)
-
-
-class _Case(NamedTuple):
-    """Formulas of one prediction, their limits for many keys, and the parameters."""
-
-    formulas: Formulas
-    population: MetricRecord
-    parameters: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Mechanism:
-    """How one mechanism is predicted.
-
-    Attributes:
-        takes: Its parameters.
-        build: Makes its case from a request.
-    """
-
-    takes: tuple[str, ...]
-    build: Callable[[_Request], _Case]
 
 
 def predict(
@@ -330,26 +316,26 @@ def predict(
     if mechanism not in PREDICTED_MECHANISMS:
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
         raise ValueError(f"mechanism: must be one of {known}, got {mechanism!r}")
-    entry = PREDICTED_MECHANISMS[mechanism]
+    takes, build = PREDICTED_MECHANISMS[mechanism]
     keys = one_number("n", n, 1.0, "the number of keys must be finite and at least 1")
     variance = one_number(
         "value_variance", value_variance, 0.0, "a variance must be finite and at least 0"
     )
-    others = {name for other in PREDICTED_MECHANISMS.values() for name in other.takes}
+    others = {name for names, _ in PREDICTED_MECHANISMS.values() for name in names}
     for name, value in parameters.items():
         left_out = value is None and name in others
-        if name not in entry.takes and not left_out:
+        if name not in takes and not left_out:
             raise ValueError(
-                f'{name}: "{mechanism}" takes {", ".join(entry.takes)}, got {name}={value!r}'
+                f'{name}: "{mechanism}" takes {", ".join(takes)}, got {name}={value!r}'
             )
     given = {name: value for name, value in parameters.items() if value is not None}
     requested = wanted_names(metrics)
-    case = entry.build(_Request(mechanism, keys, variance, given))
+    formulas, population, shown = build(_Request(mechanism, keys, variance, given))
     values: dict[str, float] = {}
     kinds: dict[str, Kind] = {}
     why: dict[str, str] = {}
     for name in NAMES:
-        formula = case.formulas[name]
+        formula = formulas[name]
         if isinstance(formula, str):
             why[name] = formula
         elif name not in requested:
@@ -360,10 +346,10 @@ def predict(
     return Prediction(
         **values,
         mechanism=mechanism,
-        parameters={"n": keys, **case.parameters, "value_variance": variance},
+        parameters={"n": keys, **shown, "value_variance": variance},
         kinds=kinds,
         why=why,
-        population=case.population,
+        population=population,
     )
 
 
@@ -429,7 +415,7 @@ def _independent_logits(
 ) -> _Case:
     """A softmax row with logits shift + gamma s, s drawn from ``law``."""
     row = request.n, gamma, law, shift, request.value_variance
-    return _Case(softmax_formulas(*row), softmax_population(*row), parameters)
+    return softmax_formulas(*row), softmax_population(*row), parameters
 
 
 def _normal_scores(request: _Request) -> _Case:
@@ -440,11 +426,8 @@ def _normal_scores(request: _Request) -> _Case:
     squared = request.mechanism == "relu2"
     parameters = {"logit_mean": mean, "logit_std": deviation}
     sparsity = float((sparsity_relu2 if squared else sparsity_identity)(mean, deviation))
-    return _Case(
-        normal_formulas(request.n, mean, deviation, squared=squared),
-        sparse_population(request.n, sparsity, **parameters),
-        parameters,
-    )
+    population = sparse_population(request.n, sparsity, **parameters)
+    return normal_formulas(request.n, mean, deviation, squared=squared), population, parameters
 
 
 def _linear(request: _Request) -> _Case:
@@ -466,17 +449,14 @@ def _linear(request: _Request) -> _Case:
         sparsity = float(sparsity_linear_iid(query, component, given["sigma"]))
         mean = float(query.sum()) * component
     population = sparse_population(request.n, sparsity, logit_mean=mean)
-    return _Case(linear_formulas(request.n, mean, sparsity), population, dict(given))
+    return linear_formulas(request.n, mean, sparsity), population, dict(given)
 
 
 def _decay(request: _Request) -> _Case:
     """Weights that fall by a factor from key to key."""
     lam = request.number("lam", 1e-300, "a decay must be above 0 and at most 1", most=1.0)
-    return _Case(
-        decay_formulas(request.n, lam, request.value_variance),
-        sparse_population(request.n, float(sparsity_decay(lam, request.n))),
-        {"lam": lam},
-    )
+    population = sparse_population(request.n, float(sparsity_decay(lam, request.n)))
+    return decay_formulas(request.n, lam, request.value_variance), population, {"lam": lam}
 
 
 def _trained_head(request: _Request) -> _Case:
@@ -492,28 +472,22 @@ def _trained_head(request: _Request) -> _Case:
         "rest_logit_std": request.number("rest_logit_std", 0.0, rule),
         "rest_jensen_gap": request.number("rest_jensen_gap", 0.0, rule),
     }
-    return _Case(head_formulas(keys, numbers), MetricRecord(), dict(numbers))
+    return head_formulas(keys, numbers), MetricRecord(), dict(numbers)
 
 
-#: Every mechanism that :func:`predict` takes.
-PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
-    "softmax": _Mechanism(
-        ("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), _softmax
-    ),
-    "scaled_dot": _Mechanism(("d", "scale", "query_norm"), _dot),
-    "dot": _Mechanism(("d", "scale", "query_norm"), _dot),
-    "cosine": _Mechanism(("tau", "d"), _cosine),
-    "relu2": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
-    "identity": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
-    "linear": _Mechanism(("q", "mu", "Sigma", "sigma"), _linear),
-    "decay": _Mechanism(("lam",), _decay),
-    "trained_head": _Mechanism(HEAD_NUMBERS, _trained_head),
+#: Every mechanism that :func:`predict` takes: the names of its parameters, and what makes its
+#: formulas of them.
+PREDICTED_MECHANISMS: dict[str, tuple[tuple[str, ...], Callable[[_Request], _Case]]] = {
+    "softmax": (("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), _softmax),
+    "scaled_dot": (("d", "scale", "query_norm"), _dot),
+    "dot": (("d", "scale", "query_norm"), _dot),
+    "cosine": (("tau", "d"), _cosine),
+    "relu2": (("logit_std", "logit_mean"), _normal_scores),
+    "identity": (("logit_std", "logit_mean"), _normal_scores),
+    "linear": (("q", "mu", "Sigma", "sigma"), _linear),
+    "decay": (("lam",), _decay),
+    "trained_head": (HEAD_NUMBERS, _trained_head),
 }
-
-
-#: For each metric, what kind of number it is, and the number or how to compute it; or why there is
-#: none.
-Formulas = dict[str, tuple[Kind, float | Callable[[], float]] | str]
 
 
 _NO_MEAN = "The scores' law has no mean within float64, so neither has this."
