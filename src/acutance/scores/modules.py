@@ -159,12 +159,14 @@ class AdditiveScore(nn.Module, PreparedScore):
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Project queries to (B, Hq, L, hidden) and keys to (B, H, S, hidden), once per call."""
-        score = Additive(self.query_weight, self.key_weight, self.vector, self.bias)
-        return score.prepare(query, key)
+        return self._score().prepare(query, key)
 
     def extra_repr(self) -> str:
         """The shapes, for ``print``."""
         return f"{_described(self.query_weight)}, {_described(self.key_weight)}"
+
+    def _score(self) -> Additive:
+        return Additive(self.query_weight, self.key_weight, self.vector, self.bias)
 
 
 class LocationScore(_Bilinear, TileScore):
