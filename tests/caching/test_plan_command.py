@@ -36,9 +36,7 @@ def test_the_record_of_a_search_holds_a_plan_and_its_costs(
     costs = read_costs(tmp_path / "budget.json")
     assert costs is not None
     one = found.costs[0]
-    cost = costs.of(one.module, one.head, STREAMING)
-    assert cost is not None
-    assert (cost.first, cost.second) == (one.slope[0], one.curvature[0])
+    assert costs.of(one.module, one.head, STREAMING) == (one.slope[0], one.curvature[0])
     assert costs.n == 96
     result = run("plan", tmp_path / "budget.json", "--lengths", 96)
     assert result.exit_code == 0, result.output

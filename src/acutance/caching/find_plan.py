@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acutance.caching.frontier import Budget, Point
-from acutance.caching.head_plan import HeadPlan, value_groups
+from acutance.caching.head_plan import FULL, HeadPlan, value_groups
 from acutance.caching.plan import CachePlan
 from acutance.caching.planted import recall
 from acutance.caching.rules import options_of, propose, read_reach
@@ -269,10 +269,10 @@ def _applied(model: torch.nn.Module, plan: CachePlan | None) -> AbstractContextM
     """Context in which a model runs under a plan, as a mask where a mask expresses it."""
     if plan is None:
         return nullcontext()
-    heads = [one for some in plan.layers.values() for one in some]
-    if all(one == HeadPlan() for one in heads):
+    kept = {head for heads in plan.layers.values() for head in heads}
+    if kept == {FULL}:
         return nullcontext()
-    if any(one.kind == "dropped" or one.quantised for one in heads):
+    if any(head.kind == "dropped" or head.quantised for head in kept):
         return plan.applied(model)
     return apply(model, plan.law())
 
@@ -288,7 +288,7 @@ def _measure(
     """The loss of every proposal on the deciding windows, and the mean loss without a plan."""
     different: dict[str, CachePlan | None] = {"": None}
     different |= {plan.words: plan for _, plan in proposals}
-    settings = {**read.settings(), "plans": [*different][1:], "shown": {"plans": asked}}
+    settings = {**read.settings, "plans": [*different][1:], "shown": {"plans": asked}}
     measured: dict[str, list[Reading]] = {}
     with LossTable(settings, saving, "search for a plan to resume") as table:
         for words, plan in different.items():

@@ -77,8 +77,8 @@ class Channel:
 
     def __init__(self, bits: int, group: int, *, of_keys: bool) -> None:
         self._bits, self._group, self._of_keys = bits, group, of_keys
-        self._plain = Growing(2)  # used with 16 bits
-        self._codes, self._scale, self._zero = Growing(2), Growing(2), Growing(2)
+        # with 16 bits all tokens, else codes, scales and zero points of whole groups
+        self._grown = [Growing(2)] if bits == 16 else [Growing(2), Growing(2), Growing(2)]
         self._rest: Tensor | None = None  # newest tokens, not packed
 
     def append(self, new: Tensor, packed: int) -> Read:
@@ -87,8 +87,8 @@ class Channel:
         The reader is valid until the next call.
         """
         if self._bits == 16:
-            self._plain.append(new)
-            plain = self._plain.get()
+            self._grown[0].append(new)
+            plain = self._grown[0].get()
 
             def whole(packed: int, start: int, stop: int) -> Tensor:
                 if packed == start:
@@ -96,11 +96,16 @@ class Channel:
                 return torch.cat([plain[:, :, :packed], plain[:, :, start:stop]], 2)
 
             return whole
-        before = self._codes.n * self._group
+        before = self._grown[0].n * self._group
         exact = new if self._rest is None else torch.cat([self._rest, new], 2)
         count = packed - before
         if count:
-            self._pack(exact[:, :, :count].unflatten(2, (-1, self._group)))
+            groups = exact[:, :, :count].unflatten(2, (-1, self._group))
+            width = groups.shape[-1]
+            channels = None if self._of_keys else width // value_groups(width, self._group)
+            made = quantise(groups, self._bits, channels)
+            for grown, part in zip(self._grown, (made.codes, made.scale, made.zero), strict=True):
+                grown.append(part)
         if count or self._rest is None:
             self._rest = exact[:, :, count:].clone()
         else:
@@ -117,36 +122,29 @@ class Channel:
 
         return parts
 
-    def _pack(self, groups: Tensor) -> None:
-        """Pack whole groups (B, H, G, tokens, D)."""
-        width = groups.shape[-1]
-        channels = None if self._of_keys else width // value_groups(width, self._group)
-        packed = quantise(groups, self._bits, channels)
-        self._codes.append(packed.codes)
-        self._scale.append(packed.scale)
-        self._zero.append(packed.zero)
-
     def stored(self) -> Stored:
         """What it holds of all tokens."""
+        first = self._grown[0]
         if self._rest is None:
-            return Stored(self._plain.buffer, self._plain.n)
-        length, groups = self._rest.shape[2], self._codes.n
+            return Stored(first.buffer, first.n)
+        length, groups = self._rest.shape[2], first.n
         if not groups:
             return Stored(self._rest, length)
-        parts = (one.buffer for one in (self._codes, self._scale, self._zero))
-        return Stored(self._rest, length, None, groups * self._group, self._bits, *parts)
+        codes, scale, zero = self._grown
+        return Stored(
+            self._rest, length, None, groups * self._group, self._bits,
+            codes.buffer, scale.buffer, zero.buffer,
+        )  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds."""
-        growing = (self._plain, self._codes, self._scale, self._zero)
-        rest = [] if self._rest is None else [self._rest]
-        return [tensor for one in growing for tensor in one.tensors()] + rest
+        buffers = [grown.buffer for grown in self._grown if grown.n]
+        return buffers if self._rest is None else [*buffers, self._rest]
 
     def select(self, index: Tensor) -> Channel:
         """A copy with the sequences of these indices."""
         other = copy(self)
-        other._plain, other._codes = self._plain.select(index), self._codes.select(index)
-        other._scale, other._zero = self._scale.select(index), self._zero.select(index)
+        other._grown = [grown.select(index) for grown in self._grown]
         other._rest = None if self._rest is None else self._rest.index_select(0, index)
         return other
 
@@ -156,9 +154,11 @@ def restore(stored: Stored) -> Tensor:
     if stored.codes is None or stored.scale is None or stored.zero is None:
         return stored.plain
     groups = stored.packed // (stored.codes.shape[3] * 8 // stored.bits)
-    codes, scale, zero = (one[:, :, :groups] for one in (stored.codes, stored.scale, stored.zero))
-    packed = Packed(codes, scale, zero, stored.bits).restore(stored.buffer.dtype)
-    return torch.cat([packed, stored.plain], 2)
+    packed = Packed(
+        stored.codes[:, :, :groups], stored.scale[:, :, :groups], stored.zero[:, :, :groups],
+        stored.bits,
+    )  # fmt: skip
+    return torch.cat([packed.restore(stored.buffer.dtype), stored.plain], 2)
 
 
 #: Spacing of float16 next to 1. The zero point is rounded down by it, so that no number is below.

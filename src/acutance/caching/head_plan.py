@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -115,6 +116,7 @@ class HeadPlan:
             return n
         return min(n, self.first + self.recent)
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def bytes(
         self, n: int, shape: LayerShape, *, group: int = 32, residual: int = 32, itemsize: int = 2
     ) -> int:
@@ -140,14 +142,20 @@ class HeadPlan:
         packed = groups * group
         plain = (n - packed) * itemsize
 
-        def part(width: int, bits: int, scales: int) -> int:
+        total = 0
+        for width, bits, scales in (
+            (shape.key_width, self.key_bits, groups * shape.key_width),
+            (shape.value_width, self.value_bits, packed * value_groups(shape.value_width, group)),
+        ):
             if bits == 16:
-                return n * width * itemsize
-            return packed * width * bits // 8 + scales * _SCALE_AND_ZERO + plain * width
+                total += n * width * itemsize
+            else:
+                total += packed * width * bits // 8 + scales * _SCALE_AND_ZERO + plain * width
+        return total
 
-        return part(shape.key_width, self.key_bits, groups * shape.key_width) + part(
-            shape.value_width, self.value_bits, packed * value_groups(shape.value_width, group)
-        )
+
+#: Every key and value, not quantised.
+FULL = HeadPlan()
 
 
 def quantised_groups(n: int, group: int, residual: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from acutance.caching.head_plan import HeadPlan, Kind
+from acutance.caching.head_plan import FULL, HeadPlan, Kind
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes, check_model
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import names_in
@@ -118,7 +118,7 @@ class CachePlan:
             ValueError: if a layer or head does not exist.
         """
         shapes = cache_shapes(model)
-        rest = HeadPlan() if rest is None else rest
+        rest = FULL if rest is None else rest
         if isinstance(heads, HeadPlan):
             rest, heads = heads, None
         found = {name: [rest] * shape.heads for name, shape in shapes.items()}
@@ -147,11 +147,11 @@ class CachePlan:
             n: tokens in the cache.
             itemsize: bytes of a number that is not quantised: 2 in 16-bit dtypes, 4 in float32.
         """
-        return sum(
-            self.head_bytes(name, one, n, itemsize)
-            for name, heads in self.layers.items()
-            for one in heads
-        )
+        total = 0
+        for name, heads in self.layers.items():
+            for head, count in Counter(heads).items():
+                total += count * self.head_bytes(name, head, n, itemsize)
+        return total
 
     def head_bytes(self, module: str, head: HeadPlan, n: int, itemsize: int = 2) -> int:
         """Bytes of a key head of a layer after n tokens, if it keeps what ``head`` says."""
@@ -160,13 +160,14 @@ class CachePlan:
 
     def head_share(self, module: str, head: HeadPlan, n: int) -> float:
         """:meth:`head_bytes` as a share of the full 16-bit cache of such a head."""
-        return self.head_bytes(module, head, n) / self.head_bytes(module, HeadPlan(), n)
+        return self.head_bytes(module, head, n) / self.head_bytes(module, FULL, n)
 
     def full_bytes(self, n: int, itemsize: int = 2) -> int:
         """Bytes of the full cache, not quantised, of n tokens."""
+        shapes = Counter(self.shapes.values())
         return sum(
-            shape.heads * HeadPlan().bytes(n, shape, itemsize=itemsize)
-            for shape in self.shapes.values()
+            count * shape.heads * FULL.bytes(n, shape, itemsize=itemsize)
+            for shape, count in shapes.items()
         )
 
     def share(self, n: int) -> float:

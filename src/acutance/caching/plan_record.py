@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from acutance.caching.head_plan import HeadPlan
+from acutance.caching.head_plan import FULL, HeadPlan
 from acutance.caching.layer_shapes import PlanError
 from acutance.caching.plan import CachePlan
 from acutance.from_json import checked, read_json
@@ -16,64 +16,22 @@ from acutance.report.table import Column, Table
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What taking something away from a key head is expected to add to the loss.
-
-    Attributes:
-        plan: what the head keeps.
-        first: derivative of the loss by a gate to the head's output under it, in nats a token.
-        second: second-order cost, in nats a token.
-    """
-
-    plan: HeadPlan
-    first: float
-    second: float
-
-    @property
-    def total(self) -> float:
-        """Both orders together, in nats a token."""
-        return self.first + self.second
-
-
-@dataclass(frozen=True)
 class Costs:
-    """The expected costs of a search for a plan.
+    """What a search for a plan expects of what heads may keep.
 
     Attributes:
-        n: tokens of the windows that they were measured on.
-        heads: of each key head, by module name of its layer and number.
+        n: tokens of the windows that it was measured on.
+        heads: for each key head, by module name of its layer and number: what it may keep instead
+            of everything, and what that adds to the loss to first and to second order, in nats a
+            token.
     """
 
     n: int
-    heads: Mapping[tuple[str, int], tuple[Cost, ...]]
+    heads: Mapping[tuple[str, int], Mapping[HeadPlan, tuple[float, float]]]
 
-    def of(self, module: str, head: int, plan: HeadPlan) -> Cost | None:
-        """The expected cost of a plan of one head; None if it was not measured."""
-        if plan == HeadPlan():
-            return Cost(plan, 0.0, 0.0)
-        return next((one for one in self.heads.get((module, head), ()) if one.plan == plan), None)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Costs:
-        """The costs in the record of :meth:`acutance.caching.Budget.to_dict`.
-
-        Raises:
-            ValueError: if a field is missing or does not fit.
-        """
-        try:
-            n, options = int(record["n"]), [checked(HeadPlan, one) for one in record["options"]]
-            heads = {
-                (str(one["module"]), int(one["head"])): tuple(
-                    Cost(plan, float(first), float(second))
-                    for plan, first, second in zip(
-                        options, one["slope"], one["curvature"], strict=True
-                    )
-                )
-                for one in record["costs"]
-            }
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"its costs cannot be read: {error!r}") from error
-        return cls(n, heads)
+    def of(self, module: str, head: int, plan: HeadPlan) -> tuple[float, float] | None:
+        """The costs of a plan of one head to both orders; None if they were not measured."""
+        return (0.0, 0.0) if plan == FULL else self.heads.get((module, head), {}).get(plan)
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs | None:
@@ -85,9 +43,17 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     """
     try:
         record = read_json(path)
-        return Costs.from_record(record) if "costs" in record else None
-    except ValueError as error:
-        raise PlanError(f"{os.fspath(path)} contains no costs of a plan: {error}") from error
+        if "costs" not in record:
+            return None
+        options = [checked(HeadPlan, option) for option in record["options"]]
+        heads = {}
+        for head in record["costs"]:
+            orders = zip(map(float, head["slope"]), map(float, head["curvature"]), strict=True)
+            heads[str(head["module"]), int(head["head"])] = dict(zip(options, orders, strict=True))
+        return Costs(int(record["n"]), heads)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = error if isinstance(error, ValueError) else f"its costs cannot be read: {error!r}"
+        raise PlanError(f"{os.fspath(path)} contains no costs of a plan: {reason}") from error
 
 
 def plan_record(
@@ -152,23 +118,23 @@ def _key_head(
 ) -> dict[str, Any]:
     """What one key head keeps, its share of its full bytes, and its costs."""
     kept, shape = plan.layers[module][head], plan.shapes[module]
-    known = () if costs is None else costs.heads.get((module, head), ())
+    known = {} if costs is None else costs.heads.get((module, head), {})
     cost = None if costs is None else costs.of(module, head, kept)
     return {
         "head": head,
         "queries": [head * shape.queries_per_key, (head + 1) * shape.queries_per_key - 1],
         "keeps": kept.words,
         "share": plan.head_share(module, kept, n),
-        "cost": None if cost is None else [cost.first, cost.second],
+        "cost": None if cost is None else list(cost),
         "options": [
             {
-                "keeps": one.plan.words,
-                "share": plan.head_share(module, one.plan, n),
-                "first": one.first,
-                "second": one.second,
-                "chosen": one.plan == kept,
+                "keeps": option.words,
+                "share": plan.head_share(module, option, n),
+                "first": first,
+                "second": second,
+                "chosen": option == kept,
             }
-            for one in known
+            for option, (first, second) in known.items()
         ],
     }
 
@@ -193,8 +159,7 @@ def plan_table(plan: CachePlan, lengths: Sequence[int], costs: Costs | None = No
         row = [layer, share, _symbols([kept.symbol for kept in heads])]
         if costs is not None:
             known = [costs.of(module, head, kept) for head, kept in enumerate(heads)]
-            total = None if None in known else sum(cost.total for cost in known if cost is not None)
-            row.insert(2, total)
+            row.insert(2, None if None in known else sum(sum(cost) for cost in known if cost))
         rows.append(row)
     count = sum(len(heads) for heads in plan.layers.values())
     return Table(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.caching.head_plan import HeadPlan
+from acutance.caching.head_plan import FULL, HeadPlan
 from acutance.caching.layer_shapes import LayerShape
 from acutance.calibration.loss_table import LossTable, Reading, Saving, Unit, Windows
 from acutance.calibration.windows import evaluating
@@ -95,7 +95,7 @@ def read_reach(
         nothing = torch.zeros((), dtype=torch.float64)
         return Reading(nothing, nothing, numbers.flatten())
 
-    settings = {**read.settings(), "statistics": f"{_ROWS} rows"}
+    settings = {**read.settings, "statistics": f"{_ROWS} rows"}
     with LossTable(settings, saving or Saving()) as table:
         windows = []
         for unit in units:
@@ -307,7 +307,7 @@ def options_of(
     return {
         place: [
             Option(plan, plan.bytes(n, shapes[place[0]]), cost)
-            for plan, cost in zip([HeadPlan(), *plans], [0.0, *some], strict=True)
+            for plan, cost in zip([FULL, *plans], [0.0, *some], strict=True)
         ]
         for place, some in costs.items()
     }

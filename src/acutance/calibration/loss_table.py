@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -409,6 +410,7 @@ class Windows:
                 counts[turn.length] = counts.get(turn.length, 0) + turn.groups.numel()
         return counts
 
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """What a resumed run must share, as JSON values."""
         return {
