@@ -140,9 +140,9 @@ def extend(
     ranges = _ranges(trained, to)
     table = LossTable(settings, saving, "search to resume")
     search = Search(
-        model, windows, measured, table, changes, ranges=ranges, train_length=trained, final=last,
-        max_cost=max_cost, budget=None if budget is None else 60.0 * budget, by_head=by_head,
-        advance=advance,
+        model=model, windows=windows, loss=measured, table=table, changes=changes, ranges=ranges,
+        train_length=trained, finals=last, max_cost=max_cost,
+        budget=None if budget is None else 60.0 * budget, by_head=by_head, advance=advance,
     )  # fmt: skip
     with evaluating(model), torch.inference_mode():
         measured.check(model, {"input_ids": windows[:1].to(next(model.parameters()).device)})
@@ -175,9 +175,7 @@ def trained_length(model: torch.nn.Module, given: int | None) -> int:
     Raises:
         ValueError: if neither states it.
     """
-    if given is not None:
-        return check_count("train_length", given, 2)
-    found = longest(model)
+    found = longest(model) if given is None else check_count("train_length", given, 2)
     if found is None:
         raise ValueError("train_length must be given: the model's configuration has none")
     return found

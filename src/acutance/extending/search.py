@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ _ERRORS = 2.0
 _BACKWARD = 8
 
 
+@dataclass(eq=False, kw_only=True)
 class Search:
     """A search by successive halving, and the measurement of its winners on other windows.
 
-    Args:
+    Attributes:
         model: the model.
         windows: tokens, (windows, L) int64; those of the search come first.
         loss: the loss.
@@ -50,105 +52,89 @@ class Search:
             at the trained length.
         train_length: n up to which a change should not raise the loss; changes that begin beyond
             it are run from there on.
-        final: number of windows for the final numbers.
+        finals: number of windows for the final numbers.
         max_cost: largest accepted rise of the mean loss up to ``train_length``, nats a token.
         budget: seconds of all runs after which the search stops; None is no limit.
         by_head: whether to go on from the best window to windows and temperatures by head.
         advance: progress callback, called after each run.
-
-    Attributes:
         chosen: the best accepted change after :meth:`run`; None if none is better than the model
             as it is.
         complete: whether the search ended before its budget.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        windows: Tensor,
-        loss: Loss,
-        table: LossTable,
-        changes: Sequence[Change],
-        *,
-        ranges: Sequence[tuple[int, int]],
-        train_length: int,
-        final: int,
-        max_cost: float,
-        budget: float | None,
-        by_head: bool,
-        advance: Advance | None,
-    ) -> None:
-        self._model, self._loss, self._table = model, loss, table
-        self._tokens, self._changes = windows, list(changes)
-        self._prefix, self._ranges = Prefix(model, loss, train_length), ranges
-        self._within = torch.tensor([last <= train_length for _, last in ranges])
-        self._search = len(windows) - final
-        self._finals = range(self._search, len(windows))
-        self._max_cost, self._budget, self._by_head = max_cost, budget, by_head
-        self._advance = advance
+    model: torch.nn.Module
+    windows: Tensor
+    loss: Loss
+    table: LossTable
+    changes: list[Change]
+    ranges: Sequence[tuple[int, int]]
+    train_length: int
+    finals: int
+    max_cost: float
+    budget: float | None
+    by_head: bool
+    advance: Advance | None
+    chosen: Change | None = None
+    complete: bool = True
+
+    def __post_init__(self) -> None:
+        self._prefix = Prefix(self.model, self.loss, self.train_length)
+        self._within = torch.tensor([last <= self.train_length for _, last in self.ranges])
+        self._search = len(self.windows) - self.finals
+        self._finals = range(self._search, len(self.windows))
         self._reached: dict[str, int] = {}  # windows of the search, by the words of a change
-        self.chosen: Change | None = None
-        self.complete = True
 
     # -- losses of windows -------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
         """Time of all runs so far, including those of the run that is resumed."""
-        return sum(one.seconds for one in self._table.readings.values())
+        return sum(one.seconds for one in self.table.readings.values())
 
     def _longest(self, words: str | None = None) -> float:
         """Seconds of the longest run under the change of these words, or any; 0 before a run."""
         seconds = (
             reading.seconds
-            for (change, window), reading in self._table.readings.items()
+            for (change, window), reading in self.table.readings.items()
             if words in (None, change) and window >= 0
         )
         return max(seconds, default=0.0)
 
-    def _known(self, change: Change | None, window: int) -> bool:
-        """Whether the loss of a window under a change (None: the unchanged model) is known."""
-        return (_words(change), window) in self._table.readings
-
     def _measure(self, change: Change | None, window: int) -> None:
-        """Run the model on a window under a change, unless that is done, and report progress."""
-        known = self._known(change, window)
-        if not known:
-            self._run(change, window)
-        if change is not None and window < self._search:
-            self._reached[change.words] = max(window + 1, self._windows(change))
-        if self._advance is not None:
-            self._advance(self._tokens.shape[1], 1, not known)
-
-    def _run(self, change: Change | None, window: int) -> None:
-        """Run the model on a window under a change.
+        """Run the model on a window under a change, unless that is done, and report progress.
 
         Tokens up to the trained length are not run under a change that begins beyond it: their
         losses are those of the unchanged model, which is measured first.
         """
-        ids, before, past = self._ids(window), None, 0
-        batch = {"input_ids": ids}
-        if change is not None:
-            before = self._table.readings["", window]
-            if self._prefix.serves(change, ids):
-                batch, past = self._prefix.after(window, ids), self._prefix.length
-        measure = functools.partial(
-            measure_batch, self._model, self._loss, batch, change, self._ranges, before, past
-        )
-        self._table.get(_words(change), window, measure)
+
+        def read() -> Reading:
+            ids, before, past = self._ids(window), None, 0
+            batch: dict[str, Any] = {"input_ids": ids}
+            if change is not None:
+                before = self.table.readings["", window]
+                if self._prefix.serves(change, ids):
+                    batch, past = self._prefix.after(window, ids), self.train_length
+            return measure_batch(self.model, self.loss, batch, change, self.ranges, before, past)
+
+        known = (_words(change), window) in self.table.readings
+        self.table.get(_words(change), window, read)
+        if change is not None and window < self._search:
+            self._reached[change.words] = max(window + 1, self._windows(change))
+        if self.advance is not None:
+            self.advance(self.windows.shape[1], 1, not known)
 
     def _ids(self, window: int) -> Tensor:
         """The tokens of a window, (1, L), on the model's device."""
-        device = next((part.device for part in self._model.parameters()), None)
-        return self._tokens[window : window + 1].to(device)
+        device = next((part.device for part in self.model.parameters()), None)
+        return self.windows[window : window + 1].to(device)
 
     def _sums(self, change: Change | None, windows: Sequence[int]) -> Tensor:
         """Sums of the losses of measured windows, (windows, ranges) float64."""
-        return torch.cat([self._table.readings[_words(change), window].loss for window in windows])
+        return torch.cat([self.table.readings[_words(change), window].loss for window in windows])
 
     def _counts(self, windows: Sequence[int]) -> Tensor:
         """Number of predictions, (windows, ranges) float64."""
-        return torch.cat([self._table.readings["", window].count for window in windows])
+        return torch.cat([self.table.readings["", window].count for window in windows])
 
     def _mixes(self, best: Change, others: Sequence[Change], deciding: int) -> list[Change]:
         """Laws by head, from one backward pass on a window, unless that was done before.
@@ -163,7 +149,7 @@ class Search:
         Raises:
             ValueError: if the model's attention does not allow it.
         """
-        own, train_length, to = law_part(best), self._prefix.length, self._tokens.shape[1]
+        own, train_length, to = law_part(best), self.train_length, self.windows.shape[1]
         assert own is not None
         parts = [part for part in map(law_part, others) if part is not None]
         warm = with_temperature(own, train_length, to)
@@ -179,22 +165,22 @@ class Search:
                 batch = {"input_ids": ids}
                 if all(self._prefix.serves(one, ids) for one in (best, *others)):
                     batch = self._prefix.after(deciding, ids)
-                read.update(head_slopes(self._model, self._loss, batch, own, parts))
+                read.update(head_slopes(self.model, self.loss, batch, own, parts))
             return Reading(torch.empty(0), torch.empty(0), read[name])
 
         slopes = {
-            name: self._table.get(key, -place, functools.partial(slopes_of, name), 0).gradient
-            for place, name in enumerate(attention_layers(self._model), 1)
+            name: self.table.get(key, -place, functools.partial(slopes_of, name), 0).gradient
+            for place, name in enumerate(attention_layers(self.model), 1)
         }
-        self._table.write()
+        self.table.write()
         away = [self._part(best, one, range(1), ~self._within).delta for one in others]
-        return [*mixed(self._model, own, parts, slopes, away, train_length, to)]
+        return [*mixed(self.model, own, parts, slopes, away, train_length, to)]
 
     # -- the search -------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Try all changes on one window, then repeatedly the best third on twice the windows."""
-        left, before, used = list(self._changes), 0, 1
+        left, before, used = list(self.changes), 0, 1
         while True:
             for window in range(before, used):  # what changes share in a window is read once
                 for change in (None, *left):
@@ -210,8 +196,8 @@ class Search:
         best = next(iter(left), None)
         if best is not None:
             within, beyond, _ = self._seen(best)
-            self.chosen = best if within <= self._max_cost and beyond < 0 else None
-        if self._by_head and self.complete and law_part(self.chosen) is not None:
+            self.chosen = best if within <= self.max_cost and beyond < 0 else None
+        if self.by_head and self.complete and law_part(self.chosen) is not None:
             self._choose_by_head()
 
     def _choose_by_head(self) -> None:
@@ -224,7 +210,7 @@ class Search:
         best, deciding = self.chosen, range(self._search - 1)
         if len(deciding) < 2:
             return
-        windows = [one for one in self._changes if self._windows(one) and law_part(one)]
+        windows = [one for one in self.changes if self._windows(one) and law_part(one)]
         others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
         if not self._has_time(best, 0, more=_BACKWARD * self._longest(best.words)):
             self.complete = False
@@ -232,7 +218,7 @@ class Search:
         found = self._mixes(best, others, len(deciding))
         if not found:
             return
-        self._changes += found
+        self.changes += found
         for window in deciding:
             for change in (None, best, *found):
                 if not self._has_time(change, window):
@@ -246,10 +232,11 @@ class Search:
 
     def _has_time(self, change: Change | None, window: int, more: float = 0.0) -> bool:
         """Whether the budget allows a run under this change on a window, or ``more`` seconds."""
-        if self._budget is None or (self._known(change, window) and not more):
+        known = (_words(change), window) in self.table.readings
+        if self.budget is None or (known and not more):
             return True
         reserved = (3 * len(self._finals) + 1) * self._longest() + more
-        return self.seconds + reserved <= self._budget
+        return self.seconds + reserved <= self.budget
 
     def _windows(self, change: Change) -> int:
         """Number of windows of the search that a change was measured on."""
@@ -258,7 +245,7 @@ class Search:
     def _rank(self, change: Change) -> tuple[bool, float]:
         """Sort key of a change: accepted ones first, then by the loss beyond the trained length."""
         within, beyond, _ = self._seen(change)
-        return within > self._max_cost, beyond
+        return within > self.max_cost, beyond
 
     def _seen(self, change: Change) -> tuple[float, float, float | None]:
         """Differences of the mean loss from the unchanged model, in nats a token.
@@ -274,21 +261,13 @@ class Search:
 
     def tried(self) -> list[Tried]:
         """All changes that were measured: those on most windows first, and of them the best."""
-        found = [one for one in self._changes if self._windows(one)]
+        found = [one for one in self.changes if self._windows(one)]
         rows = []
         for one in sorted(found, key=lambda one: (-self._windows(one), self._rank(one))):
             within, beyond, error = self._seen(one)
-            rows.append(
-                Tried(
-                    one.name,
-                    self._windows(one),
-                    within,
-                    beyond,
-                    error,
-                    within <= self._max_cost,
-                    self._longest(one.words),
-                )
-            )
+            allowed, seconds = within <= self.max_cost, self._longest(one.words)
+            windows = self._windows(one)
+            rows.append(Tried(one.name, windows, within, beyond, error, allowed, seconds))
         return rows
 
     # -- the final windows ------------------------------------------------------------------------
@@ -299,7 +278,7 @@ class Search:
         Returns:
             None for the unchanged model, then the chosen change and the best RoPE setting, if any.
         """
-        rope = [one for one in self._changes if isinstance(one, RopeRemedy) and self._windows(one)]
+        rope = [one for one in self.changes if isinstance(one, RopeRemedy) and self._windows(one)]
         best = min(rope, key=lambda one: self._seen(one)[1], default=None)
         shown: list[Change | None] = [None]
         for one in (self.chosen, best):
@@ -361,7 +340,7 @@ class Search:
                 self._counts(windows),
             )
         )
-        there = [pair for pair, one in zip(self._ranges, which.tolist(), strict=True) if one]
+        there = [pair for pair, one in zip(self.ranges, which.tolist(), strict=True) if one]
         whole = [(there[0][0], there[-1][1])]
         groups = torch.arange(len(windows))
         return compare_losses(["after"], sums, counts, groups, whole)[0].overall

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,11 +78,9 @@ class Part:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; numbers that are not finite become None."""
-        record = {"from": self.first, "to": self.last, "delta": self.delta, "error": self.error}
-        found: dict[str, Any] = finite(
-            record | {"low": self.low, "high": self.high, "loss": self.loss}
-        )
-        return found
+        numbers = asdict(self)
+        record = {"from": numbers.pop("first"), "to": numbers.pop("last"), **numbers}
+        return cast("dict[str, Any]", finite(record))
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,12 @@ def counted_rows(wanted: Tensor, call: AttentionCall, facts: Pass) -> Tensor:
 
 
 def argument_differences(
-    call: AttentionCall, ours: AttentionCall, expected: Expectation, facts: Pass
+    call: AttentionCall,
+    ours: AttentionCall,
+    expected: Expectation,
+    seen: Tensor,
+    wanted: Tensor,
+    counted: Tensor,
 ) -> list[Difference]:
     """Differences of a captured call's arguments from those expected.
 
@@ -168,12 +173,12 @@ def argument_differences(
         call: the captured call.
         ours: the same call with the expected arguments.
         expected: what the configuration says of its module.
-        facts: what is known of the forward pass.
+        seen: the keys that each of its rows sees, (B, 1 or Hq, L, S).
+        wanted: those that it is to see, likewise.
+        counted: the rows to compare, from :func:`counted_rows`.
     """
     found = [*_scores(call, expected), *_heads(call, expected)]
-    seen, wanted = visible_keys(call), visible_keys(ours)
-    rows = counted_rows(wanted, call, facts)
-    rows = rows[:, :1] if max(seen.shape[1], wanted.shape[1]) == 1 else rows
+    rows = counted[:, :1] if max(seen.shape[1], wanted.shape[1]) == 1 else counted
     if bool(((seen != wanted) & rows.unsqueeze(-1)).any()):
         found += _masks(seen, wanted, rows, ours, expected)
     return found

@@ -26,7 +26,6 @@ from acutance.verification.gradients import check_gradients
 from acutance.verification.positions import (
     PARTS,
     check_rotation,
-    direct_parts,
     unrotated_heads,
 )
 
@@ -109,12 +108,11 @@ class Checker:
         self._parents.clear()
         parts = []
         for module in model.modules():
-            names = direct_parts(module)
-            if not PARTS & set(names.values()):
-                continue
-            for part in module.children():
-                self._parents.setdefault(id(part), []).append((id(module), names[id(part)]))
-                parts.append(part)
+            children = dict(module.named_children())
+            if not PARTS.isdisjoint(children):
+                for name, part in children.items():
+                    self._parents.setdefault(id(part), []).append((id(module), name))
+                    parts.append(part)
         return parts
 
     def on_part(self, part: torch.nn.Module, _: Any, __: Any, output: Any) -> None:
@@ -168,10 +166,11 @@ class Checker:
         if not facts.is_text and not call.cross and expected.causal is not None:
             self._problem(call.module, "masks not checked: it does not read only token ids")
         ours = expected_call(call, expected, facts)
-        found = argument_differences(call, ours, expected, facts)
-        counted = counted_rows(visible_keys(ours), call, facts)
+        seen, wanted = visible_keys(call), visible_keys(ours)
+        counted = counted_rows(wanted, call, facts)
+        found = argument_differences(call, ours, expected, seen, wanted, counted)
         theirs = output()
-        found = found or self._against_others(call, counted)
+        found = found or self._against_others(call, seen, counted)
         with torch.no_grad():
             self._compare_output(call, ours, theirs.detach(), counted, module, found)
             self._compare_rotation(call, expected, module, counted)
@@ -200,12 +199,14 @@ class Checker:
         seen = visible_keys(call)
         return torch.equal(seen, seen.new_ones(queries, keys).tril().expand_as(seen))
 
-    def _against_others(self, call: AttentionCall, counted: Tensor) -> list[Difference]:
+    def _against_others(
+        self, call: AttentionCall, seen: Tensor, counted: Tensor
+    ) -> list[Difference]:
         """Whether rows see other keys than with the first implementation that read this input."""
         keys = call.key.shape[2]
         chance = torch.Generator().manual_seed(0)
         weights = torch.rand(keys, generator=chance).to(call.query.device)
-        signature = visible_keys(call).float() @ weights
+        signature = seen.float() @ weights
         place = self.facts.inputs, self.facts.past, call.module
         name, first = self._seen.setdefault(place, (self.implementation, signature))
         if name == self.implementation or first.shape[2:] != signature.shape[2:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,18 +12,20 @@ from acutance.verification.arguments import Comparison, Difference, Pass
 from acutance.verification.expectation import Expectation, Rope, rotated
 
 _NORMS = ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
-_QUERY, _KEY = ("q", "query"), ("k", "key")
-_MAKERS = {
-    "query": ("q_proj", "query", "q_lin", "q", "query_proj", "to_q", "wq", "q_b_proj"),
-    "key": ("k_proj", "key", "k_lin", "k", "key_proj", "to_k", "wk"),
-}
+
+
+def _makers(names: str, projections: str) -> tuple[str, ...]:
+    """Names of parts whose output is queries, or keys: norms come before projections."""
+    normed = [form.format(name) for name in names.split() for form in _NORMS]
+    return (*normed, *projections.split())
+
+
+#: Parts that make queries, and keys, the last to run first.
+_QUERY = _makers("q query", "q_proj query q_lin q query_proj to_q wq q_b_proj")
+_KEY = _makers("k key", "k_proj key k_lin k key_proj to_k wk")
 _PACKED = ("query_key_value", "qkv_proj", "Wqkv", "qkv", "wqkv", "in_proj")
 #: Names of parts that make queries and keys.
-PARTS = frozenset(
-    {form.format(name) for name in (*_QUERY, *_KEY) for form in _NORMS}
-    | {name for names in _MAKERS.values() for name in names}
-    | set(_PACKED)
-)
+PARTS = frozenset((*_QUERY, *_KEY, *_PACKED))
 #: Relative error of a rotated vector that rounding explains.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -109,26 +111,25 @@ class _Compared(NamedTuple):
     counted: Tensor
     tolerance: float
 
-    def error(self, way: _Way, interleaved: bool | None = None) -> float:
-        """Largest relative difference of queries and keys from a way, at the best place."""
-        return min(
-            max(self._at(way, index, start, pairs) for index in (0, 1))
-            for start, pairs in self._places(way, interleaved)
-        )
+    def error(
+        self, way: _Way, interleaved: bool | None = None, sides: tuple[int, ...] = (0, 1)
+    ) -> float:
+        """Largest relative difference from a way, where rotated components begin best.
 
-    def error_of(self, way: _Way, index: int) -> float:
-        """The same for queries (0) or keys (1) alone."""
-        return min(self._at(way, index, *place) for place in self._places(way, None))
+        Args:
+            way: the way.
+            interleaved: how components are paired; None tries both.
+            sides: 0 for queries, 1 for keys.
+        """
+        found = torch.inf
+        for start in sorted({0, self.after[0].shape[-1] - 2 * way.frequencies.numel()}):
+            for pairs in (False, True) if interleaved is None else (interleaved,):
+                found = min(found, max([self._at(way, side, start, pairs) for side in sides]))
+        return found
 
     def unmoved(self, index: int) -> bool:
         """Whether queries (0) or keys (1) are not rotated."""
         return _apart(self.before[index], self.after[index], self.counted) <= self.tolerance
-
-    def _places(self, way: _Way, interleaved: bool | None) -> list[tuple[int, bool]]:
-        """Where the rotated components may start, and how they may be paired."""
-        starts = sorted({0, self.after[0].shape[-1] - 2 * way.frequencies.numel()})
-        pairings = (False, True) if interleaved is None else (interleaved,)
-        return [(start, pairs) for start in starts for pairs in pairings]
 
     def _at(self, way: _Way, index: int, start: int, interleaved: bool) -> float:
         """Largest relative difference at one place."""
@@ -148,12 +149,12 @@ class _Compared(NamedTuple):
 def _one_only(configured: _Way, ways: list[_Way], compared: _Compared) -> Difference | None:
     """A fault of the queries alone, or of the keys alone."""
     for index, name in enumerate(("queries", "keys")):
-        if compared.error_of(configured, 1 - index) > compared.tolerance:
+        if compared.error(configured, sides=(1 - index,)) > compared.tolerance:
             continue
         if compared.unmoved(index):
             return Difference("not rotated", f"the {name} are not rotated")
         for way in ways:
-            if compared.error_of(way, index) <= compared.tolerance:
+            if compared.error(way, sides=(index,)) <= compared.tolerance:
                 text = f"{way.sentence} (only in the {name})"
                 return Difference(way.cause or "positions", text)
     return None
@@ -280,7 +281,7 @@ def _ratio_of(x: Tensor, y: Tensor, counted: Tensor, part: slice) -> float | Non
 
 def _apart(x: Tensor, y: Tensor, counted: Tensor) -> float:
     """Largest distance of two vectors of a token and head, relative to the longest vector."""
-    first, second = (part.double().transpose(1, 2)[counted] for part in (x, y))
+    first, second = x.double().transpose(1, 2)[counted], y.double().transpose(1, 2)[counted]
     size = float(second.norm(dim=-1).max()) if second.numel() else 0.0
     return float((first - second).norm(dim=-1).max()) / size if size else 0.0
 
@@ -296,12 +297,9 @@ def unrotated_heads(
         key: rotated keys of the same tokens, (B, H, L, E).
     """
     sides = []
-    for names, makers, target in ((_QUERY, "query", query), (_KEY, "key", key)):
-        normed = [form.format(name) for name in names for form in _NORMS]
-        found = next((outputs[name] for name in normed if name in outputs), None)
-        if found is None:
-            found = next((outputs[name] for name in _MAKERS[makers] if name in outputs), None)
-        sides.append(None if found is None else _as_heads(found, target))
+    for names, target in ((_QUERY, query), (_KEY, key)):
+        found = [outputs[name] for name in names if name in outputs]
+        sides.append(_as_heads(found[0], target) if found else None)
     if sides[0] is not None and sides[1] is not None:
         return sides[0], sides[1]
     for name in _PACKED:
@@ -337,8 +335,3 @@ def _unpacked(
         return queries.transpose(1, 2), each[..., -2, :].transpose(1, 2)
     parts = found.reshape(batch, tokens, heads + 2 * groups, width).transpose(1, 2)
     return parts[:, :heads], parts[:, heads : heads + groups]
-
-
-def direct_parts(module: Any) -> dict[int, str]:
-    """Names of a module's direct parts, by identity."""
-    return {id(part): name for name, part in module.named_children()}
