@@ -22,7 +22,18 @@ _WRAPPERS = {
 }
 #: Bases of the subclass that ``fully_shard`` or ``replicate`` makes of a module's class.
 _ADDED = ("FSDPModule", "ReplicateModule")
-_KNOWN: dict[type, str | None] = {}  # by class, what _WRAPPERS says
+
+
+class _Known(dict[type, str | None]):
+    """By class the attribute in which a wrapper stores its module; None for other classes."""
+
+    def __missing__(self, kind: type) -> str | None:
+        names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
+        self[kind] = next((name for name in names if name is not None), None)
+        return self[kind]
+
+
+_KNOWN = _Known()
 
 
 def module_name(model: torch.nn.Module, name: str) -> str:
@@ -44,7 +55,7 @@ def module_name(model: torch.nn.Module, name: str) -> str:
     parts: list[str] = []
     module: torch.nn.Module | None = model
     for piece in name.split(".") if name else ():
-        if module is None or piece != _holds(module):
+        if module is None or not _KNOWN[type(module)] or piece != _holds(module):
             parts.append(piece)
         module = None if module is None else module._modules.get(piece)
     return ".".join(parts) or class_name(model)
@@ -56,7 +67,7 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     A wrapper has the same name as the module inside it.
     """
     modules = list(model.named_modules())
-    if not any(map(_wrapper, {type(module) for _, module in modules})):
+    if not any(map(_KNOWN.__getitem__, {type(module) for _, module in modules})):
         return [(name or class_name(model), module) for name, module in modules]
     return [(module_name(model, name), module) for name, module in modules]
 
@@ -85,13 +96,5 @@ def class_name(module: torch.nn.Module) -> str:
 
 def _holds(module: torch.nn.Module) -> str | None:
     """Attribute in which a wrapper stores its module; None if the module is not a wrapper."""
-    name = _wrapper(type(module))
+    name = _KNOWN[type(module)]
     return name if name is not None and module._modules.get(name) is not None else None
-
-
-def _wrapper(kind: type) -> str | None:
-    """Attribute in which a wrapper class stores its module; None for other classes."""
-    if kind not in _KNOWN:
-        names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
-        _KNOWN[kind] = next((name for name in names if name is not None), None)
-    return _KNOWN[kind]
