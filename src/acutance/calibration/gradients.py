@@ -133,7 +133,7 @@ class Gradients(ABC):
     ) -> None:
         self._windows, self._model, self._loss = windows, windows.model, windows.loss
         self._advance, self._passes = advance, passes
-        self._table = LossTable({**windows.settings(), **settings}, saving)
+        self._table = LossTable({**windows.settings, **settings}, saving)
         self._context: ExitStack | None = None
 
     def __enter__(self) -> Self:
