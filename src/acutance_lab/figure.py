@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.interpolate import PchipInterpolator
 
 from acutance.plugins import plot_style
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Array = NDArray[np.float64]
 #: The style of a curve that is not of the panel's palette: a thin grey line.
 GREY = "grey"
 
@@ -29,9 +27,9 @@ GREY = "grey"
 class Points(NamedTuple):
     """Positions of the marks or of the line of a curve, and perhaps standard errors."""
 
-    x: Sequence[Any] | Array
-    y: Sequence[Any] | Array
-    error: Sequence[float] | None = None
+    x: Any
+    y: Any
+    error: Any = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ class Axis:
         if self.limits != (None, None):
             getattr(axes, f"set_{side}lim")(*self.limits)
 
-    def scaled(self, numbers: Any) -> Array:
+    def scaled(self, numbers: Any) -> Any:
         """Numbers as places along the axis."""
         return np.log(numbers) if self.log is True else np.asarray(numbers, float)
 

@@ -142,19 +142,20 @@ def calibrations(
 
 
 @torch.no_grad()
-def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict[str, Tensor]]:
+def examine(run: Run, subject: Subject, seed: int, losses: dict[str, Tensor]) -> Iterator[Measured]:
     """Calibrate a model, then measure its entropies and losses under every law and length.
 
     The entropies under a window are not measured: none of its rows sees more keys than in training.
 
-    Returns:
-        The numbers, and by name of the law the losses in nats, (lengths, windows).
+    Args:
+        run: the run.
+        subject: the model.
+        seed: its seed.
+        losses: takes, by name of the law, the losses in nats, (lengths, windows).
     """
     lengths = [subject.length * factor for factor in times(run)]
     if run.note is not None:
         run.note(f"calibrated_length: calibrating {subject.name}, seed {seed}")
-    numbers: list[Measured] = []
-    losses: dict[str, Tensor] = {}
     start: Tensor | None = None
 
     def where(law: str, factor: int) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict
         with apply(subject.model, law):
             losses[name] = torch.stack([subject.losses(length) for length in lengths]).double()
         for factor, loss in zip(times(run), losses[name], strict=True):
-            numbers.append(untested("loss, nat", mean(loss), where(name, factor)))
+            yield untested("loss, nat", mean(loss), where(name, factor))
         if name in WINDOWS:
             continue
         entropies = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
@@ -174,18 +175,17 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Measured], dict
         for factor, entropy in zip(times(run), H.T, strict=True):
             off, at = (entropy / start - 1).abs(), where(name, factor)
             held = "holds" if name == CALIBRATED and factor != 1 else ""
-            numbers.append(untested("mean H, nat", float(entropy.mean()), at))
-            numbers.append((held, MEDIAN, 0.05, float(off.median()), at))
-            numbers.append(untested(LARGEST, float(off.max()), at))
+            yield untested("mean H, nat", float(entropy.mean()), at)
+            yield held, MEDIAN, 0.05, float(off.median()), at
+            yield untested(LARGEST, float(off.max()), at)
     for name in ("clip_log_n", "yarn", CALIBRATED, FRACTION):
         before, after = (float(losses[law][0].mean()) for law in ("none", name))
-        numbers.append(("same", "loss at 1×, nat", before, after, where(name, 1)))
+        yield "same", "loss at 1×, nat", before, after, where(name, 1)
     if subject.name == "decoder":
         last = {name: loss[-1] for name, loss in losses.items() if name not in WINDOWS}
         best = min(last, key=lambda name: float(last[name].mean()))
         less, at = mean(losses["window of 128"][-1] - last[best]), where(best, times(run)[-1])
-        numbers.append(("window", "loss, window − best temperature, nat", 0.0, less, at))
-    return numbers, losses
+        yield "window", "loss, window − best temperature, nat", 0.0, less, at
 
 
 #: Not ssmax: with s = 1 / log of the length it is log_n.
@@ -254,10 +254,10 @@ def calibrated_length(run: Run) -> Iterator[Measured]:
         for step in range(run.size(1, 3)):
             subject = kind(run, step)
             seed = step if kind is decoder_subject else run.seed * 100 + step
-            numbers, losses = examine(run, subject, seed)
-            yield from numbers
-            by_seed.append(losses)
-            for _, quantity, _, value, where in numbers:
+            by_seed.append({})
+            for number in examine(run, subject, seed, by_seed[-1]):
+                yield number
+                _, quantity, _, value, where = number
                 if (quantity, where["law"], subject.name) == (LARGEST, CALIBRATED, "decoder"):
                     worst = max(worst, value)
         for name in FIXED:
