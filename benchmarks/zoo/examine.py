@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.readers.torch_functions import NO_PRODUCT
+from acutance.capture.listener import NO_PRODUCT
 from acutance.comparison.timing import cpu_seconds
 from acutance.probing import Probe, ProbeError
 from acutance.probing.settings import ProbeSettings

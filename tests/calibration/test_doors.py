@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -97,3 +99,42 @@ def test_a_scripted_child_keeps_passes_followed() -> None:
         assert not applied.by_interface
     assert applied.calls == {"1": 2}
     assert not is_library_code(nn.Sequential(model[0]))
+
+
+def test_a_model_that_was_followed_is_not_followed_again_until_it_changes(ids: Tensor) -> None:
+    model = gpt2()
+    opened = []
+    for change in (None, None, "child", None, "hook"):
+        if change == "child":
+            model.h[0].mlp.act = nn.ReLU()
+        elif change == "hook":
+            model.ln_f.register_forward_hook(lambda *_: None)
+        with acutance.apply(model, LAW) as applied:
+            opened.append(applied.by_interface)
+            model(ids)
+        assert applied.calls == {"h.0.attn": 1, "h.1.attn": 1}
+    assert opened == [False, True, False, True, False]
+
+
+def test_what_is_known_of_a_model_does_not_keep_it() -> None:
+    model = gpt2()
+    with acutance.apply(model, LAW):
+        model(torch.arange(5)[None])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_change_is_noticed_in_a_pass_that_begins_elsewhere(ids: Tensor) -> None:
+    model, x = gpt2(), torch.randn(2, 9, 16)
+    with acutance.apply(model, LAW):
+        model(ids)
+    with acutance.apply(model, LAW) as applied:
+        model.h[0](x)
+        assert applied.by_interface
+        assert applied.calls == {"h.0.attn": 1}
+        model.h[0].mlp.act = Once()
+        model.h[0](x)
+        assert not applied.by_interface
+    assert applied.calls == {"h.0.attn": 2, "h.0.mlp": 1}

@@ -149,3 +149,53 @@ def test_a_change_that_another_thread_meets_is_followed_here(ids: Tensor) -> Non
         assert is_followed()
     calls = {layer.module: layer.calls for layer in probe.summary().layers}
     assert calls == {"h.0.attn": 3, "h.1.attn": 3, "ln_f": 1}
+
+
+def test_a_second_probe_reads_what_the_first_did(ids: Tensor) -> None:
+    model, summaries = gpt2(), []
+    padded = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
+    for _ in range(2):
+        with acutance.probe(model, verify=True) as probe:
+            summaries.append(is_followed())
+            model(ids, attention_mask=padded)
+        summaries.append(probe.summary())
+    assert (summaries[0], summaries[2]) == (True, False)
+    first, second = summaries[1], summaries[3]
+    assert first.layers == second.layers
+    assert [layer.status for layer in second.layers] == ["verified"] * 2
+    for name in probe.metrics:
+        torch.testing.assert_close(
+            first.mean(name), second.mean(name), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_a_module_named_attention_is_listed_by_a_second_probe_too(
+    ids: Tensor, as_library: Callable[[type], None]
+) -> None:
+    class PoolingAttention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.pool = gpt2(), PoolingAttention()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            output: Tensor = self.pool(self.model(ids).last_hidden_state)
+            return output
+
+    as_library(Outer)
+    as_library(PoolingAttention)
+    model, unread = Outer(), []
+    for _ in range(2):
+        with acutance.probe(model) as probe:
+            unread.append(is_followed())
+            model(ids)
+        unread.append(probe.summary().unread)
+    assert (unread[0], unread[2]) == (True, False)
+    assert (
+        unread[1]
+        == unread[3]
+        == ("pool: PoolingAttention ran, and nothing in it was read as attention",)
+    )

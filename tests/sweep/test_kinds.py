@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from acutance.capture.intercept import ModuleStack
 from acutance.capture.listener import Listener
 
 #: Kind of attention, model type, verdict, and whether the model gives maps to compare with.
@@ -60,8 +61,8 @@ def test_a_kind_of_attention(model_type: str, verdict: str, maps: bool) -> None:
 
 def places(patch: pytest.MonkeyPatch, place_of: Any) -> None:
     """Have the listener place modules otherwise, or not at all: no model makes it miss a layer."""
-    for name, function in {"call_name_of": place_of, "call_name": lambda self: None}.items():
-        patch.setattr(Listener, name, function)
+    patch.setattr(Listener, "call_name_of", place_of)
+    patch.setattr(ModuleStack, "call_name", lambda self: None)
 
 
 def test_every_verdict_can_be_given(

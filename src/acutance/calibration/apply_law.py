@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -19,20 +20,28 @@ from acutance.calibration.read_window import (
     masked_scores,
 )
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.change_functions import FunctionChange
 from acutance.capture.find_layers import (
     attention_layers,
     is_softmax,
     is_windowed_inside,
     uses_interface,
 )
+from acutance.capture.function_mode import FunctionMode
+from acutance.capture.handwritten.scores import Scores, ScoreTracker
+from acutance.capture.handwritten.softmax import FEWEST, LOG_SOFTMAX, Softmax, scores_of
 from acutance.capture.head_axis import could_be_over_keys, fold, heads_of
 from acutance.capture.intercept import Interception, classes_are_library
 from acutance.capture.kernel_functions import calls
+from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall, is_cross
-from acutance.capture.readers.torch_sdpa import sdpa_call
+from acutance.capture.readers.torch_multihead import (
+    changing_sdpa,
+    changing_softmax,
+    equivalent_sdpa_arguments,
+)
+from acutance.capture.readers.torch_sdpa import sdpa_arguments, sdpa_call
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.capture.torch_modes import eager, forget_compiled
 from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
@@ -388,6 +397,13 @@ class Plan:
 
 T = TypeVar("T")
 
+_HINT = "; to exclude it, give the law by layer; to scale it, use F.scaled_dot_product_attention"
+_NO_PRODUCT = "its scores are not a product of queries and keys"
+_WRITTEN_OUT = (
+    "its weights were computed without a softmax call, as those that are exponentiated and divided "
+    "by their sum"
+)
+_UNUSED = ", and no matrix product uses its softmax over keys"
 _WINDOWED = "its rows see only a window (windowed=True scales it)"
 _CROSS = "its rows have no distance from their keys: it is cross-attention"
 
@@ -542,7 +558,7 @@ class Applied(Interception, InForce):
         module, compiling = call.positional()[0], torch.compiler.is_compiling()
         if (name := self.modules.name_of(module)) is not None:
             if not compiling:
-                self.interface_modules.add(module)
+                self.note_interface(module)
             plan = self._plans.get(name) or self._plan_of(name)
             sliding = plan.windowed or call.kwargs.get("sliding_window") is not None
             if plan.laws is not None and sliding and not self._windowed:
@@ -600,10 +616,6 @@ class Applied(Interception, InForce):
         if same is not None and known is None:
             self._factors.put(same, call["attention_mask"], windowed.keys)
         call.replace(windowed)
-
-    def mute(self) -> AbstractContextManager[None]:
-        """Context in which this thread's calls are not scaled: they are part of a scaled call."""
-        return self.modules.thread.mute()
 
     def muted(self) -> bool:
         """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""
@@ -809,3 +821,174 @@ class Applied(Interception, InForce):
         """Reset what this thread holds about a pass; an interrupt may have left modules running."""
         self.modules.thread.stack.clear()
         self._factors.forget_masks()
+
+
+class FunctionChange(FunctionMode):
+    """Scales the queries or scores of the attention calls among a thread's functions."""
+
+    def __init__(self, applied: Applied) -> None:
+        self._applied, self._tracker = applied, ScoreTracker()
+        super().__init__(applied, self._tracker)
+
+    def finish(self) -> None:
+        """Note softmaxes that no product used."""
+        self.softmaxes.finish()
+
+    def may_become_weights(self, result: Any) -> bool:
+        """Whether weights may be computed from a result without a softmax call: from scores."""
+        known = self._tracker.of(result) if isinstance(result, Tensor) else None
+        return known is not None and not known.weights
+
+    def on_call(
+        self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an attention function with scaled queries or scores."""
+        if kind in ("sdpa", "multihead", "softmax", "log softmax", "flex"):
+            self._applied.note_function()
+        elif kind == "exp":
+            self._applied.note_function(attention=False)
+        elif (call := operator_call(func, args, kwargs)) is not None:
+            return self._applied.on_kernel_call(call, call.compute)
+        if kind == "multihead":
+            return self._multi_head(func, args, kwargs)
+        if kind in ("softmax", "log softmax"):
+            return self._softmax(func, args, kwargs)
+        name = self._applied.module_to_change() if kind in ("sdpa", "flex") else None
+        if name is not None and kind == "flex":
+            raise self._applied.unreachable(name, "it calls flex_attention itself")
+        if name is not None:
+            return func(**self._applied.changed_arguments(name, sdpa_arguments(args, kwargs)))
+        return self.follow(func, args, kwargs)
+
+    def _softmax(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a softmax with the products in its scores scaled.
+
+        A softmax whose scores cannot be scaled is watched: using it as attention raises.
+        """
+        scores, dim = scores_of(args, kwargs)
+        if scores is None or dim is None:
+            return func(*args, **kwargs)
+        name, known = self._applied.module_to_change(), self._tracker.of(scores)
+        active = known is not None and known.active
+        if not _may_be_attention(scores, 2 if active else FEWEST):
+            return func(*args, **kwargs)
+        reason = ""
+        if name is not None and (active or self._applied.could_be_over_keys(scores, dim)):
+            reason = _why_not_scaled(scores, dim, known)
+            if not reason:
+                assert known is not None
+                changed = self._applied.changed_scores(name, scores, known.narrow)
+                kwargs = {key: value for key, value in kwargs.items() if value is not scores}
+                args = (changed, *args[1:])
+        result = func(*args, **kwargs)
+        self._tracker.mark_weights(result)
+        if name is not None and reason:
+            log = func in LOG_SOFTMAX
+            with torch._C.DisableTorchFunction():
+                self.softmaxes.add(scores, result, name, dim=dim, log=log, unreadable_reason=reason)
+        return result
+
+    def on_written_out(self) -> None:
+        """Raise for weights computed without a softmax call that a matrix product uses."""
+        name = self._applied.module_to_change()
+        if name is not None:
+            raise self._applied.unreachable(name, _WRITTEN_OUT + _HINT)
+
+    def on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
+        """Raise for a matrix product with the softmax of scores that could not be scaled."""
+        name = softmax.module or ""
+        raise self._applied.unreachable(name, softmax.unreadable_reason + _HINT)
+
+    def on_unused(self, softmax: Softmax) -> None:
+        """Note a four-dimensional softmax that no product used: it may still be attention."""
+        if softmax.scores.dim() == 4 and not softmax.log and softmax.module is not None:
+            self._applied.skip(softmax.module, f"{softmax.unreadable_reason}{_UNUSED}")
+
+    def _multi_head(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Scale the inner SDPA call of multi-head attention, or its scores if it forms weights."""
+        name = self._applied.module_to_change()
+        if name is None:
+            return func(*args, **kwargs)
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if not bound.arguments["need_weights"]:
+            with changing_sdpa(lambda inner: self._applied.changed_arguments(name, inner)):
+                return func(*args, **kwargs)
+        arguments = equivalent_sdpa_arguments(func, bound.arguments)
+        factor = self._applied.factor_of_arguments(name, arguments)
+
+        masked = self._applied.masked_arguments(name, arguments)
+
+        def query(inner: dict[str, Any]) -> dict[str, Any]:  # of a probe, which runs it without
+            scaled = {**inner, "query": inner["query"] * factor}
+            return scaled if masked is arguments else {**scaled, "attn_mask": masked["attn_mask"]}
+
+        def scores(inner: Tensor) -> Tensor:
+            scaled = scaled_weights(inner, factor, arguments)
+            if masked is arguments:
+                return scaled
+            mask = masked["attn_mask"]
+            hidden = hides(mask) if mask.is_floating_point() else torch.logical_not(mask)
+            shape = (*arguments["query"].shape[:3], inner.shape[-1])
+            return scaled.masked_fill(hidden.expand(shape).reshape(inner.shape), -torch.inf)
+
+        with changing_sdpa(query), changing_softmax(scores):
+            return func(*args, **kwargs)
+
+
+def _why_not_scaled(scores: Tensor, dim: int, known: Scores | None) -> str:
+    """Why a law cannot scale the input of a softmax; empty if it can.
+
+    Args:
+        scores: input of the softmax.
+        dim: dimension of the softmax.
+        known: how the scores were computed; None if not from a product.
+    """
+    if dim not in (-1, scores.dim() - 1):
+        return f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
+    if known is None or not known.active:
+        return _NO_PRODUCT
+    return f"its scores {known.problem}" if known.problem else ""
+
+
+def _may_be_attention(scores: Tensor, fewest: int) -> bool:
+    """Whether a tensor can be attention scores: dense, floating, with enough dimensions."""
+    return (
+        scores.dim() >= fewest
+        and scores.is_floating_point()
+        and scores.layout is torch.strided
+        and not scores.is_nested
+        and scores.numel() > 0
+    )
+
+
+def scaled_weights(scores: Tensor, factor: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Scale the products in the scores that ``F.multi_head_attention_forward`` computes itself.
+
+    Args:
+        scores: (B · H, L, S), with the mask added.
+        factor: (B or 1, H or 1, L, 1).
+        arguments: the equivalent SDPA arguments, with an additive mask.
+
+    Returns:
+        (B · H, L, S), the products multiplied by ``factor`` and the mask added once.
+
+    Example:
+        >>> query, mask = torch.ones(1, 1, 1, 1), torch.tensor([[[[0.5, -torch.inf]]]])
+        >>> arguments = {"query": query, "attn_mask": mask}
+        >>> scaled_weights(
+        ...     torch.tensor([[[2.5, -torch.inf]]]), torch.full((1, 1, 1, 1), 3.0), arguments
+        ... )
+        tensor([[[6.5000,   -inf]]])
+    """
+    mask = arguments.get("attn_mask")
+    shape = (*arguments["query"].shape[:3], scores.shape[-1])
+    products = scores
+    if mask is not None:
+        expanded_mask = mask.expand(shape).reshape(scores.shape)
+        products = (scores - expanded_mask).masked_fill(hides(expanded_mask), 0.0)
+    return scores + products * (factor - 1).expand(*shape[:3], 1).reshape(*scores.shape[:2], 1)

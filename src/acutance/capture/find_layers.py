@@ -6,6 +6,7 @@ by the names of their classes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from acutance.capture.head_axis import HEADS, attribute, heads_of
-from acutance.capture.module_names import class_name, named_modules
+from acutance.capture.module_names import class_name, named_modules, once_for_a_class
 
 __all__ = [
     "NOT_READ",
@@ -39,6 +40,7 @@ _SPARSE = re.compile(r"sparsemax|entmax", re.IGNORECASE)
 _OPERATIONS = re.compile(r"aten::(_?softmax|scaled_dot_product_attention|_safe_softmax)\b")
 
 
+@functools.lru_cache(maxsize=1024)
 def looks_like_attention(kind: str) -> bool:
     """Whether a class name contains "attention" or "attn".
 
@@ -180,6 +182,7 @@ def may_compute_attention(module: torch.nn.Module) -> bool:
     return is_softmax(module) or not simple
 
 
+@once_for_a_class
 def has_forward(kind: type) -> bool:
     """Whether a class of modules can be called; a list or a table of modules cannot."""
     # a scripted class has one that cannot be asked for

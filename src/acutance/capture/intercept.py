@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -23,9 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from acutance.capture.find_layers import has_forward, may_compute_attention
+from acutance.capture.find_layers import (
+    has_forward,
+    looks_like_weights,
+    may_compute_attention,
+)
 from acutance.capture.kernel_functions.calls import replace_new
-from acutance.capture.module_names import named_modules, unwrap
+from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
 from acutance.capture.torch_modes import undoing, unwatched
 
@@ -120,8 +125,10 @@ def _followed_call(kind: type[torch.nn.Module]) -> Callable[..., Any]:
         if type(self) is not kind or torch.compiler.is_compiling():
             return inherited(self, *args, **kwargs)
         key = id(self._orig_mod) if is_wrapper else id(self)
-        followers = [one for one in _followers if key in one.followed]
-        output = None
+        followers, output = [], None
+        for follower in _followers:
+            if key in follower.followed:
+                followers.append(follower)
         try:
             for follower in followers:
                 follower.enter(self, args, kwargs)
@@ -229,7 +236,9 @@ EXP = {
 
 def _watch_functions() -> None:
     """Put what is watched in the place of functions, if something open needs it, or them back."""
-    watch = any(one.by_interface for one in _open)
+    watch = False
+    for interception in _open:
+        watch = watch or interception.by_interface
     for (owner, name), (function, watched) in _WATCHED.items():
         current = getattr(owner, name)
         if watch and current is function:
@@ -239,6 +248,11 @@ def _watch_functions() -> None:
                 delattr(owner, name)  # its base has it
             else:
                 setattr(owner, name, function)
+
+
+def _can_watch() -> bool:
+    """Whether the watched functions have their names, and not those of someone else."""
+    return all(getattr(owner, name) in known for (owner, name), known in _WATCHED.items())
 
 
 def is_library_code(model: torch.nn.Module) -> bool:
@@ -254,9 +268,8 @@ def is_library_code(model: torch.nn.Module) -> bool:
             return False
     if not classes_are_library(model):
         return False
-    for (owner, name), functions in _WATCHED.items():
-        if getattr(owner, name) not in functions:
-            return False
+    if not _can_watch():
+        return False
     watched = {id(function) for function, _ in _WATCHED.values()}
     for name, holder in list(sys.modules.items()):
         if name.startswith("transformers.") and not watched.isdisjoint(
@@ -300,44 +313,74 @@ def _settings(module: torch.nn.Module) -> list[Any]:
 
 
 class Contents:
-    """What a model consists of, to see whether it has changed.
+    """What a model consists of, to see whether it has changed; it keeps no module alive.
 
     Args:
         model: the model.
         layers: its attention layers, whose settings may select another implementation.
+        roots: modules that began a pass.
+        inside: other modules that are followed where calls outside of passes count too.
+
+    Attributes:
+        layers, roots, inside: as given.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Iterable[torch.nn.Module],
+        roots: Iterable[torch.nn.Module] = (),
+        inside: Iterable[torch.nn.Module] = (),
+    ) -> None:
+        self.layers, self.roots, self.inside = map(weakref.WeakSet, (layers, roots, inside))
         modules = list(model.modules())
-        self._children = [
-            (module._modules, tuple(module._modules.values()))
+        self._modules = [
+            (weakref.ref(module), type(module), tuple(map(_reference, module._modules.values())))
             for module in modules
-            if module._modules
         ]
-        self._empty = [
-            hooks
-            for module in modules
-            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        self._settings = [
+            (weakref.ref(layer), len(vars(layer)), _settings(layer)) for layer in self.layers
         ]
-        self._members = [vars(module) for module in modules]
-        self._settings = [(layer, _settings(layer)) for layer in layers]
-        kinds = {type(module) for module in modules}
-        self._forwards = [(kind, kind.forward) for kind in kinds]
+        self._forwards = [(kind, kind.forward) for kind in {type(module) for module in modules}]
 
     def unchanged(self) -> bool:
         """Whether modules, settings of attention layers and ``forward`` functions are as before."""
-        if any(self._empty):
-            return False
-        for members in self._members:
-            if "forward" in members:
+        for reference, kind, recorded in self._modules:
+            module = reference()
+            if module is None or type(module) is not kind or "forward" in module.__dict__:
                 return False
-        for children, recorded in self._children:
-            if tuple(children.values()) != recorded:
+            if module._forward_hooks or module._forward_pre_hooks:
                 return False
-        for layer, settings in self._settings:
-            if _settings(layer) != settings:
+            children = module._modules
+            if len(children) != len(recorded):
                 return False
+            for child, known in zip(children.values(), recorded, strict=True):
+                if child is not known():
+                    return False
+        for reference, count, settings in self._settings:
+            layer = reference()
+            if layer is None or len(layer.__dict__) != count:
+                return False
+            for name, value in settings:
+                if layer.__dict__.get(name) is not value:
+                    return False
         return all(kind.forward is forward for kind, forward in self._forwards)
+
+
+def _reference(module: torch.nn.Module | None) -> Callable[[], torch.nn.Module | None]:
+    """What returns a module while it is alive; for no module, what returns None."""
+    return _no_module if module is None else weakref.ref(module)
+
+
+def _no_module() -> None:
+    return None
+
+
+#: By whether functions outside the model's passes count, what was shown of each model by a pass in
+#: which all its attention used transformers' interface.
+_shown: dict[bool, weakref.WeakKeyDictionary[torch.nn.Module, Contents]] = {
+    outside: weakref.WeakKeyDictionary() for outside in (False, True)
+}
 
 
 # -- which modules a thread runs ------------------------------------------------------------------
@@ -440,8 +483,14 @@ class ModuleStack:
         return self._modules
 
     def name_of(self, module: torch.nn.Module | None) -> str | None:
-        """Name of a module of the model, without wrappers; None for any other module."""
-        return self._names.get(id(module))
+        """Name of a module of the model, without wrappers; None for any other module.
+
+        A compiled module has the name of the module that it is made of.
+        """
+        name = self._names.get(id(module))
+        if name is None and module is not None and type(module).__name__ == "OptimizedModule":
+            return self._names.get(id(module._orig_mod))
+        return name
 
     def module_of(self, name: str) -> torch.nn.Module | None:
         """The module of a call with this name."""
@@ -586,7 +635,7 @@ class Interception:
         self._calls_functions = False
         self._not_yet_run: set[str] = set()
         self._roots: set[torch.nn.Module] = set()
-        self._contents: Contents | None = None
+        self._contents: Contents | None = None  # while functions are not followed
         self._functions = _Thread()
         self._home = 0
         self._is_open = False
@@ -594,6 +643,14 @@ class Interception:
     def new_mode(self) -> TorchFunctionMode:
         """The function mode for a thread."""
         raise NotImplementedError
+
+    def muted(self) -> bool:
+        """Whether this thread is inside a call that is already handled."""
+        return self.modules.thread.depth > 0
+
+    def mute(self) -> AbstractContextManager[None]:
+        """Context in which this thread handles nothing, so that nested calls count once."""
+        return self.modules.thread.mute()
 
     def on_begin(self, module: torch.nn.Module, name: str) -> None:
         """Handle the start of a forward pass of the model, which begins with this module."""
@@ -618,34 +675,46 @@ class Interception:
         """
         self.modules.read_names()
         self._home = threading.get_ident()
-        self.followed, self.by_interface = self.modules.by_id, False
         self._calls_functions = calls_functions
         self.interface_modules.clear()
         self._roots.clear()
-        self._not_yet_run = {
-            name for name, module in self.modules.named().items() if may_compute_attention(module)
-        }
         with undoing(self._unlist):
             with _lock:
                 _open.append(self)
                 self._is_open = True
+                known = None if calls_functions else _shown[self.outside].get(self.model)
+                if known is not None and known.unchanged() and _can_watch():
+                    self.interface_modules.update(known.layers)
+                    self._roots.update(known.roots)
+                    self._not_yet_run = set()
+                    self._watch(known)
+                else:
+                    self._not_yet_run = {
+                        name
+                        for name, module in self.modules.named().items()
+                        if may_compute_attention(module)
+                    }
+                    self.followed, self.by_interface = self.modules.by_id, False
+                _followers.append(self)
+                _replace_calls()
             self.follow_functions()
-            with follow(self):
-                yield
+            yield
 
     def _unlist(self) -> None:
         """Close this; it may be done again where an interrupt cut it short."""
         self._is_open = False
         with _lock:
             _open[:] = [other for other in _open if other is not self]
+            _followers[:] = [other for other in _followers if other is not self]
             _watch_functions()
+            _replace_calls()
         self.follow_functions()
 
     # -- which modules run ------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         """Handle the start of a module; the outermost one begins a pass."""
-        stack, name = self.modules.thread.stack, self._name_of(module)
+        stack, name = self.modules.thread.stack, self.modules.name_of(module) or ""
         self._not_yet_run.discard(name)
         if not stack:
             replace_new()
@@ -655,7 +724,7 @@ class Interception:
             self.on_begin(module, name)
         self.on_enter(module, name, args, kwargs)
         stack.append(name)
-        if len(stack) == 1:
+        if len(stack) == 1 and not self.by_interface:
             self.follow_functions()
 
     def leave(
@@ -663,7 +732,7 @@ class Interception:
     ) -> None:
         """Handle the end of a module, also by an error; the outermost one ends the pass."""
         thread = self.modules.thread
-        if not thread.stack or thread.stack[-1] != self._name_of(module):
+        if not thread.stack or thread.stack[-1] != self.modules.name_of(module):
             return
         thread.stack.pop()
         self.on_leave(module)
@@ -673,10 +742,6 @@ class Interception:
             if not self.by_interface:
                 self._use_interface()
             self.follow_functions()
-
-    def _name_of(self, module: torch.nn.Module) -> str:
-        """Name of a followed module, or of the one that a compiled module is made of."""
-        return self.modules.name_of(module) or self.modules.name_of(unwrap(module)) or ""
 
     # -- which functions are called ---------------------------------------------------------------
 
@@ -697,19 +762,43 @@ class Interception:
         if not is_library_code(self.model):
             self._calls_functions = True
             return
+        inside: list[torch.nn.Module] = []
+        if self.outside:
+            inside = [module for module in self.modules.by_id.values() if self._is_followed(module)]
+        contents = Contents(self.model, self.interface_modules, self._roots, inside)
         with _lock:
-            inside = self.interface_modules if self.outside else set()
-            self.followed = {
-                key: module
-                for key, module in self.modules.by_id.items()
-                if module in self._roots
-                or module in inside
-                or (self.outside and TokenMasks.reads(module))
-            }
-            self._contents = Contents(self.model, self.interface_modules)
-            self.by_interface = True
-            _watch_functions()
+            _shown[self.outside][self.model] = contents
+            self._watch(contents)
             _replace_calls()
+
+    @staticmethod
+    def _is_followed(module: torch.nn.Module) -> bool:
+        """Whether a module other than those with the interface is followed all the same.
+
+        It says which tokens are padding, or may be listed for its name as it runs.
+        """
+        return TokenMasks.reads(module) or looks_like_weights(type(module).__name__)
+
+    def _watch(self, contents: Contents) -> None:
+        """Follow no functions, and few modules, while the model has these contents."""
+        self._contents = contents
+        followed = [*self._roots]
+        if self.outside:
+            followed += [*contents.layers, *contents.inside]
+        self.followed = {id(module): module for module in followed}
+        self.by_interface = True
+        _watch_functions()
+
+    def note_interface(self, module: torch.nn.Module) -> None:
+        """Note that a module of the model uses transformers' interface.
+
+        A pass that began at a module which is not followed is seen only here to be of a model that
+        has changed.
+        """
+        self.interface_modules.add(module)
+        contents = self._contents
+        if contents is not None and not self.modules.thread.stack and not contents.unchanged():
+            self.use_functions()
 
     def note_function(self) -> None:
         """Note that the model calls a function that is or may be attention."""
@@ -718,6 +807,7 @@ class Interception:
     def use_functions(self) -> None:
         """Follow functions from now on."""
         with _lock:
+            _shown[self.outside].pop(self.model, None)
             self.by_interface, self._contents = False, None
             self.followed = self.modules.by_id
             _watch_functions()

@@ -10,28 +10,76 @@ uncompiled.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import RowReader
 from acutance.capture.find_layers import scripted_attention
+from acutance.capture.function_mode import FunctionMode
+from acutance.capture.handwritten.scores import ScoreTracker, products_of
+from acutance.capture.handwritten.softmax import (
+    LOG_OPERATORS,
+    NOISY,
+    OPERATORS,
+    Softmax,
+    scores_of,
+    version_of,
+)
+from acutance.capture.head_axis import (
+    HeadAxes,
+    could_be_over_keys,
+    folded,
+    heads_at_once,
+    heads_of,
+)
 from acutance.capture.intercept import Interception, Passes, is_rerun, open_interceptions
 from acutance.capture.kernel_functions import calls
+from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
-from acutance.capture.protocols import Receiver
 from acutance.capture.readers import huggingface
+from acutance.capture.readers.acutance_attention import acutance_call
 from acutance.capture.readers.interface_call import InterfaceCall
-from acutance.capture.readers.torch_functions import FunctionCapture
+from acutance.capture.readers.torch_multihead import (
+    not_padding,
+    outputs_agree,
+    run_again,
+    same_memory,
+    watch_sdpa,
+)
+from acutance.capture.readers.torch_sdpa import (
+    QueryChunks,
+    SdpaCall,
+    flex_call,
+    refusal,
+    restore_shape,
+    sdpa_call,
+    to_four_dims,
+)
 from acutance.capture.torch_modes import eager, gradient_mode, unwatched
 
-__all__ = ["Listener", "ProbeError", "Receiver"]
+__all__ = ["NO_PRODUCT", "FunctionCapture", "Listener", "ProbeError", "Receiver"]
+
+_Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
+#: Begins the reason of a softmax that is listed as not read.
+NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
+#: What is wrong with the rows of a softmax that has a sink among its scores.
+NO_VALUE = (
+    "its softmax has one score more than its product has values, as a sink: it counts as a key"
+)
+#: The reason of sparsemax, entmax, or exponentials and their sum.
+WRITTEN_OUT = (
+    "a matrix product uses weights that were computed without a softmax: report what it computes "
+    "with acutance.tap"
+)
 
 _LOOKED_FOR = (
     "a probe captures transformers' attention interface, F.scaled_dot_product_attention, "
@@ -42,6 +90,39 @@ _LOOKED_FOR = (
 
 class ProbeError(RuntimeError):
     """Raised if nothing could be measured: the model ran no attention that can be read."""
+
+
+class Receiver(Protocol):
+    """Receives the attention calls that a listener captures; no function mode is active meanwhile.
+
+    For a listener with ``products`` it also has ``on_products(products, query, key, name)``, with
+    the scaled products (B, H, L, S) of queries and keys, −inf on hidden keys. For one with
+    ``provides`` it has ``compute(call, model_output, module)``, which returns the output
+    (B, Hq, L, Ev) of a call that it computes in place of the model and a function that records the
+    call, or raises ValueError with the reason why the model must compute it.
+    """
+
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
+    ) -> None:
+        """Receive one attention call.
+
+        Args:
+            call: its arguments. ``call.module`` is the module's name; for its second, third, ...
+                call in a forward pass the name with ``#1``, ``#2``, ...
+            output: returns the output of the attention (B, Hq, L, Ev), as the model computed it;
+                None if it is unknown.
+            module: the module that made the call.
+        """
+
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+        """Receive the scores of a hand-written softmax that a matrix product used.
+
+        Args:
+            scores: input of the softmax, (B, H, L, S).
+            name: name of the call.
+            doubt: returns why these may not be the scores, or None.
+        """
 
 
 class Listener(Interception):
@@ -179,36 +260,13 @@ class Listener(Interception):
 
     # -- what the captures ask --------------------------------------------------------------------
 
-    def call_name(self) -> str | None:
-        """Name for an attention call of the running module; None outside the model.
-
-        The second call of a module in one forward pass is named ``name#1``, the third ``name#2``.
-        """
-        return self.modules.call_name()
-
-    def running(self) -> str | None:
-        """Name of the running module; None outside the model."""
-        return self.modules.running()
-
-    def module_of(self, name: str) -> torch.nn.Module | None:
-        """The module of a call with this name."""
-        return self.modules.module_of(name)
-
     def call_name_of(self, module: torch.nn.Module) -> str | None:
-        """Name for an attention call of a module, as :meth:`call_name`."""
+        """Name for an attention call of a module; None if it is not the model's."""
         name, stack = self.modules.name_of(module), self.modules.thread.stack
         if name is None or not stack or stack[-1] != name:
             return name
         self.interface_modules.add(module)
-        return self.call_name()
-
-    def muted(self) -> bool:
-        """Whether this thread is inside a call that is already captured."""
-        return self.modules.thread.depth > 0
-
-    def mute(self) -> AbstractContextManager[None]:
-        """Context in which this thread captures nothing, so that nested calls count once."""
-        return self.modules.thread.mute()
+        return self.modules.call_name()
 
     def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
         """Compute, or read, a call of transformers' attention interface."""
@@ -216,38 +274,36 @@ class Listener(Interception):
         if self.modules.thread.depth or not isinstance(module, torch.nn.Module):
             return run()
         name = self.call_name_of(module)
-        if name is None:
-            return run()
-        read_call, provided = functools.partial(call.read, name), None
-        with self.modules.thread.mute():
-            if self.provides and call.instead is None and call.provided is None:
-
-                def model_output() -> Tensor:
-                    with ExitStack() as quiet:
-                        for listener in open_interceptions(Listener):
-                            quiet.enter_context(listener.mute())
-                        return call.output(call.compute())
-
-                provided = call.provided = self.provide(
-                    read_call, name, model_output, call.result_needed_because()
-                )
-            result = run()
-        if provided is None:
-            self.observe(read_call, name, lambda: call.output(result))
-        return result
+        return run() if name is None else self.on_call(call, name, run)
 
     def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Read a call of a kernel function or operator."""
         self.on_function()
-        name = None if self.muted() else self.call_name()
+        name = None if self.muted() else self.modules.call_name()
         if name is None:
             return run()
         self.note_function()
-        read_call = functools.partial(call.read, name)
-        self.provide(read_call, name, run, f"{call.name} is called as a function")
+        return self.on_call(call, name, run)
+
+    def on_call(
+        self, call: InterfaceCall | calls.FunctionCall | SdpaCall, name: str, run: Callable[[], Any]
+    ) -> Any:
+        """Compute an attention call in place of the model, or read it as the model computes it."""
+        read_call, provided = functools.partial(call.read, name), None
+
+        def model_output() -> Tensor:  # once more, to compare: it concerns no listener
+            with ExitStack() as quiet:
+                for listener in open_interceptions(Listener):
+                    quiet.enter_context(listener.mute())
+                return call.output(call.compute())
+
         with self.mute():
+            if self.provides and call.can_be_provided:
+                reason = call.result_needed_because()
+                provided = call.provided = self.provide(read_call, name, model_output, reason)
             result = run()
-        self.observe(read_call, name, lambda: call.output(result))
+        if provided is None:
+            self.observe(read_call, name, lambda: call.output(result))
         return result
 
     # -- what the captures report -----------------------------------------------------------------
@@ -281,7 +337,9 @@ class Listener(Interception):
             with self.mute():
                 with unwatched():
                     call = read_call()
-                output, record = self._receiver.compute(call, model_output, self.module_of(module))
+                output, record = self._receiver.compute(
+                    call, model_output, self.modules.module_of(module)
+                )
         except Exception as problem:  # the model has its own way to go on
             self._add_to_list(self.not_provided, module, problem)
             return None
@@ -306,7 +364,8 @@ class Listener(Interception):
             with self.mute(), torch.no_grad(), unwatched():
                 self.rows.real(read_call())
         self._deliver(
-            module, lambda: self._receiver.on_call(read_call(), output, self.module_of(module))
+            module,
+            lambda: self._receiver.on_call(read_call(), output, self.modules.module_of(module)),
         )
 
     def observe_scores(
@@ -379,3 +438,252 @@ class Listener(Interception):
     def on_leave(self, module: torch.nn.Module) -> None:
         """Forget the masks of a module that ended."""
         self.modules.thread.masks.leave(module)
+
+
+class FunctionCapture(FunctionMode):
+    """Reads the attention calls among the functions that a listener's thread calls."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener, ScoreTracker(factors=True) if listener.products else None)
+        self.observer, self._modules = listener, listener.modules
+        self._heads, self._chunks = HeadAxes(), QueryChunks()
+
+    def finish(self) -> None:
+        """Forget softmaxes that no product used."""
+        self.softmaxes.clear()
+        for module, reason in self._heads.undecided():
+            self.observer.unreadable(module, reason)
+
+    def may_become_weights(self, result: Any) -> bool:
+        """Whether weights may be computed from a result without a softmax call: from any."""
+        return True
+
+    def on_call(
+        self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an attention function unchanged, then record it."""
+        if kind == "exp":
+            return self.follow(func, args, kwargs)
+        if self._modules.running() is not None:
+            self.observer.note_function()
+        if kind == "sdpa":
+            return self._sdpa(func, args, kwargs)
+        if kind == "multihead":
+            return self._multi_head(func, args, kwargs)
+        if kind == "flex":
+            return self._read_from_arguments(func, args, kwargs, flex_call)
+        if kind == "acutance":
+            return self._read_from_arguments(func, args, kwargs, acutance_call)
+        if kind == "operator":
+            return self._operator(func, args, kwargs)
+        return self._softmax(func, args, kwargs, log=kind == "log softmax")
+
+    def _sdpa(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run and record a call of scaled dot-product attention."""
+        name = self._modules.call_name()
+        if name is None:
+            return func(*args, **kwargs)
+        call = SdpaCall(func, args, kwargs, heads_of(self._modules.module_of(name)))
+        result = self.observer.on_call(call, self._chunks.name(name, call), call.compute)
+        if call.provided is not None:  # enclosing modes see no call of the function
+            for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+                if isinstance(mode, FunctionCapture):
+                    mode.record_provided(call)
+        return result
+
+    def record_provided(self, call: SdpaCall) -> None:
+        """Record an SDPA call that an inner probe computed, which this mode does not see."""
+        name = None if self.observer.muted() else self._modules.call_name()
+        if name is not None:
+            self.observer.on_call(call, self._chunks.name(name, call), call.compute)
+
+    def _multi_head(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run multi-head attention and record its inner SDPA call.
+
+        If weights are requested there is none, so the call is run again without weights and
+        dropout; that output is only compared.
+        """
+        name = self._modules.call_name()
+        if name is None:
+            return func(*args, **kwargs)
+        arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+        provided, observer = False, self.observer
+
+        def attention(call: dict[str, Any]) -> AttentionCall:
+            cross = not same_memory(arguments["query"], arguments["key"])
+            real = None if cross else not_padding(arguments.get("key_padding_mask"))
+            return sdpa_call(call, name, cross=cross, real=real)
+
+        def replacement(call: dict[str, Any], model_output: Callable[[], Tensor]) -> Tensor | None:
+            nonlocal provided
+            read_call = functools.partial(attention, call)
+            output = observer.provide(
+                read_call, name, lambda: to_four_dims(model_output()), refusal(call)
+            )
+            provided = output is not None
+            return None if output is None else restore_shape(output, call)
+
+        if arguments.get("need_weights", True):
+            reason = "its weights are requested: call it with need_weights=False"
+            observer.provide(_never_called, name, _never_called, reason)
+        with observer.mute(), watch_sdpa(replacement=replacement) as sdpa_calls:
+            result = func(*args, **kwargs)
+        if provided:
+            return result
+        dropping = (
+            bool(arguments.get("training", True)) and float(arguments.get("dropout_p") or 0.0) > 0.0
+        )
+
+        def read() -> AttentionCall:
+            if not sdpa_calls:
+                second_output, _ = run_again(func, arguments, sdpa_calls)
+                if not dropping and not outputs_agree(second_output, result[0]):
+                    raise ValueError(
+                        "multi-head attention returned a different output when run again"
+                    )
+            return attention(sdpa_calls[-1][0])
+
+        output_comparable = (
+            bool(sdpa_calls) or not dropping
+        )  # the output compared is the one the model used
+        self.observer.observe(
+            read, name, (lambda: to_four_dims(sdpa_calls[-1][1])) if output_comparable else None
+        )
+        return result
+
+    def _operator(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Handle an operator called directly: SDPA is read, other attention kernels are listed."""
+        namespace, _, name = str(func).partition(".")
+        operator_name = name.partition(".")[0] if namespace == "aten" else ""
+        if operator_name == "scaled_dot_product_attention":
+            return self._sdpa(func, args, kwargs)
+        if operator_name in OPERATORS or operator_name in LOG_OPERATORS:
+            return self._softmax(func, args, kwargs, log=operator_name in LOG_OPERATORS)
+        if (call := operator_call(func, args, kwargs)) is not None:
+            return self.observer.on_kernel_call(call, call.compute)
+        attends = ("attention" in name or "attn" in name) and "backward" not in name
+        module = self._modules.running() if attends and namespace != "acutance" else None
+        if module is not None:
+            reason = f"{func} is called directly: report what it computes with acutance.tap"
+            self.observer.unreadable(module, reason)
+        result = func(*args, **kwargs)
+        if self.softmaxes.pending or self.softmaxes.products:
+            self.softmaxes.follow(func, args, kwargs, result)
+        return result
+
+    def _softmax(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, log: bool
+    ) -> Any:
+        """Run a softmax and remember it until a matrix product uses its result."""
+        unreadable_reason = ""
+        if func in NOISY:  # (logits, tau, hard, eps, dim)
+            scores = args[0] if args else kwargs.get("logits")
+            dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
+            unreadable_reason = f"{func.__name__} adds noise to its scores"
+        else:
+            scores, dim = scores_of(args, kwargs)
+        version = version_of(scores)
+        with self.observer.mute():
+            result = func(*args, **kwargs)
+        module = self._modules.running()
+        if scores is None or dim is None or module is None:
+            return result
+        if scores.is_nested:
+            self.observer.unreadable(module, "its softmax is of a nested tensor")
+        elif scores.layout is torch.strided and result.layout is torch.strided:
+            heads = heads_of(self._modules.module_of(module))
+            if heads is None:  # a softmax that is a module of its own: its attention is around it
+                heads = heads_of(self._modules.module_of(module.rpartition(".")[0]))
+            over_keys = could_be_over_keys(scores, dim, heads)
+            if not over_keys and not unreadable_reason:
+                unreadable_reason = (
+                    f"a matrix product uses its softmax over dimension {dim % scores.dim()} of "
+                    f"{tuple(scores.shape)}, and only softmaxes over the last are read: report "
+                    "what it computes with acutance.tap"
+                )
+            if not over_keys and scores.shape[-1] == 1:
+                return result  # one weight each: taps of a kernel, or a pooling
+            with torch._C.DisableTorchFunction():
+                if func is F.softmin:  # the softmax of what is negated, in memory of its own
+                    scores = -scores
+                    version = version_of(scores)
+                self.softmaxes.add(
+                    scores,
+                    result,
+                    module,
+                    dim=dim,
+                    version=version,
+                    log=log,
+                    unreadable_reason=unreadable_reason,
+                    over_keys=over_keys,
+                )
+            if over_keys and self.scores is not None:
+                self.scores.mark_weights(result)
+        return result
+
+    def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
+        """Record the scores of a softmax that a matrix product uses."""
+        name = self._modules.call_name() if softmax.over_keys else self._modules.running()
+        if name is None:
+            return
+        try:
+            if softmax.unreadable_reason:
+                raise ValueError(softmax.unreadable_reason)
+            if softmax.overwritten():
+                raise ValueError("its scores were overwritten after the softmax")
+            module = self._modules.module_of(name)
+            heads, head_axis = heads_at_once(module), None
+            if softmax.last and softmax.base.dim() == 4:
+                base = name.partition("#")[0]
+                head_axis = self._heads.place(
+                    base, module, softmax.base.shape, heads, softmax.product_axes
+                )
+            scores = folded(softmax.base, softmax.dim, heads, head_axis)
+            if self.scores is not None:
+                with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+                    products = products_of(self.scores.of(softmax.base), scores)
+                self.observer.observe_products(*products, name)
+                return
+        except ValueError as error:
+            self.observer.unreadable(name, str(error))
+            return
+        if softmax.left_out == 1:
+            self.observer.unreadable(name, NO_VALUE)
+        self.observer.observe_scores(scores, name, doubt)
+
+    def on_written_out(self) -> None:
+        """List a product that takes weights which were computed without a softmax."""
+        if (module := self._modules.running()) is not None:
+            self.observer.unreadable(module, WRITTEN_OUT)
+
+    def on_unused(self, softmax: Softmax) -> None:
+        """Note a four-dimensional softmax that no product used: it may still be attention."""
+        if (
+            softmax.log or not softmax.over_keys
+        ):  # log-probabilities that nobody exponentiates: of an output, not weights
+            return
+        shape = tuple(softmax.scores.shape)
+        if softmax.module is not None and len(shape) == 4:
+            self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")
+
+    def _read_from_arguments(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], read: _Reader
+    ) -> Any:
+        """Run and record a function whose arguments describe its attention completely."""
+        name = self._modules.call_name()
+        if name is None:
+            return func(*args, **kwargs)
+        with self.observer.mute():
+            result = func(*args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        self.observer.observe(lambda: read(args, kwargs, name), name, lambda: output)
+        return result
+
+
+def _never_called() -> Any:
+    """Stands for the functions passed to ``provide`` with a refusal, which are not called."""
+    raise AssertionError("a call that is refused cannot be read")

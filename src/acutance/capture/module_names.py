@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
-__all__ = ["class_name", "module_name", "named_modules", "unwrap"]
+__all__ = ["class_name", "module_name", "named_modules", "once_for_a_class", "unwrap"]
+
+T = TypeVar("T")
 
 #: Under which name a wrapper, told by its class, holds the module that it wraps.
 _WRAPPERS = {
@@ -24,16 +30,9 @@ _WRAPPERS = {
 _ADDED = ("FSDPModule", "ReplicateModule")
 
 
-class _Known(dict[type, str | None]):
-    """By class the attribute in which a wrapper stores its module; None for other classes."""
-
-    def __missing__(self, kind: type) -> str | None:
-        names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
-        self[kind] = next((name for name in names if name is not None), None)
-        return self[kind]
-
-
-_KNOWN = _Known()
+def once_for_a_class(question: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember what a function says of the last 1,024 classes that it was asked about."""
+    return functools.lru_cache(maxsize=1024)(question)
 
 
 def module_name(model: torch.nn.Module, name: str) -> str:
@@ -55,7 +54,7 @@ def module_name(model: torch.nn.Module, name: str) -> str:
     parts: list[str] = []
     module: torch.nn.Module | None = model
     for piece in name.split(".") if name else ():
-        if module is None or not _KNOWN[type(module)] or piece != _holds(module):
+        if module is None or not _wrapper(type(module)) or piece != _holds(module):
             parts.append(piece)
         module = None if module is None else module._modules.get(piece)
     return ".".join(parts) or class_name(model)
@@ -67,8 +66,9 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     A wrapper has the same name as the module inside it.
     """
     modules = list(model.named_modules())
-    if not any(map(_KNOWN.__getitem__, {type(module) for _, module in modules})):
-        return [(name or class_name(model), module) for name, module in modules]
+    if not any(map(_wrapper, {type(module) for _, module in modules})):
+        modules[0] = class_name(model), model
+        return modules
     return [(module_name(model, name), module) for name, module in modules]
 
 
@@ -96,5 +96,12 @@ def class_name(module: torch.nn.Module) -> str:
 
 def _holds(module: torch.nn.Module) -> str | None:
     """Attribute in which a wrapper stores its module; None if the module is not a wrapper."""
-    name = _KNOWN[type(module)]
+    name = _wrapper(type(module))
     return name if name is not None and module._modules.get(name) is not None else None
+
+
+@once_for_a_class
+def _wrapper(kind: type) -> str | None:
+    """Attribute in which a wrapper class stores its module; None for other classes."""
+    names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
+    return next((name for name in names if name is not None), None)

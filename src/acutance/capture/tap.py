@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from acutance.capture.intercept import notify_all
-from acutance.capture.protocols import FunctionObserver
+from acutance.capture.listener import FunctionCapture, Listener
 from acutance.capture.readers.acutance_attention import call_from_arguments
-from acutance.capture.readers.torch_functions import FunctionCapture
 
 
 def tap(
@@ -88,20 +87,20 @@ class Tap:
         output: what the code inside computes, (B, Hq, L, Ev); None if not set.
     """
 
-    def __init__(self, observers: Sequence[FunctionObserver], arguments: dict[str, Any]) -> None:
+    def __init__(self, observers: Sequence[Listener], arguments: dict[str, Any]) -> None:
         self.output: Tensor | None = None
         self._observers, self._arguments = observers, arguments
-        self._names: dict[FunctionObserver, str] = {}
+        self._names: dict[Listener, str] = {}
         self._quiet = ExitStack()
 
-    def only(self, observer: FunctionObserver) -> Tap:
+    def only(self, observer: Listener) -> Tap:
         """Report to ``observer`` only, or to none if it is not among the open ones; return self."""
         self._observers = [candidate for candidate in self._observers if candidate is observer]
         return self
 
     def __enter__(self) -> Tap:
         for observer in self._observers:
-            name = None if observer.muted() else observer.call_name()
+            name = None if observer.muted() else observer.modules.call_name()
             if name is not None:
                 self._names[observer] = name
                 self._quiet.enter_context(observer.mute())

@@ -64,13 +64,16 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
     Args:
         undo: has the same effect twice as once, also if it was cut short, or had nothing to undo.
     """
+    done = False
     try:
         try:
             yield
         finally:
             undo()
+            done = True
     finally:
-        undo()
+        if not done:
+            undo()
 
 
 _lock = threading.RLock()

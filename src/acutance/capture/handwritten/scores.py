@@ -93,6 +93,9 @@ class ScoreTracker:
     Args:
         factors: also keep the factors of each product, for :func:`products_of`.
 
+    Attributes:
+        known: by ``id``, the followed tensors.
+
     Example:
         >>> tracker = ScoreTracker()
         >>> query, key, bias = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(3, 3)
@@ -107,16 +110,16 @@ class ScoreTracker:
 
     def __init__(self, *, factors: bool = False) -> None:
         self._keeps_factors = factors
-        #: by identity: the tensor, what is known of it, its number of writes, its memory
-        self._known: dict[int, tuple[weakref.ref[Tensor], Scores, int, int]] = {}
+        # the tensor, what is known of it, its number of writes, its memory
+        self.known: dict[int, tuple[weakref.ref[Tensor], Scores, int, int]] = {}
 
     def clear(self) -> None:
         """Forget all tensors."""
-        self._known.clear()
+        self.known.clear()
 
     def of(self, tensor: Tensor) -> Scores | None:
         """What is known of a tensor; None if it was not computed from products."""
-        entry = self._known.get(id(tensor))
+        entry = self.known.get(id(tensor))
         if entry is None:
             return None
         _, scores, version, _ = entry
@@ -131,12 +134,12 @@ class ScoreTracker:
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function, and follow what it computes from products."""
         name = _name_of(func)
-        if not self._known and name not in PRODUCTS:
+        if not self.known and name not in PRODUCTS:
             return func(*args, **kwargs)
         out = kwargs.get("out")
         named = [value for key, value in kwargs.items() if key != "out"]
         given = tensors_in((*args, *named))
-        inputs = [tensor for tensor in given if id(tensor) in self._known]
+        inputs = [tensor for tensor in given if id(tensor) in self.known]
         scores, is_product = None, name in PRODUCTS and len(given) > 1
         if is_product:
             scores = self._product(name, args, kwargs, given)
@@ -144,7 +147,7 @@ class ScoreTracker:
             scores = self._computed(name, args, kwargs, inputs)
         result = func(*args, **kwargs)
         target = out if out is not None else args[0] if args and _writes(name) else None
-        if isinstance(target, Tensor) and self._known:
+        if isinstance(target, Tensor) and self.known:
             self._note_write(target, scores)
         elif scores is not None:
             for tensor in tensors_in((result,)):
@@ -184,7 +187,7 @@ class ScoreTracker:
             return None
         if any(word in base_name for word in _ENDS):
             return None
-        first = not args or id(args[0]) in self._known
+        first = not args or id(args[0]) in self.known
         if not first and base_name in _MOVES:
             return None  # of another tensor, such as ``mask.to(scores)``
         parts = [known for tensor in inputs if (known := self.of(tensor)) is not None]
@@ -231,7 +234,7 @@ class ScoreTracker:
             return "are written into a tensor"
         if base_name in ("sub", "subtract") and not first:
             return "are subtracted from something"
-        tensors = [each for each in tensors_in(numbers) if id(each) not in self._known]
+        tensors = [each for each in tensors_in(numbers) if id(each) not in self.known]
         added: list[Any] = [*tensors]
         if base_name not in ("cat", "concat", "concatenate", "stack"):
             added += [x for x in numbers if type(x) in (int, float)]
@@ -243,11 +246,11 @@ class ScoreTracker:
         """Follow a tensor that was written to, and those that share its memory."""
         written = Scores(problem=_OVERWRITTEN) if scores is None else scores
         address = storage_address(target)
-        for reference, known, _, other_address in list(self._known.values()):
+        for reference, known, _, other_address in list(self.known.values()):
             other = reference()
             if other is not None and other is not target and other_address == address:
                 self._mark(other, _join([known, written]))
-        if scores is not None or id(target) in self._known:
+        if scores is not None or id(target) in self.known:
             self._mark(target, written)
 
     def _mark(self, tensor: Tensor, scores: Scores) -> None:
@@ -255,11 +258,11 @@ class ScoreTracker:
         key = id(tensor)
 
         def forget(_: object) -> None:
-            self._known.pop(key, None)
+            self.known.pop(key, None)
 
         scores = replace(scores, narrow=_narrower(scores.narrow, tensor.dtype))
         reference = weakref.ref(tensor, forget)
-        self._known[key] = reference, scores, version_of(tensor), storage_address(tensor)
+        self.known[key] = reference, scores, version_of(tensor), storage_address(tensor)
 
 
 def _join(parts: Sequence[Scores]) -> Scores:

@@ -179,20 +179,21 @@ class Softmaxes:
         report: called with a softmax when a product uses it.
         unused: called with a softmax when its result is freed unused.
         written_out: called when a product takes weights that were computed without a softmax.
+
+    Attributes:
+        pending: by ``id``, the tensors that hold their results.
+        products: by ``id``, the products of activations, and what was computed from them.
     """
 
     def __init__(
         self,
         report: Report,
         unused: Callable[[Softmax], None],
-        written_out: Callable[[], None] = lambda: None,
+        written_out: Callable[[], None],
     ) -> None:
         self._report, self._unused, self._written_out = report, unused, written_out
-        self._pending: dict[int, tuple[weakref.ref[Tensor], Softmax]] = {}
-        self._products: dict[int, weakref.ref[Tensor]] = {}  # and what was computed from them
-
-    def __bool__(self) -> bool:
-        return bool(self._pending or self._products)
+        self.pending: dict[int, tuple[weakref.ref[Tensor], Softmax]] = {}
+        self.products: dict[int, weakref.ref[Tensor]] = {}
 
     def add(
         self,
@@ -249,13 +250,13 @@ class Softmaxes:
                 computed from one.
         """
         given = tensors_in((*args, *kwargs.values()))
-        inputs = [each for each in given if id(each) in self._pending]
-        computed = [each for each in given if id(each) in self._products]
+        inputs = [each for each in given if id(each) in self.pending]
+        computed = [each for each in given if id(each) in self.products]
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
         if name in PRODUCTS:
             product = Product.of(name, args, kwargs)
             for weights in inputs:
-                softmax = self._pending[id(weights)][1] if id(weights) in self._pending else None
+                softmax = self.pending[id(weights)][1] if id(weights) in self.pending else None
                 if softmax is None or softmax.log:
                     continue
                 if product is not None and softmax.over_keys:
@@ -274,7 +275,7 @@ class Softmaxes:
                 self._remember_product(tensor)
         if not inputs:
             return
-        softmax = self._pending[id(inputs[0])][1]
+        softmax = self.pending[id(inputs[0])][1]
         if name in ("exp", "exp_"):
             softmax.log = False
         if "dropout" in name:
@@ -299,7 +300,7 @@ class Softmaxes:
             result: what it returned, if it is to be remembered.
         """
         for weights in given:
-            if id(weights) in self._products and product and product.sums_to_one(weights):
+            if id(weights) in self.products and product and product.sums_to_one(weights):
                 self._written_out()
                 return
         activations = all(each.dim() >= FEWEST and not is_parameter(each) for each in given)
@@ -309,24 +310,24 @@ class Softmaxes:
     def _remember_product(self, tensor: Tensor) -> None:
         """Remember a product, or what was computed from it, until it is freed."""
         key = id(tensor)
-        self._products[key] = weakref.ref(tensor, lambda _: self._products.pop(key, None))
+        self.products[key] = weakref.ref(tensor, lambda _: self.products.pop(key, None))
 
     def clear(self) -> None:
         """Forget all softmaxes and products."""
-        self._pending.clear()
-        self._products.clear()
+        self.pending.clear()
+        self.products.clear()
 
     def finish(self) -> None:
         """Report the remaining softmaxes as unused and forget them."""
-        for softmax in {id(each): each for _, each in self._pending.values()}.values():
+        for softmax in {id(each): each for _, each in self.pending.values()}.values():
             self._unused(softmax)
         self.clear()
 
     def _used(self, weights: Tensor) -> None:
         """Report a softmax that a product uses."""
-        softmax = self._pending[id(weights)][1]
+        softmax = self.pending[id(weights)][1]
         for axis in list(softmax.aliases):
-            self._pending.pop(axis, None)
+            self.pending.pop(axis, None)
         softmax.aliases.clear()
         self._report(softmax, lambda: _doubt(softmax, weights))
 
@@ -339,12 +340,12 @@ class Softmaxes:
         def on_deleted(_: object) -> None:
             if axis in softmax.aliases:
                 softmax.aliases.discard(axis)
-                self._pending.pop(axis, None)
+                self.pending.pop(axis, None)
                 if not softmax.aliases:
                     self._unused(softmax)
 
         softmax.aliases.add(axis)
-        self._pending[axis] = (weakref.ref(tensor, on_deleted), softmax)
+        self.pending[axis] = (weakref.ref(tensor, on_deleted), softmax)
 
 
 def _gates(name: str, args: Sequence[Any], weights: Tensor) -> bool:

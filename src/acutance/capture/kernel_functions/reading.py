@@ -82,6 +82,9 @@ class FunctionCall:
         ValueError: kernel is called with tilt=3, which the probe does not know
     """
 
+    can_be_provided = True
+    provided: Tensor | None = None
+
     def __init__(
         self, kernel: Kernel, function: Callable[..., Any], bound: inspect.BoundArguments
     ) -> None:
@@ -122,6 +125,10 @@ class FunctionCall:
     def refusal(self, reason: str) -> str:
         """Why the call cannot be changed, with the name of the kernel."""
         return reason if self.name in reason else f"it calls {self.name}: {reason}"
+
+    def result_needed_because(self) -> str:
+        """Why its output cannot be computed in place of the model."""
+        return f"{self.name} is called as a function"
 
     def scale_queries(self, factor: Tensor) -> None:
         """Multiply the queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.

@@ -124,6 +124,11 @@ class InterfaceCall:
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output.transpose(1, 2)
 
+    @property
+    def can_be_provided(self) -> bool:
+        """Whether nobody has computed it yet, or is to compute it."""
+        return self.instead is None and self.provided is None
+
     def result_needed_because(self) -> str | None:
         """Why the function's own result is needed; None if another function's output will do."""
         kind = base_name(self.implementation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.interface_call import is_cross
 
 __all__ = [
     "FLEX",
     "QueryChunks",
+    "SdpaCall",
     "flex_call",
     "heads_apart",
     "refusal",
@@ -74,13 +77,66 @@ def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, An
     return dict(arguments) | apart
 
 
+class SdpaCall:
+    """One call of ``F.scaled_dot_product_attention``.
+
+    Args:
+        function: the function, or its operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        heads: number of heads of the module; None if unknown.
+
+    Attributes:
+        arguments: the arguments by name.
+        apart: the same with heads in a dimension of their own, :func:`heads_apart`.
+        heads: as given.
+        provided: its output (B, Hq, L, Ev) if that was computed already.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        heads: int | None,
+    ) -> None:
+        self._run = functools.partial(function, *args, **kwargs)
+        self.arguments, self.heads = sdpa_arguments(args, kwargs), heads
+        self.apart = heads_apart(self.arguments, heads)
+        self.provided: Tensor | None = None
+
+    @property
+    def can_be_provided(self) -> bool:
+        """Whether nobody has computed it yet."""
+        return self.provided is None
+
+    def result_needed_because(self) -> str | None:
+        """Why its output cannot be computed in place of the model; None if it can."""
+        return refusal(self.arguments)
+
+    def read(self, name: str) -> AttentionCall:
+        """The call; ``name`` is that of the module."""
+        return sdpa_call(self.apart, name, cross=is_cross(name))
+
+    def compute(self) -> Any:
+        """The result of the function, or what was computed instead."""
+        if self.provided is not None:
+            return restore_shape(self.provided, self.arguments)
+        return self._run()
+
+    def output(self, result: Tensor) -> Tensor:
+        """The output (B, Hq, L, Ev) in a result."""
+        folded = self.apart["query"] is not self.arguments["query"]
+        return to_four_dims(result.unflatten(0, (-1, self.heads)) if folded else result)
+
+
 class QueryChunks:
     """Recognises calls of SDPA whose queries continue those of the call before, with its keys.
 
     Example:
         >>> query, key, chunks = torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4), QueryChunks()
         >>> [
-        ...     chunks.name(name, {"query": part, "key": key}, 2)
+        ...     chunks.name(name, SdpaCall(torch.nn.Identity(), (part, key, key), {}, 2))
         ...     for name, part in zip(("attn", "attn#1", "attn#2"), query.split(2, 2))
         ... ]
         ['attn', 'attn', 'attn']
@@ -90,15 +146,16 @@ class QueryChunks:
         self._name = ""
         self._next: tuple[Any, ...] = ()  # memory, module and place of queries that continue
 
-    def name(self, name: str, arguments: Mapping[str, Any], heads: int | None) -> str:
+    def name(self, name: str, call: SdpaCall) -> str:
         """Name of the layer of a call: that of the call before if this one continues it.
+
+        Without a number of heads, chunks are not told from heads.
 
         Args:
             name: name of the call.
-            arguments: its arguments by name, queries (B, Hq, L, E).
-            heads: number of heads of the module; without it, chunks are not told from heads.
+            call: the call.
         """
-        query, key = arguments["query"], arguments["key"]
+        query, key, heads = call.apart["query"], call.apart["key"], call.heads
         if query.is_nested or key.is_nested or query.dim() != 4 or query.shape[1] != heads:
             self._next = ()
             return name

@@ -1,0 +1,142 @@
+"""The mode by which torch functions of a thread are followed to find attention among them.
+
+A torch-function mode sees the calls of its own thread only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+from acutance.capture.handwritten.scores import ScoreTracker
+from acutance.capture.handwritten.softmax import (
+    LOG_SOFTMAX,
+    NOISY,
+    SOFTMAX,
+    Softmax,
+    Softmaxes,
+)
+from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, Interception
+from acutance.capture.readers.acutance_attention import ACUTANCE
+from acutance.capture.readers.torch_sdpa import FLEX
+from acutance.capture.torch_modes import leave
+
+__all__ = ["FunctionMode"]
+
+#: What each function is that is not simply run.
+_KINDS: dict[Any, str] = {
+    F.scaled_dot_product_attention: "sdpa",
+    F.multi_head_attention_forward: "multihead",
+    FLEX: "flex",
+    ACUTANCE: "acutance",
+    **dict.fromkeys(SOFTMAX, "softmax"),
+    **dict.fromkeys(LOG_SOFTMAX, "log softmax"),
+    **dict.fromkeys((F.softmin, *NOISY), "other softmax"),
+    **dict.fromkeys((torch.matmul, torch.bmm, torch.baddbmm, torch.einsum), "product"),
+    **dict.fromkeys((Tensor.matmul, Tensor.bmm, Tensor.baddbmm), "product"),
+    **dict.fromkeys((Tensor.__matmul__, Tensor.__rmatmul__), "product"),
+    **dict.fromkeys(EXP, "exp"),
+}
+_KINDS |= {watched: _KINDS[function] for watched, function in ATTENTION_FUNCTIONS.items()}
+_OPERATORS = {OpOverload, OpOverloadPacket}
+
+
+class FunctionMode(TorchFunctionMode, ABC):
+    """A torch-function mode that passes on attention functions, and follows hand-written attention.
+
+    Args:
+        owner: what is open on a model.
+        scores: follows products to the softmaxes of their scores; None if nobody asks.
+
+    Attributes:
+        softmaxes: the softmaxes that no matrix product has used yet.
+        scores: as given.
+    """
+
+    def __init__(self, owner: Interception, scores: ScoreTracker | None) -> None:
+        super().__init__()
+        self._owner, self.scores = owner, scores
+        self.softmaxes = Softmaxes(self.on_product, self.on_unused, self.on_written_out)
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the mode and release what it follows."""
+        leave(self)
+        self.finish()
+        if self.scores is not None:
+            self.scores.clear()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function; of those that matter few are called where nothing is followed."""
+        kind = _KINDS.get(func)
+        if kind is None and type(func) in _OPERATORS:
+            kind = "operator"
+        if kind is None and not (
+            self.softmaxes.pending
+            or self.softmaxes.products
+            or (self.scores is not None and self.scores.known)
+        ):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        arguments = dict(kwargs or {})
+        if torch.compiler.is_compiling() or self._owner.muted():
+            return func(*args, **arguments)
+        if kind is None or kind == "product":
+            return self.follow(func, args, arguments)
+        return self.on_call(kind, ATTENTION_FUNCTIONS.get(func, func), args, arguments)
+
+    def follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a function, and follow what it computes from products and softmaxes."""
+        if self.scores is not None:
+            result = self.scores.call(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        remember = self.may_become_weights(result)
+        if self.softmaxes.pending or self.softmaxes.products or remember:
+            self.softmaxes.follow(func, args, kwargs, result, remember=remember)
+        return result
+
+    @abstractmethod
+    def may_become_weights(self, result: Any) -> bool:
+        """Whether weights may be computed from the result of a function without a softmax call."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Handle softmaxes that no product used, as the mode ends."""
+
+    @abstractmethod
+    def on_call(
+        self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function that may be attention.
+
+        Args:
+            kind: ``"sdpa"``, ``"multihead"``, ``"flex"``, ``"acutance"``, ``"softmax"``,
+                ``"log softmax"``, ``"other softmax"``, ``"exp"`` or ``"operator"``.
+            func: the function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+
+    @abstractmethod
+    def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
+        """Handle a softmax that a matrix product uses."""
+
+    @abstractmethod
+    def on_unused(self, softmax: Softmax) -> None:
+        """Handle a softmax that no product used."""
+
+    @abstractmethod
+    def on_written_out(self) -> None:
+        """Handle a product that takes weights which were computed without a softmax."""
