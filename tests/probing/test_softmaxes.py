@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import acutance
 from acutance.capture.head_axis import fold
@@ -23,3 +25,17 @@ def test_five_dimensions_without_a_number_of_heads_are_listed() -> None:
     with pytest.raises(acutance.ProbeError, match="it is not known which dimension of its softmax"):  # noqa: SIM117
         with acutance.probe(model):
             model(*inputs())
+
+
+def test_a_softmax_of_one_number_is_none_of_attention() -> None:
+    class Gated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = F.scaled_dot_product_attention(x, x, x)
+            return output * torch.softmax(x.sum(), 0)
+
+    model, x = Gated(), torch.randn(1, 2, 5, 4)
+    want = model(x)
+    with acutance.probe(model) as probe:
+        assert torch.equal(model(x), want)
+    assert [layer.calls for layer in probe.summary().layers] == [1]
+    assert probe.summary().unread == ()

@@ -24,8 +24,6 @@ from acutance.capture.padding import (
 )
 from acutance.capture.readers.interface_call import is_cross
 
-__all__ = ["CountedRows", "RowReader"]
-
 _Sees = Callable[[Tensor, Tensor], bool]
 
 

@@ -16,23 +16,6 @@ import torch
 from acutance.capture.head_axis import HEADS, attribute, heads_of
 from acutance.capture.module_names import class_name, named_modules, once_for_a_class
 
-__all__ = [
-    "NOT_READ",
-    "attention_layers",
-    "has_forward",
-    "is_windowed_inside",
-    "is_softmax",
-    "is_windowed",
-    "layer_numbers",
-    "looks_like_attention",
-    "looks_like_weights",
-    "may_compute_attention",
-    "max_heads",
-    "scripted_attention",
-    "uses_interface",
-    "windowed_layers",
-]
-
 #: Ends the reason of a module that is listed for its name alone.
 NOT_READ = "nothing in it was read as attention"
 _NAME = re.compile(r"attention|attn", re.IGNORECASE)

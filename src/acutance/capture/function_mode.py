@@ -28,8 +28,6 @@ from acutance.capture.readers.acutance_attention import ACUTANCE
 from acutance.capture.readers.torch_sdpa import FLEX
 from acutance.capture.torch_modes import leave
 
-__all__ = ["FunctionMode"]
-
 #: What each function is that is not simply run.
 _KINDS: dict[Any, str] = {
     F.scaled_dot_product_attention: "sdpa",

@@ -10,20 +10,6 @@ from torch import Tensor
 
 from acutance.capture.handwritten.product_layout import ProductAxes
 
-__all__ = [
-    "HeadAxes",
-    "attribute",
-    "could_be_over_keys",
-    "decide_head_axis",
-    "first_head",
-    "fold",
-    "folded",
-    "candidate_head_axes",
-    "heads_at_once",
-    "heads_of",
-    "projected_heads",
-]
-
 #: How a module may name its number of heads.
 HEADS = (
     "num_heads",

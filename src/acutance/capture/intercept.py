@@ -34,38 +34,17 @@ from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
 from acutance.capture.torch_modes import undoing, unwatched
 
-__all__ = [
-    "ATTENTION_FUNCTIONS",
-    "Contents",
-    "EXP",
-    "Interception",
-    "ModuleStack",
-    "Passes",
-    "Running",
-    "classes_are_library",
-    "follow",
-    "is_library_code",
-    "follow_results",
-    "is_rerun",
-    "module_of_method",
-    "notify_all",
-    "open_interceptions",
-]
-
 _lock = threading.RLock()
 
 # -- which modules run -----------------------------------------------------------------------------
 
 
 class Follower(Protocol):
-    """Is told when modules start and end.
-
-    Attributes:
-        followed: the modules by ``id``.
-    """
+    """Is told when modules start and end."""
 
     @property
-    def followed(self) -> Mapping[int, torch.nn.Module]: ...
+    def followed(self) -> Mapping[int, torch.nn.Module]:
+        """The modules by ``id``."""
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         """Handle the start of a module's forward pass with these arguments."""

@@ -13,8 +13,6 @@ import torch
 from acutance.capture.find_layers import attention_layers
 from acutance.capture.module_names import named_modules
 
-__all__ = ["Chosen", "HeadChoice", "LayerChoice", "choose_layers"]
-
 #: What names layers or heads: numbers, ranges, text as ``"0-3,8"``, or several of these.
 Chosen: TypeAlias = int | str | range | Iterable["int | str | range"]
 

@@ -49,24 +49,16 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.acutance_attention import acutance_call
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.readers.torch_multihead import (
-    not_padding,
+    looking_at_sdpa,
     outputs_agree,
     run_again,
-    same_memory,
-    watch_sdpa,
 )
 from acutance.capture.readers.torch_sdpa import (
     QueryChunks,
     SdpaCall,
     flex_call,
-    refusal,
-    restore_shape,
-    sdpa_call,
-    to_four_dims,
 )
 from acutance.capture.torch_modes import eager, gradient_mode, unwatched
-
-__all__ = ["NO_PRODUCT", "FunctionCapture", "Listener", "ProbeError", "Receiver"]
 
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
@@ -508,49 +500,35 @@ class FunctionCapture(FunctionMode):
         name = self._modules.call_name()
         if name is None:
             return func(*args, **kwargs)
+        observer, sdpa_calls = self.observer, []
         arguments = inspect.signature(func).bind(*args, **kwargs).arguments
-        provided, observer = False, self.observer
-
-        def attention(call: dict[str, Any]) -> AttentionCall:
-            cross = not same_memory(arguments["query"], arguments["key"])
-            real = None if cross else not_padding(arguments.get("key_padding_mask"))
-            return sdpa_call(call, name, cross=cross, real=real)
-
-        def replacement(call: dict[str, Any], model_output: Callable[[], Tensor]) -> Tensor | None:
-            nonlocal provided
-            read_call = functools.partial(attention, call)
-            output = observer.provide(
-                read_call, name, lambda: to_four_dims(model_output()), refusal(call)
-            )
-            provided = output is not None
-            return None if output is None else restore_shape(output, call)
-
         if arguments.get("need_weights", True):
             reason = "its weights are requested: call it with need_weights=False"
             observer.provide(_never_called, name, _never_called, reason)
-        with observer.mute(), watch_sdpa(replacement=replacement) as sdpa_calls:
+
+        def on_sdpa(call: SdpaCall, run: Callable[[], Any]) -> Any:
+            call.multihead = arguments
+            sdpa_calls.append(call)
+            return observer.on_call(call, name, run)
+
+        with observer.mute(), looking_at_sdpa(on_sdpa):
             result = func(*args, **kwargs)
-        if provided:
+        if sdpa_calls:
             return result
         dropping = (
             bool(arguments.get("training", True)) and float(arguments.get("dropout_p") or 0.0) > 0.0
         )
+        outputs: list[Tensor] = []
 
         def read() -> AttentionCall:
-            if not sdpa_calls:
-                second_output, _ = run_again(func, arguments, sdpa_calls)
-                if not dropping and not outputs_agree(second_output, result[0]):
-                    raise ValueError(
-                        "multi-head attention returned a different output when run again"
-                    )
-            return attention(sdpa_calls[-1][0])
+            second_output, call, output = run_again(func, arguments)
+            if not dropping and not outputs_agree(second_output, result[0]):
+                raise ValueError("multi-head attention returned a different output when run again")
+            call.multihead = arguments
+            outputs.append(call.output(output))
+            return call.read(name)
 
-        output_comparable = (
-            bool(sdpa_calls) or not dropping
-        )  # the output compared is the one the model used
-        self.observer.observe(
-            read, name, (lambda: to_four_dims(sdpa_calls[-1][1])) if output_comparable else None
-        )
+        observer.observe(read, name, None if dropping else lambda: outputs[-1])
         return result
 
     def _operator(
@@ -590,7 +568,7 @@ class FunctionCapture(FunctionMode):
         with self.observer.mute():
             result = func(*args, **kwargs)
         module = self._modules.running()
-        if scores is None or dim is None or module is None:
+        if scores is None or dim is None or module is None or scores.dim() == 0:
             return result
         if scores.is_nested:
             self.observer.unreadable(module, "its softmax is of a nested tensor")

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["CACHE_ARGUMENTS", "cache_argument", "returned_cache"]
-
 #: Every such name, the newest first.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value")
 

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["class_name", "module_name", "named_modules", "once_for_a_class", "unwrap"]
-
 T = TypeVar("T")
 
 #: Under which name a wrapper, told by its class, holds the module that it wraps.

@@ -19,19 +19,6 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.model_cache import CACHE_ARGUMENTS
 from acutance.masks import hidden_scores, hides
 
-__all__ = [
-    "NO_MASK",
-    "PaddingMask",
-    "RealRows",
-    "TokenMasks",
-    "real_rows_from_counts",
-    "real_rows_from_key_masks",
-    "call_sees_padding",
-    "checked_mask",
-    "checked_rows",
-    "scores_see_padding",
-]
-
 #: In the place of a mask's name: the model was called without one.
 NO_MASK = "no mask"
 _FROM_USER = "the given attention_mask"  # what a user's own mask is called in a summary

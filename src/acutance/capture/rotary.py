@@ -22,8 +22,6 @@ from acutance.capture.module_names import class_name, unwrap
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.interface_call import InterfaceCall
 
-__all__ = ["Rotary", "RotaryError", "find_rotary"]
-
 _TOKENS, _SHIFT = 4, 997
 _VARYING = {"dynamic", "longrope"}  # their frequencies depend on the length of the text
 #: Relative error of a rotation that rounding explains; a wrong one is off by more than a half.

@@ -18,16 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.overrides import _get_current_function_mode_stack as _stack
 
-__all__ = [
-    "AfterImport",
-    "eager",
-    "forget_compiled",
-    "gradient_mode",
-    "leave",
-    "undoing",
-    "unwatched",
-]
-
 #: The module that compiles, and that holds the stance.
 COMPILER = "torch._dynamo"
 

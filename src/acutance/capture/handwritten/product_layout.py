@@ -15,18 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "PRODUCTS",
-    "Layout",
-    "Product",
-    "ProductAxes",
-    "is_parameter",
-    "layout_of",
-    "shares_memory",
-    "storage_address",
-    "tensors_in",
-]
-
 #: Names of all matrix products.
 PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "baddbmm", "einsum"}
 _DOTS = "0123456789"  # labels that no einsum has

@@ -26,8 +26,6 @@ from acutance.capture.handwritten.product_layout import (
 from acutance.capture.handwritten.softmax import drops, version_of
 from acutance.masks import hidden_scores, mask_limit, shallow_mask
 
-__all__ = ["ScoreTracker", "Scores", "products_of"]
-
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 #: Linear functions of a single tensor: views, copies, choices of entries, and other dtypes.

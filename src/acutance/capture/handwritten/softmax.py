@@ -29,20 +29,6 @@ from acutance.capture.handwritten.product_layout import (
     tensors_in,
 )
 
-__all__ = [
-    "FEWEST",
-    "LOG_OPERATORS",
-    "LOG_SOFTMAX",
-    "NOISY",
-    "OPERATORS",
-    "SOFTMAX",
-    "Softmax",
-    "Softmaxes",
-    "drops",
-    "scores_of",
-    "version_of",
-]
-
 SOFTMAX = {
     torch.softmax,
     torch.Tensor.softmax,
@@ -69,6 +55,10 @@ FEWEST = 3  # dimensions: routers and classifiers have two
 
 class Softmax:
     """A softmax that no product has used yet.
+
+    It is made of the input and the result, ``dim`` of either sign, and ``version``, the write count
+    of the input before the softmax if that is not the present one. If ``over_keys`` is False, any
+    product that uses it is reported.
 
     Attributes:
         scores: its input, with the normalised dimension moved last.
@@ -97,9 +87,10 @@ class Softmax:
         scores: Tensor,
         result: Tensor,
         module: str | None,
+        *,
         dim: int,
-        version: int,
-        log: bool,
+        version: int | None = None,
+        log: bool = False,
         unreadable_reason: str = "",
         over_keys: bool = True,
     ) -> None:
@@ -108,7 +99,8 @@ class Softmax:
         self.unreadable_reason = unreadable_reason
         self.scores, self.module, self.log = scores.movedim(dim, -1), module, log
         self.dim = dim
-        self.base, self.version, self.dtype = scores, version, result.dtype
+        self.version = version_of(scores) if version is None else version
+        self.base, self.dtype = scores, result.dtype
         self.last = dim == scores.dim() - 1
         self.step, self.axis = result.stride(dim), _dims_by_stride(result).index(dim)
         self.aliases: set[int] = set()
@@ -196,35 +188,19 @@ class Softmaxes:
         self.products: dict[int, weakref.ref[Tensor]] = {}
 
     def add(
-        self,
-        scores: Tensor,
-        result: Tensor,
-        module: str | None,
-        *,
-        dim: int = -1,
-        version: int | None = None,
-        log: bool = False,
-        unreadable_reason: str = "",
-        over_keys: bool = True,
+        self, scores: Tensor, result: Tensor, module: str | None, *, dim: int, **fields: Any
     ) -> None:
-        """Register a softmax, or its logarithm, of a module.
+        """Register a softmax of a module, if it has three dimensions or more.
 
         Args:
-            scores: input, with three dimensions or more.
-            result: output.
+            scores: its input.
+            result: its output.
             module: name of the module.
             dim: normalised dimension.
-            version: write count of the scores before the softmax; None for the present one.
-            log: whether the result is the logarithm of the weights.
-            unreadable_reason: why its rows cannot be read; empty if they can.
-            over_keys: whether ``dim`` could be keys; if not, any product that uses it is reported.
+            fields: other arguments of :class:`Softmax`.
         """
         if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 0:
-            version = version_of(scores) if version is None else version
-            self._alias(
-                result,
-                Softmax(scores, result, module, dim, version, log, unreadable_reason, over_keys),
-            )
+            self._alias(result, Softmax(scores, result, module, dim=dim, **fields))
 
     def follow(
         self,

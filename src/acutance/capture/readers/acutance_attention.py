@@ -20,8 +20,6 @@ from acutance.scores import DotScore
 from acutance.shapes import check_inputs
 from acutance.weights import Softmax, SoftmaxOne
 
-__all__ = ["ACUTANCE", "acutance_call", "call_from_arguments"]
-
 ACUTANCE = attention
 _SIGNATURE = inspect.signature(attention)
 _DEFAULTS = (

@@ -19,8 +19,6 @@ import torch
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.torch_modes import undoing
 
-__all__ = ["Handler", "intercept"]
-
 #: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
 Handler = Callable[[InterfaceCall, Callable[[], Any]], Any]
 

@@ -14,16 +14,6 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 
-__all__ = [
-    "InterfaceCall",
-    "base_name",
-    "is_cross",
-    "packed_lengths",
-    "read_interface_call",
-    "stored_keys",
-    "uses_flash_masks",
-]
-
 
 class InterfaceCall:
     """One call of an attention function that transformers returned.

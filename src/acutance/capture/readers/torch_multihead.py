@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,23 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE
-from acutance.capture.readers.torch_sdpa import sdpa_arguments
-from acutance.masks import hides
+from acutance.capture.readers.huggingface import pass_on
+from acutance.capture.readers.torch_sdpa import SdpaCall
 
-__all__ = [
-    "outputs_agree",
-    "changing_sdpa",
-    "changing_softmax",
-    "not_padding",
-    "run_again",
-    "same_memory",
-    "equivalent_sdpa_arguments",
-    "watch_sdpa",
-]
-
-_Calls = list[tuple[dict[str, Any], Tensor]]
 _Change = Callable[[dict[str, Any]], dict[str, Any]]
-_Replacement = Callable[[dict[str, Any], Callable[[], Tensor]], "Tensor | None"]
+#: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
+_Handler = Callable[[SdpaCall, Callable[[], Any]], Any]
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -37,15 +26,13 @@ class _Thread(threading.local):
     """What the open contexts of a thread do with its calls, outermost first.
 
     Attributes:
-        lists: where SDPA calls go.
-        changes: made to their arguments first.
-        replacements: may compute them instead.
+        changing: handlers of SDPA calls that change them.
+        looking: those that see them as all others change them.
         scores: changes made to the scores of softmaxes.
     """
 
-    lists: tuple[_Calls, ...] = ()
-    changes: tuple[_Change, ...] = ()
-    replacements: tuple[_Replacement, ...] = ()
+    changing: tuple[_Handler, ...] = ()
+    looking: tuple[_Handler, ...] = ()
     scores: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 
@@ -83,38 +70,31 @@ def _replaced(name: str, function: Callable[..., Tensor], **of_thread: Any) -> I
                 setattr(F, name, _originals[name])
 
 
-@contextmanager
-def watch_sdpa(
-    *, hide_from_outer: bool = False, replacement: _Replacement | None = None
-) -> Iterator[_Calls]:
-    """Context that collects this thread's SDPA calls through ``torch.nn.functional``.
+def looking_at_sdpa(handler: _Handler, *, alone: bool = False) -> AbstractContextManager[None]:
+    """Context in which a handler looks at this thread's calls of SDPA, or computes them.
 
     Args:
-        hide_from_outer: hide the calls from enclosing contexts.
-        replacement: may compute a call instead; returns None to decline.
-
-    Yields:
-        The list of calls: their arguments by name, and their outputs.
+        handler: called with the call, and with ``run``, which goes on with it.
+        alone: whether those of enclosing contexts do not see them.
     """
-    calls: _Calls = []
-    lists, replacements = _thread.lists, _thread.replacements
-    if hide_from_outer:
-        lists, replacements = (), ()
-    if replacement is not None:
-        replacements = (*replacements, replacement)
-    lists = (*lists, calls)
-    with _replaced(_SDPA, _watched_sdpa, lists=lists, replacements=replacements):
-        yield calls
+    outer = () if alone else _thread.looking
+    return _replaced(_SDPA, _handled_sdpa, looking=(*outer, handler))
 
 
-@contextmanager
-def changing_sdpa(change: _Change) -> Iterator[None]:
-    """Context that changes the arguments of this thread's SDPA calls.
+def changing_sdpa(change: _Change) -> AbstractContextManager[None]:
+    """Context that changes the arguments of this thread's calls of SDPA."""
 
-    :func:`watch_sdpa` sees the changed calls.
-    """
-    with _replaced(_SDPA, _watched_sdpa, changes=(*_thread.changes, change)):
-        yield
+    def handler(call: SdpaCall, run: Callable[[], Any]) -> Any:
+        call.arguments = change(call.arguments)
+        return run()
+
+    return _replaced(_SDPA, _handled_sdpa, changing=(*_thread.changing, handler))
+
+
+def _handled_sdpa(*args: Any, **kwargs: Any) -> Any:
+    """``F.scaled_dot_product_attention``, through this thread's handlers."""
+    call = SdpaCall(_originals[_SDPA], args, kwargs)
+    return pass_on(call, (*_thread.changing, *_thread.looking))
 
 
 @contextmanager
@@ -162,30 +142,24 @@ def equivalent_sdpa_arguments(
     return calls[0]
 
 
-def _watched_sdpa(*args: Any, **kwargs: Any) -> Tensor:
-    """``F.scaled_dot_product_attention`` as this thread's open contexts change and record it."""
-    arguments, original = sdpa_arguments(args, kwargs), _originals[_SDPA]
-    for change in _thread.changes:
-        arguments = change(arguments)
-    output = None
-    for replacement in reversed(_thread.replacements):
-        output = replacement(arguments, lambda: original(**arguments)) if output is None else output
-    output = original(**arguments) if output is None else output
-    for calls in _thread.lists:
-        calls.append((arguments, output))
-    return output
-
-
 def run_again(
-    func: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    seen: list[tuple[dict[str, Any], Tensor]],
-) -> tuple[Tensor, Any]:
-    """Run multi-head attention without weights and dropout, hidden from enclosing watchers."""
-    with watch_sdpa(hide_from_outer=True) as calls:
-        result: tuple[Tensor, Any] = func(**{**arguments, "need_weights": False, "training": False})
-    seen.extend(calls)
-    return result
+    func: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[Tensor, SdpaCall, Tensor]:
+    """Run multi-head attention without weights and dropout, unseen by enclosing handlers that look.
+
+    Returns:
+        Its output, its call of SDPA, and the output of that.
+    """
+    calls: list[tuple[SdpaCall, Tensor]] = []
+
+    def note(call: SdpaCall, run: Callable[[], Any]) -> Any:
+        result = run()
+        calls.append((call, result))
+        return result
+
+    with looking_at_sdpa(note, alone=True):
+        output, _ = func(**{**arguments, "need_weights": False, "training": False})
+    return output, *calls[-1]
 
 
 def outputs_agree(second_output: Tensor, output: Tensor) -> bool:
@@ -198,20 +172,3 @@ def outputs_agree(second_output: Tensor, output: Tensor) -> bool:
     size = float(second.abs().max()) if second.numel() else 0.0
     tolerance = VERIFY_TOLERANCE.get(output.dtype, 1e-4) * max(size, 1e-30)
     return torch.allclose(first, second, rtol=0.0, atol=tolerance)
-
-
-def same_memory(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are the same memory with the same shape and strides."""
-    return left is right or (
-        left.data_ptr() == right.data_ptr()
-        and left.shape == right.shape
-        and left.stride() == right.stride()
-    )
-
-
-def not_padding(mask: Tensor | None) -> Tensor | None:
-    """Boolean (B, L), False where a ``key_padding_mask`` is True or very low."""
-    if mask is None:
-        return None
-    real = torch.logical_not(mask if mask.dtype == torch.bool else hides(mask))
-    return real if real.dim() == 2 else real.unsqueeze(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,20 +12,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.interface_call import is_cross
-
-__all__ = [
-    "FLEX",
-    "QueryChunks",
-    "SdpaCall",
-    "flex_call",
-    "heads_apart",
-    "refusal",
-    "restore_shape",
-    "sdpa_arguments",
-    "sdpa_call",
-    "to_four_dims",
-]
-
+from acutance.masks import hides
 
 _NAMES = (
     "query",
@@ -88,8 +74,8 @@ class SdpaCall:
 
     Attributes:
         arguments: the arguments by name.
-        apart: the same with heads in a dimension of their own, :func:`heads_apart`.
         heads: as given.
+        multihead: arguments of the call of multi-head attention that this is part of, if it is.
         provided: its output (B, Hq, L, Ev) if that was computed already.
     """
 
@@ -98,11 +84,11 @@ class SdpaCall:
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        heads: int | None,
+        heads: int | None = None,
     ) -> None:
-        self._run = functools.partial(function, *args, **kwargs)
-        self.arguments, self.heads = sdpa_arguments(args, kwargs), heads
-        self.apart = heads_apart(self.arguments, heads)
+        self._function, self.heads = function, heads
+        self.arguments = sdpa_arguments(args, kwargs)
+        self.multihead: Mapping[str, Any] | None = None
         self.provided: Tensor | None = None
 
     @property
@@ -110,24 +96,52 @@ class SdpaCall:
         """Whether nobody has computed it yet."""
         return self.provided is None
 
+    @property
+    def apart(self) -> dict[str, Any]:
+        """The arguments, with heads in a dimension of their own: :func:`heads_apart`."""
+        return heads_apart(self.arguments, self.heads)
+
     def result_needed_because(self) -> str | None:
         """Why its output cannot be computed in place of the model; None if it can."""
-        return refusal(self.arguments)
+        nested = any(self.arguments[name].is_nested for name in ("query", "key", "value"))
+        return "its tensors are nested" if nested else None
 
     def read(self, name: str) -> AttentionCall:
         """The call; ``name`` is that of the module."""
-        return sdpa_call(self.apart, name, cross=is_cross(name))
+        around = self.multihead
+        if around is None:
+            return sdpa_call(self.apart, name, cross=is_cross(name))
+        cross = not _same_memory(around["query"], around["key"])
+        real = None if cross else _not_padding(around.get("key_padding_mask"))
+        return sdpa_call(self.apart, name, cross=cross, real=real)
 
     def compute(self) -> Any:
         """The result of the function, or what was computed instead."""
         if self.provided is not None:
             return restore_shape(self.provided, self.arguments)
-        return self._run()
+        return self._function(**self.arguments)
 
     def output(self, result: Tensor) -> Tensor:
         """The output (B, Hq, L, Ev) in a result."""
         folded = self.apart["query"] is not self.arguments["query"]
         return to_four_dims(result.unflatten(0, (-1, self.heads)) if folded else result)
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same memory with the same shape and strides."""
+    return left is right or (
+        left.data_ptr() == right.data_ptr()
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+    )
+
+
+def _not_padding(mask: Tensor | None) -> Tensor | None:
+    """Boolean (B, L), False where a ``key_padding_mask`` is True or very low."""
+    if mask is None:
+        return None
+    real = torch.logical_not(mask if mask.dtype == torch.bool else hides(mask))
+    return real if real.dim() == 2 else real.unsqueeze(0)
 
 
 class QueryChunks:
@@ -260,12 +274,6 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     rows = tokens.new_zeros(*is_token.shape, *tokens.shape[1:])
     rows[is_token] = tokens[(starts.unsqueeze(1) + positions)[is_token]]
     return rows.transpose(1, 2), is_token
-
-
-def refusal(arguments: Mapping[str, Any]) -> str | None:
-    """Why a call's output cannot be computed in place of the model; None if it can."""
-    nested = any(arguments[part].is_nested for part in ("query", "key", "value"))
-    return "its tensors are nested" if nested else None
 
 
 def _expanded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
