@@ -231,7 +231,8 @@ def _watch_functions() -> None:
 
 def _can_watch() -> bool:
     """Whether the watched functions have their names, and not those of someone else."""
-    return all(getattr(owner, name) in known for (owner, name), known in _WATCHED.items())
+    names = [name for (owner, name), known in _WATCHED.items() if getattr(owner, name) not in known]
+    return not names
 
 
 def is_library_code(model: torch.nn.Module) -> bool:
@@ -324,6 +325,9 @@ class Contents:
 
     def unchanged(self) -> bool:
         """Whether modules, settings of attention layers and ``forward`` functions are as before."""
+        for kind, forward in self._forwards:
+            if kind.forward is not forward:
+                return False
         for reference, kind, recorded in self._modules:
             module = reference()
             if module is None or type(module) is not kind or "forward" in module.__dict__:
@@ -343,7 +347,7 @@ class Contents:
             for name, value in settings:
                 if layer.__dict__.get(name) is not value:
                     return False
-        return all(kind.forward is forward for kind, forward in self._forwards)
+        return True
 
 
 def _reference(module: torch.nn.Module | None) -> Callable[[], torch.nn.Module | None]:

@@ -221,10 +221,13 @@ class Listener(Interception):
             raise
 
     def __exit__(self, *_: object) -> None:
+        closed = False
         try:
             self._close()
-        finally:  # again where an interrupt cut it short
-            self._close()
+            closed = True
+        finally:
+            if not closed:  # again where an interrupt cut it short
+                self._close()
 
     def _close(self) -> None:
         """Undo what opening did; what an interrupt left undone is undone when called again."""
