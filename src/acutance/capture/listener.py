@@ -269,7 +269,7 @@ class Listener(Interception):
         if self.modules.thread.depth or not isinstance(module, torch.nn.Module):
             return run()
         name = self.call_name_of(module)
-        return run() if name is None else self.on_call(call, name, run)
+        return run() if name is None else self.handle(call, name, run)
 
     def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Read a call of a kernel function or operator."""
@@ -278,9 +278,9 @@ class Listener(Interception):
         if name is None:
             return run()
         self.note_function()
-        return self.on_call(call, name, run)
+        return self.handle(call, name, run)
 
-    def on_call(
+    def handle(
         self, call: InterfaceCall | calls.FunctionCall | SdpaCall, name: str, run: Callable[[], Any]
     ) -> Any:
         """Compute an attention call in place of the model, or read it as the model computes it."""
@@ -479,7 +479,7 @@ class FunctionCapture(FunctionMode):
         if name is None:
             return func(*args, **kwargs)
         call = SdpaCall(func, args, kwargs, heads_of(self._modules.module_of(name)))
-        result = self.observer.on_call(call, self._chunks.name(name, call), call.compute)
+        result = self.observer.handle(call, self._chunks.name(name, call), call.compute)
         if call.provided is not None:  # enclosing modes see no call of the function
             for mode in reversed(torch.overrides._get_current_function_mode_stack()):
                 if isinstance(mode, FunctionCapture):
@@ -490,7 +490,7 @@ class FunctionCapture(FunctionMode):
         """Record an SDPA call that an inner probe computed, which this mode does not see."""
         name = None if self.observer.muted() else self._modules.call_name()
         if name is not None:
-            self.observer.on_call(call, self._chunks.name(name, call), call.compute)
+            self.observer.handle(call, self._chunks.name(name, call), call.compute)
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -512,7 +512,7 @@ class FunctionCapture(FunctionMode):
         def on_sdpa(call: SdpaCall, run: Callable[[], Any]) -> Any:
             call.multihead = arguments
             sdpa_calls.append(call)
-            return observer.on_call(call, name, run)
+            return observer.handle(call, name, run)
 
         with observer.mute(), looking_at_sdpa(on_sdpa):
             result = func(*args, **kwargs)
