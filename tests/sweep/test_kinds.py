@@ -61,8 +61,9 @@ def test_a_kind_of_attention(model_type: str, verdict: str, maps: bool) -> None:
 
 def places(patch: pytest.MonkeyPatch, place_of: Any) -> None:
     """Have the listener place modules otherwise, or not at all: no model makes it miss a layer."""
-    patch.setattr(Listener, "call_name_of", place_of)
-    patch.setattr(ModuleStack, "call_name", lambda self: None)
+    nowhere = {Listener: ("call_name_of", place_of), ModuleStack: ("call_name", lambda self: None)}
+    for owner, (name, function) in nowhere.items():
+        patch.setattr(owner, name, function)
 
 
 def test_every_verdict_can_be_given(
