@@ -486,7 +486,7 @@ def validated(
         tile = how.tile
     if scale is not None:
         factor = check_number("scale", scale)
-    if dropout_p != 0.0:
+    if type(dropout_p) is not float or dropout_p != 0.0:
         check_number("dropout_p", dropout_p, above=0.0, below=1.0, including=True)
     if softcap is not None:
         softcap = check_softcap(softcap, query.dtype)

@@ -411,8 +411,6 @@ def load(path: str | os.PathLike[str]) -> Record:
     """
     try:
         record = _record(read_json(path))
-        if not record.judgements:
-            raise ValueError("it has no claims")
     except ValueError as error:
         raise ValueError(
             f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
@@ -429,6 +427,8 @@ def _record(read: dict[str, Any]) -> Record:
     stored_claims = read.get("claims")
     if not isinstance(stored_claims, list) or not all(isinstance(c, dict) for c in stored_claims):
         raise ValueError(f"its claims must be a list of objects, got {stored_claims!r:.60}")
+    if not stored_claims:
+        raise ValueError("it has no claims")
     names = [field.name for field in fields(Claim)]
     read["claims"] = [{name: c[name] for name in names if name in c} for c in stored_claims]
     stored = checked(Record, read)

@@ -167,6 +167,7 @@ def run(
         record = None if force else _stored(experiment, folder)
         resumed = record is not None and (
             (record.name, record.quick, record.seed) == (experiment.name, quick, seed)
+            and (record.title, record.prediction) == (experiment.title, experiment.prediction)
             and record.about == _about(experiment)
             and record.claims == experiment.tested(quick=quick)
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import acutance
+from acutance.scaling import Window
 from acutance_lab.trained import decoder
 
 
@@ -44,3 +45,14 @@ def test_a_window_is_a_window(window: object) -> None:
     tokens = torch.zeros(8, 32, dtype=torch.int64)
     with pytest.raises(TypeError, match="window must be a Window or a list of them, got "):
         acutance.calibrate(decoder(), tokens, target="loss", window=window)  # type: ignore[arg-type]
+
+
+def test_a_fit_that_finds_nothing_says_so(built: Callable[[str, str], torch.nn.Module]) -> None:
+    tokens = torch.randint(3, 97, (8, 32), generator=torch.Generator().manual_seed(1))
+    choices = (Window(size) for size in (8,))
+    found = acutance.calibrate(
+        built("llama", "sdpa"), tokens, target="loss", law="none", window=choices, passes=2
+    )
+    assert getattr(found, "empty", False)
+    said = list(found.sentences())
+    assert any(line.startswith("No law was found that lowers the loss of ") for line in said)

@@ -110,3 +110,19 @@ def test_a_change_that_its_name_does_not_say_has_no_file(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="its name does not say all of it"):
         save_change(LawRemedy("log_n:train_length=16", "ssmax"), tmp_path / "change.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_law_that_scales_windowed_layers_has_no_file(tmp_path: Path) -> None:
+    law = acutance.Law.of(decoder(), "ssmax")
+    with pytest.raises(ValueError, match="mine has no file: the file of a law has no windowed"):
+        save_change(LawRemedy("mine", law, windowed=True), tmp_path / "law.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("named", [None, "its own path"])
+def test_a_file_that_names_no_change_is_refused(named: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "change.json"
+    change = named and str(file)
+    file.write_text(json.dumps({"schema": changes.SCHEMA, "change": change}), encoding="utf-8")
+    with pytest.raises(ValueError, match="names no change"):
+        load_change(file)

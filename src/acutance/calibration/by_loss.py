@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def calibrate_by_loss(
     lengths: Sequence[int] | None = None,
     loss: AnyLoss | None = None,
     law: str = "table",
-    window: Window | Sequence[Window] | None = None,
+    window: Window | Iterable[Window] | None = None,
     passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,
@@ -71,12 +71,9 @@ def calibrate_by_loss(
         )
     if law == "none" and window is None:
         raise ValueError("law='none' fits no factors: give a window for heads to read through")
-    choices = [window] if isinstance(window, Window) else window or []
-    if window is not None and not (
-        isinstance(choices, list | tuple)
-        and choices
-        and all(isinstance(choice, Window) for choice in choices)
-    ):
+    given: Any = () if window is None else window
+    choices = list(given) if isinstance(given, Iterable) else [given]
+    if window is not None and not (choices and all(isinstance(w, Window) for w in choices)):
         raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
     endings = ("",) if window is None else ("", ".windows")
     kept = Saving.to(**saving, endings=endings)

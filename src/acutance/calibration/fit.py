@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ def calibrate(
     lengths: Sequence[int] | None = None,
     reference: int | None = None,
     law: str = "table",
-    window: Window | Sequence[Window] | None = None,
+    window: Window | Iterable[Window] | None = None,
     passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,

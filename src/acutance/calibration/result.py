@@ -456,11 +456,11 @@ class LossCalibration(Calibration):
         else:
             best = f" (the best changes it by {effect})" if self.delta or self.error else ""
             yield (
-                f"No law was self that lowers the loss of {windows} beyond noise{best}: every head "
-                "stays as it is."
+                f"No law was found that lowers the loss of {windows} beyond noise{best}: every "
+                "head stays as it is."
             )
         if self.gates and streaming:
-            rest = "; for the others no gain was self beyond noise"
+            rest = "; for the others no gain was found beyond noise"
             yield (
                 f"{streaming} of {len(self.gates)} heads read through a window"
                 f"{rest if streaming < len(self.gates) else ''}."

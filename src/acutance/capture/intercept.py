@@ -292,6 +292,11 @@ def _settings(module: torch.nn.Module) -> list[Any]:
     ]
 
 
+def _implementation(layer: torch.nn.Module) -> str | None:
+    """The attention implementation that a layer's configuration names."""
+    return getattr(getattr(layer, "config", None), "_attn_implementation", None)
+
+
 class Contents:
     """What a model consists of, to see whether it has changed; it keeps no module alive.
 
@@ -319,7 +324,8 @@ class Contents:
             for module in modules
         ]
         self._settings = [
-            (weakref.ref(layer), len(vars(layer)), _settings(layer)) for layer in self.layers
+            (weakref.ref(layer), len(vars(layer)), _settings(layer), _implementation(layer))
+            for layer in self.layers
         ]
         self._forwards = [(kind, kind.forward) for kind in {type(module) for module in modules}]
 
@@ -340,9 +346,11 @@ class Contents:
             for child, known in zip(children.values(), recorded, strict=True):
                 if child is not known():
                     return False
-        for reference, count, settings in self._settings:
+        for reference, count, settings, implementation in self._settings:
             layer = reference()
             if layer is None or len(layer.__dict__) != count:
+                return False
+            if _implementation(layer) != implementation:
                 return False
             for name, value in settings:
                 if layer.__dict__.get(name) is not value:
@@ -722,7 +730,7 @@ class Interception:
         if not thread.stack:
             thread.joined_late = False
             self.on_end()
-            if not self.by_interface:
+            if not self.by_interface and output is not None:  # a whole pass, without an error
                 self._use_interface()
             self.follow_functions()
 

@@ -260,6 +260,8 @@ def save_change(change: Change, path: str | os.PathLike[str]) -> None:
         HeadsOff(heads={3: [0]})
     """
     if isinstance(change, LawRemedy) and isinstance(change.law, Law):
+        if change.windowed:
+            raise ValueError(f"{change.name} has no file: the file of a law has no windowed=True")
         change.law.save(path)
     elif isinstance(change, CachePlan):
         change.save(path)
@@ -274,8 +276,7 @@ def load_change(path: str | os.PathLike[str]) -> Any:
     """The change in a file: a law, a plan for the cache, or what :func:`save_change` wrote.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it holds none of them.
+        ValueError: if it cannot be read or holds none of them.
     """
     name = os.fspath(path)
     start = ""
@@ -283,7 +284,10 @@ def load_change(path: str | os.PathLike[str]) -> Any:
         with suppress(OSError, ValueError), open(name, encoding="utf-8") as file:
             start = file.read(200)
     if f'"{SCHEMA}"' in start:
-        return named_change(str(read_json(name).get("change")))
+        change = read_json(name).get("change")
+        if not isinstance(change, str) or os.path.exists(change):
+            raise ValueError(f"{name} names no change: {change!r:.60}")
+        return named_change(change)
     if any(f'"{kind.partition("/")[0]}/' in start for kind in (PLAN_SCHEMA, BUDGET_SCHEMA)):
         return replace(CachePlan.load(name), title=name)
     return LawRemedy(name, named_law(name))

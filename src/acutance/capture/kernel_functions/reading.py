@@ -134,10 +134,13 @@ class FunctionCall:
         """Multiply the queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.
 
         Raises:
-            ValueError: if they are in 8 bits, where the product would be rounded to few digits.
+            ValueError: if they are in 8 bits, where the product would be rounded to few digits, or
+                no parameter of the function.
         """
         assert self._reading is not None
         name = self.kernel.names.get(self._reading.argument, self._reading.argument)
+        if name not in self._bound.arguments:
+            raise ValueError(f"its {name} is no parameter of the function")
         given: Tensor = self._given[name]
         if given.dtype.itemsize < 2:
             raise ValueError(f"its queries are {given.dtype}")
