@@ -88,8 +88,9 @@ def test_a_new_kind_is_applied_judged_saved_and_named_on_the_command_line(
 )
 def test_a_named_change_is_the_same_in_a_file(name: str, tmp_path: Path) -> None:
     change = changes.named_change(name)
-    save_change(change, tmp_path / "change.json")
-    assert load_change(tmp_path / "change.json") == change
+    for given in (change, name):
+        save_change(given, tmp_path / "change.json")
+        assert load_change(tmp_path / "change.json") == change
 
 
 def test_laws_and_plans_keep_their_formats(tmp_path: Path) -> None:

@@ -244,10 +244,14 @@ def named_change(text: str) -> Any:
     return read_foreign(text) or LawRemedy(text, named_law(text))
 
 
-def save_change(change: Change, path: str | os.PathLike[str]) -> None:
+def save_change(change: Any, path: str | os.PathLike[str]) -> None:
     """Write a change to a file that :func:`load_change` and the commands' ``--law`` read.
 
     Laws and plans of one model have formats of their own; of others the file holds the name.
+
+    Args:
+        change: a change, or a law or name as :func:`acutance.apply` takes it.
+        path: of the file.
 
     Raises:
         ValueError: if the change has no file: its name is not one that texts can have.
@@ -259,6 +263,7 @@ def save_change(change: Change, path: str | os.PathLike[str]) -> None:
         ...     load_change(f"{folder}/change.json")
         HeadsOff(heads={3: [0]})
     """
+    (change,) = as_changes([change])
     if isinstance(change, LawRemedy) and isinstance(change.law, Law):
         if change.windowed:
             raise ValueError(f"{change.name} has no file: the file of a law has no windowed=True")
