@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from acutance.capture.module_names import module_name as label
+from acutance.capture.find_layers import module_name as label
 from acutance.training.projections import NAMES, Projections, find_layouts
 
 _NORMS = (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration.apply_law import ApplyError
-from acutance.capture.module_names import module_name as label
+from acutance.capture.find_layers import module_name as label
 from acutance.scaling import HeadTable
 from zoo.inputs import run
 from zoo.larger import larger, normalises, ways

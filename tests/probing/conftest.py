@@ -40,11 +40,11 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
 
     No release of transformers passes what the reader gets wrong, or the reader would be mended.
     """
-    from acutance.capture.readers import interface_call
+    from acutance.capture.readers import huggingface
 
-    read = interface_call.read_interface_call
+    read = huggingface.read_interface_call
 
     def use(reading: Callable[..., Any]) -> None:
-        monkeypatch.setattr(interface_call, "read_interface_call", functools.partial(reading, read))
+        monkeypatch.setattr(huggingface, "read_interface_call", functools.partial(reading, read))
 
     return use

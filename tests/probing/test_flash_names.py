@@ -12,8 +12,8 @@ from transformers.masking_utils import (
 )
 from transformers.utils.generic import TransformersKwargs
 
-from acutance.capture.readers import interface_call
-from acutance.capture.readers.interface_call import InterfaceCall, uses_flash_masks
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.huggingface import InterfaceCall, uses_flash_masks
 from tests.contract.probing.test_flash_names import (
     BUILT_IN,
     KERNELS,
@@ -50,4 +50,4 @@ def test_a_kernel_with_the_masks_of_sdpa_is_none(monkeypatch: pytest.MonkeyPatch
 
 def test_keywords_of_every_model_are_known() -> None:
     """Else a call that differs for another reason would be blamed on them."""
-    assert not set(TransformersKwargs.__annotations__) - interface_call._KNOWN
+    assert not set(TransformersKwargs.__annotations__) - huggingface._KNOWN

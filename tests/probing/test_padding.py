@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import acutance
-from acutance.capture.padding import PaddingMask, TokenMasks
+from acutance.capture.padding import PaddingMask
 from tests.contract.probing.test_padding import (
     REAL,
     TOKENS,
@@ -56,8 +56,6 @@ def _saved(summary: Any, folder: Any) -> str:
 
 
 def test_masks_over_tokens_are_of_the_modules_that_run() -> None:
-    masks = TokenMasks()
-    assert masks.innermost is None
     mask = PaddingMask(REAL, "mask", past=None)
     assert mask.rows(2, TOKENS + 1, TOKENS + 1) is None
     assert torch.equal(mask.rows(2, 3, TOKENS), REAL[:, -3:])

@@ -18,7 +18,7 @@ from acutance.caching.export_plan import SETTINGS, TABLE
 from acutance.caching.head_plan import HeadPlan
 from acutance.caching.layer_shapes import PlanError
 from acutance.caching.plan import CachePlan
-from acutance.capture.module_names import class_name
+from acutance.capture.find_layers import class_name
 from acutance.files import check_regular
 from acutance.from_json import read_json
 from acutance.shapes import check_count

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 
-from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.find_layers import (
+    attention_layers,
+    class_name,
+    named_modules,
+    unwrap,
+    uses_interface,
+)
 from acutance.capture.model_cache import cache_argument, returned_cache
-from acutance.capture.module_names import class_name, named_modules, unwrap
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.shapes import check_count
 
 

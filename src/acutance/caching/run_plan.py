@@ -24,13 +24,12 @@ from acutance.caching.planned_cache import (
 from acutance.caching.stores import Attend
 from acutance.calibration.apply_law import ApplyError, InForce
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.intercept import Running, module_of_method
+from acutance.capture.find_layers import class_name, named_modules, unwrap
+from acutance.capture.intercept import Running, eager, forget_compiled, module_of_method
 from acutance.capture.kernel_functions import calls
 from acutance.capture.model_cache import CACHE_ARGUMENTS, cache_argument
-from acutance.capture.module_names import class_name, named_modules, unwrap
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall, base_name
-from acutance.capture.torch_modes import eager, forget_compiled
+from acutance.capture.readers.huggingface import InterfaceCall, base_name
 from acutance.masks import hides
 
 
@@ -137,7 +136,7 @@ class AppliedPlan(InForce):
 
     def mute(self) -> AbstractContextManager[None]:
         """Context of a call that runs under the plan, whatever kernel it calls."""
-        return self._running.mute()
+        return self._running.mute
 
     def _on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Raise ApplyError for a kernel that the model calls without transformers' interface."""

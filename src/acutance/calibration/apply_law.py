@@ -22,6 +22,9 @@ from acutance.calibration.read_window import (
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import (
     attention_layers,
+    class_name,
+    heads_of,
+    is_cross,
     is_softmax,
     is_windowed_inside,
     uses_interface,
@@ -29,13 +32,12 @@ from acutance.capture.find_layers import (
 from acutance.capture.function_mode import FunctionMode
 from acutance.capture.handwritten.scores import Scores, ScoreTracker
 from acutance.capture.handwritten.softmax import FEWEST, LOG_SOFTMAX, Softmax, scores_of
-from acutance.capture.head_axis import could_be_over_keys, fold, heads_of
-from acutance.capture.intercept import Interception, classes_are_library
+from acutance.capture.head_axis import could_be_over_keys, fold
+from acutance.capture.intercept import Interception, classes_are_library, eager, forget_compiled
 from acutance.capture.kernel_functions import calls
 from acutance.capture.kernel_functions.calls import operator_call
-from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall, is_cross
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.readers.torch_multihead import (
     changing_sdpa,
     changing_softmax,
@@ -43,7 +45,6 @@ from acutance.capture.readers.torch_multihead import (
 )
 from acutance.capture.readers.torch_sdpa import sdpa_arguments, sdpa_call
 from acutance.capture.rotary import Rotary, find_rotary
-from acutance.capture.torch_modes import eager, forget_compiled
 from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
 from acutance.scaling import AnyScaling, Scaling, visible_keys
 
@@ -572,7 +573,7 @@ class Applied(Interception, InForce):
                     self._window(call, plan, plan.laws, situation, sliding)
         if compiling:
             return run()
-        with self.modules.thread.mute():
+        with self.modules.thread.mute:
             return run()
 
     def _scale(

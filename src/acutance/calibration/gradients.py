@@ -37,13 +37,12 @@ from acutance.calibration.read_window import read_through
 from acutance.calibration.result import GateSlope, beyond_noise, head_records
 from acutance.calibration.windows import AnyBatches, Turn, evaluating, first_tokens
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.find_layers import attention_layers, class_name, uses_interface
+from acutance.capture.intercept import unwatched
 from acutance.capture.listener import Listener, ProbeError
-from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
-from acutance.capture.torch_modes import unwatched
 from acutance.scaling import HeadTable, Window
 from acutance.scaling.laws import Rows
 from acutance.scaling.learned import LearnedScaling

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from acutance.capture.find_layers import attention_layers
-from acutance.capture.module_names import class_name, module_name, unwrap
+from acutance.capture.find_layers import attention_layers, class_name, module_name, unwrap
 
 __all__ = ["Identity"]
 

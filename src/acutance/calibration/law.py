@@ -12,10 +12,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 
 from acutance.calibration.identity import Identity, check_positions
-from acutance.capture.find_layers import attention_layers
-from acutance.capture.head_axis import heads_of
+from acutance.capture.find_layers import attention_layers, heads_of, named_modules, unwrap
 from acutance.capture.layer_choice import choose_layers
-from acutance.capture.module_names import named_modules, unwrap
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
 from acutance.scaling import SCALINGS, AnyScaling, NoScaling, Scaling, Window, from_dict, get

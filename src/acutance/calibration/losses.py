@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.calibration.windows import first_tokens
-from acutance.capture.module_names import class_name
+from acutance.capture.find_layers import class_name
 from acutance.shapes import check_count
 
 __all__ = ["Loss", "LossError", "MaskedTokens", "NextToken", "Scored"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from acutance.attend import attention, row_statistics
 from acutance.calibration.law import HeadLaws
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.readers.torch_sdpa import restore_shape
 from acutance.capture.rotary import Rotary
 from acutance.masks import hidden_scores, hides

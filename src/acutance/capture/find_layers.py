@@ -1,7 +1,8 @@
-"""Find the attention layers of a model before it runs: their names, order, heads and windows.
+"""The modules of a model before it runs: their names, which are attention layers, their heads.
 
-Whether a module computes attention is known only when it runs. Before that, layers are recognised
-by the names of their classes.
+Names do not depend on wrappers such as DataParallel or torch.compile. Whether a module computes
+attention is known only when it runs. Before that, layers are recognised by the names of their
+classes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,121 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
-from acutance.capture.head_axis import HEADS, attribute, heads_of
-from acutance.capture.module_names import class_name, named_modules, once_for_a_class
+T = TypeVar("T")
+
+#: Under which name a wrapper, told by its class, holds the module that it wraps.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",  # torch.compile
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
+    "_FabricModule": "_forward_module",  # Lightning
+    "PeftModel": "base_model",
+    "BaseTuner": "model",  # PEFT's LoraModel and its like
+}
+#: Bases of the subclass that ``fully_shard`` or ``replicate`` makes of a module's class.
+_ADDED = ("FSDPModule", "ReplicateModule")
+
+
+def once_for_a_class(question: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember what a function says of the last 1,024 classes that it was asked about."""
+    return functools.lru_cache(maxsize=1024)(question)
+
+
+def module_name(model: torch.nn.Module, name: str) -> str:
+    """A module's name without wrappers: DataParallel, FSDP, torch.compile, checkpoint wrappers.
+
+    Args:
+        model: the root that ``name`` starts from.
+        name: name of a module or parameter, as from ``named_modules`` or ``named_parameters``.
+
+    Returns:
+        Its name in the unwrapped model; for the model itself, the name of its class.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> wrapped = torch.nn.DataParallel(model)
+        >>> module_name(wrapped, "module.0.weight"), module_name(wrapped, "")
+        ('0.weight', 'Sequential')
+    """
+    parts: list[str] = []
+    module: torch.nn.Module | None = model
+    for piece in name.split(".") if name else ():
+        if module is None or not _wrapper(type(module)) or piece != _holds(module):
+            parts.append(piece)
+        module = None if module is None else module._modules.get(piece)
+    return ".".join(parts) or class_name(model)
+
+
+def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """All modules with their :func:`module_name`, in model order.
+
+    A wrapper has the same name as the module inside it.
+    """
+    modules = list(model.named_modules())
+    if not any(map(_wrapper, {type(module) for _, module in modules})):
+        modules[0] = class_name(model), model
+        return modules
+    return [(module_name(model, name), module) for name, module in modules]
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside wrappers such as ``DataParallel``, or the module itself.
+
+    Example:
+        >>> unwrap(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+    while (inner_name := _holds(module)) is not None:
+        inner = module._modules[inner_name]
+        assert inner is not None
+        module = inner
+    return module
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """Class name of the module inside wrappers, as it was before sharding."""
+    kind = type(unwrap(module))
+    bases = kind.__bases__
+    sharded = len(bases) > 1 and bases[0].__name__ in _ADDED
+    return bases[1].__name__ if sharded else kind.__name__
+
+
+def _holds(module: torch.nn.Module) -> str | None:
+    """Attribute in which a wrapper stores its module; None if the module is not a wrapper."""
+    name = _wrapper(type(module))
+    return name if name is not None and module._modules.get(name) is not None else None
+
+
+@once_for_a_class
+def _wrapper(kind: type) -> str | None:
+    """Attribute in which a wrapper class stores its module; None for other classes."""
+    names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
+    return next((name for name in names if name is not None), None)
+
+
+# -- heads and attention layers --------------------------------------------------------------------
+
+#: How a module may name its number of heads.
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "attention_heads",
+    "num_attn_heads",
+)
 
 #: Ends the reason of a module that is listed for its name alone.
 NOT_READ = "nothing in it was read as attention"
@@ -44,22 +154,47 @@ def looks_like_weights(kind: str) -> bool:
     return looks_like_attention(kind) or _SPARSE.search(kind) is not None
 
 
-def scripted_attention(module: torch.nn.Module) -> str:
-    """Why the attention in a ``torch.jit`` module cannot be captured; empty if it has none.
+#: Why attention in a ``torch.jit`` module is not captured.
+SCRIPTED = "torch.jit compiled it, so it cannot be captured: probe the model before compilation"
+
+
+def computes_attention(script: torch.jit.ScriptModule) -> bool:
+    """Whether a module that ``torch.jit`` compiled calls the operators of attention."""
+    try:
+        return _OPERATIONS.search(str(script.inlined_graph)) is not None
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def attribute(holder: object, name: str) -> Any:
+    """An attribute of a module or configuration; None if there is none.
+
+    ``getattr`` on a module without it searches the parameters and raises, which over many names and
+    modules would take longer than a forward pass.
+    """
+    kind = type(holder)
+    if getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
+        exists = name in vars(holder) or hasattr(kind, name)
+        return getattr(holder, name, None) if exists else None
+    return getattr(holder, name, None)
+
+
+def heads_of(module: torch.nn.Module | None) -> int | None:
+    """Number of heads of a module, from its attributes or configuration; None if it states none.
 
     Example:
-        >>> scripted_attention(torch.nn.MultiheadAttention(2, 1))  # not compiled
-        ''
+        >>> heads_of(torch.nn.MultiheadAttention(8, 2))
+        2
     """
-    if not isinstance(module, torch.jit.ScriptModule):
-        return ""
-    try:
-        graph = str(module.inlined_graph)
-    except (RuntimeError, AttributeError):
-        graph = ""
-    if _OPERATIONS.search(graph) is None:
-        return ""
-    return "torch.jit compiled it, so it cannot be captured: probe the model before compilation"
+    for holder in (module, attribute(module, "config")):
+        for name in HEADS:
+            try:
+                heads = attribute(holder, name)
+            except RuntimeError:  # layers have numbers of their own, says the configuration
+                continue
+            if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
+                return heads
+    return None
 
 
 _HEADS = frozenset(HEADS)
@@ -222,3 +357,11 @@ def is_windowed_inside(module: torch.nn.Module, parent: torch.nn.Module | None) 
     """Whether a module, or the attention module ``parent`` that contains it, is windowed."""
     outer = "att" in type(parent).__name__.lower() and parent is not None and is_windowed(parent)
     return outer or is_windowed(module)
+
+
+def is_cross(name: str, module: Any = None) -> bool:
+    """Whether a module is known to be cross-attention."""
+    if getattr(module, "is_cross_attention", False):
+        return True
+    ends = name.lower().split(".")[-2:]
+    return "encoder_attn" in ends or "cross" in ".".join(ends) or "encdec" in ".".join(ends)

@@ -23,10 +23,9 @@ from acutance.capture.handwritten.softmax import (
     Softmax,
     Softmaxes,
 )
-from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, Interception
+from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, Interception, leave
 from acutance.capture.readers.acutance_attention import ACUTANCE
 from acutance.capture.readers.torch_sdpa import FLEX
-from acutance.capture.torch_modes import leave
 
 #: What each function is that is not simply run.
 _KINDS: dict[Any, str] = {

@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.find_layers import heads_of
 from acutance.capture.handwritten.product_layout import ProductAxes
-
-#: How a module may name its number of heads.
-HEADS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "nhead",
-    "heads",
-    "attention_heads",
-    "num_attn_heads",
-)
 
 
 def could_be_over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
@@ -41,37 +30,6 @@ def could_be_over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
     if scores.dim() == 0 or dim in (-1, scores.dim() - 1):
         return scores.dim() > 0
     return scores.dim() == 4 and dim % 4 in (1, 2) and scores.shape[-1] == heads
-
-
-def attribute(holder: object, name: str) -> Any:
-    """An attribute of a module or configuration; None if there is none.
-
-    ``getattr`` on a module without it searches the parameters and raises, which over many names and
-    modules would take longer than a forward pass.
-    """
-    kind = type(holder)
-    if getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
-        exists = name in vars(holder) or hasattr(kind, name)
-        return getattr(holder, name, None) if exists else None
-    return getattr(holder, name, None)
-
-
-def heads_of(module: torch.nn.Module | None) -> int | None:
-    """Number of heads of a module, from its attributes or configuration; None if it states none.
-
-    Example:
-        >>> heads_of(torch.nn.MultiheadAttention(8, 2))
-        2
-    """
-    for holder in (module, attribute(module, "config")):
-        for name in HEADS:
-            try:
-                heads = attribute(holder, name)
-            except RuntimeError:  # layers have numbers of their own, says the configuration
-                continue
-            if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-                return heads
-    return None
 
 
 def heads_at_once(module: torch.nn.Module | None) -> int | None:

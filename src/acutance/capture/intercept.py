@@ -11,75 +11,281 @@ meanwhile: such a call in a pass starts the mode again, and so does a change of 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
-from typing import Any, Protocol, TypeVar
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack as _stack
 
 from acutance.capture.find_layers import (
     has_forward,
     looks_like_weights,
     may_compute_attention,
+    named_modules,
 )
-from acutance.capture.kernel_functions.calls import replace_new
-from acutance.capture.module_names import named_modules
-from acutance.capture.padding import RealRows, TokenMasks
-from acutance.capture.torch_modes import undoing, unwatched
+from acutance.capture.padding import tells_padding
 
 _lock = threading.RLock()
 
-# -- which modules run -----------------------------------------------------------------------------
+# -- what is suspended meanwhile -------------------------------------------------------------------
+
+#: The module that compiles, and that holds the stance.
+COMPILER = "torch._dynamo"
 
 
-class Follower(Protocol):
-    """Is told when modules start and end."""
+class AfterImport(MetaPathFinder):
+    """Calls a function right after one of some modules has been imported."""
 
-    @property
-    def followed(self) -> Mapping[int, torch.nn.Module]:
-        """The modules by ``id``."""
+    def __init__(self, names: frozenset[str], then: Callable[[], None]) -> None:
+        self.names, self.then = names, then
 
-    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Handle the start of a module's forward pass with these arguments."""
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Spec of the module, with a loader that also calls the function."""
+        if fullname not in self.names:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
 
-    def leave(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
-    ) -> None:
-        """Handle its end; ``output`` is None if it raised an error."""
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            self.then()
 
-
-_followers: list[Follower] = []
-#: By class whose ``__call__`` is replaced, its own; None if it inherits it.
-_replaced_calls: dict[type[torch.nn.Module], Any] = {}
+        vars(spec.loader)["exec_module"] = exec_module
+        return spec
 
 
 @contextmanager
-def follow(follower: Follower) -> Iterator[None]:
-    """Context in which a follower is told when its modules start and end."""
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Context that calls ``undo`` at its end: again where an interrupt cut that short.
 
-    def remove() -> None:
-        with _lock:
-            _followers[:] = [other for other in _followers if other is not follower]
-            _replace_calls()
+    Args:
+        undo: has the same effect twice as once, also if it was cut short, or had nothing to undo.
+    """
+    done = False
+    try:
+        try:
+            yield
+        finally:
+            undo()
+            done = True
+    finally:
+        if not done:
+            undo()
 
-    with undoing(remove):
+
+_eager: set[object] = set()  # the open contexts of :func:`eager`
+_stance: Any = None
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Context in which compiled models run uncompiled; it may be nested.
+
+    A compiled graph would bypass the captured functions. The compiler's stance is global to the
+    process: the first to open sets it, the last to close restores it. If ``torch._dynamo`` is not
+    imported yet, the stance is set when it is, since importing it takes over a second of CPU time.
+    """
+    mine = object()
+    with undoing(lambda: _allow(mine)):
         with _lock:
-            _followers.append(follower)
-            _replace_calls()
+            _eager.add(mine)
+            if _finder not in sys.meta_path:
+                sys.meta_path.insert(0, _finder)
+        if COMPILER in sys.modules:
+            importlib.import_module(COMPILER)  # another thread may be in the middle of it
+            _force()
         yield
+
+
+def _force() -> None:
+    """Set the compiler's stance to eager, if a probe is open."""
+    global _stance
+    with _lock:
+        if _eager and _stance is None:
+            _stance = torch.compiler.set_stance("force_eager")
+
+
+def _allow(mine: object) -> None:
+    """Restore the compiler's stance, if nothing else is open."""
+    global _stance
+    with _lock:
+        _eager.discard(mine)
+        if _eager:
+            return
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        if _stance is not None:
+            _stance.__exit__(None, None, None)
+            _stance = None
+
+
+_finder = AfterImport(frozenset({COMPILER}), _force)
+
+
+def forget_compiled() -> None:
+    """Reset the compiler, since compiled graphs may contain a change that no longer applies."""
+    if COMPILER in sys.modules:
+        torch.compiler.reset()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Context without this thread's function modes: other probes and a default device do not apply.
+
+    Modes are removed rather than disabled, since disabled modes still slow down each call.
+    """
+    count = torch._C._len_torch_function_stack()
+    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Remove a function mode from this thread's stack, wherever it is; no effect if it is absent.
+
+    Modes normally leave innermost first. After an interrupt (Ctrl-C) in a forward pass PyTorch
+    skips the hooks that would have left a mode entered inside the pass.
+
+    Example:
+        >>> outer, inner = TorchFunctionMode(), TorchFunctionMode()
+        >>> with outer, inner:
+        ...     leave(outer)
+        ...     _stack() == [inner]
+        ...     _push_mode(outer)
+        True
+    """
+    if not any(each is mode for each in _stack()):
+        return
+    above = [_pop_mode()]
+    try:
+        while above[-1] is not mode:
+            above.append(_pop_mode())
+    finally:
+        for each in reversed(above):
+            if each is not mode:
+                _push_mode(each)
+
+
+def gradient_mode(keep: bool) -> AbstractContextManager[Any]:
+    """Context that records gradients of what a listener computes, if ``keep``, or none.
+
+    Recorded operations save detached tensors, since a saved output would hold its own graph.
+    Activation checkpoints do not see them: they would miss these tensors when they rerun the
+    forward pass.
+    """
+    return saved_tensors_hooks(Tensor.detach, _as_saved) if keep else torch.no_grad()
+
+
+def _as_saved(saved: Tensor) -> Tensor:
+    return saved
+
+
+# -- handlers of calls -----------------------------------------------------------------------------
+
+#: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
+Handler = Callable[[Any, Callable[[], Any]], Any]
+
+
+class Handlers:
+    """The open handlers of one kind of call.
+
+    Args:
+        install: makes calls pass through the handlers, or through new kinds of functions too.
+        uninstall: undoes that; it may be called twice.
+
+    Attributes:
+        changing: those that change calls, outermost first.
+        looking: those inside them that only look.
+    """
+
+    def __init__(self, install: Callable[[], None], uninstall: Callable[[], None]) -> None:
+        self._install, self._uninstall = install, uninstall
+        self.changing: list[Handler] = []
+        self.looking: list[Handler] = []
+
+    def __len__(self) -> int:
+        return len(self.changing) + len(self.looking)
+
+    @contextmanager
+    def intercept(
+        self, handler: Handler, *, looks: bool = False, outermost: bool = False
+    ) -> Iterator[None]:
+        """Context in which a handler is called around each call.
+
+        It may change the call before it calls ``run``, and the result after. Handlers are called in
+        the order in which they were opened.
+
+        Args:
+            handler: called with the call, and with ``run``, which goes on with it.
+            looks: whether it sees calls as all others change them, and none that are compiled.
+            outermost: whether it sees them before all others do.
+        """
+        group = self.looking if looks else self.changing
+
+        def remove() -> None:
+            with _lock:
+                group[:] = [other for other in group if other is not handler]
+                if not (self.changing or self.looking):
+                    self._uninstall()
+
+        with undoing(remove):
+            with _lock:
+                group.insert(0 if outermost else len(group), handler)
+                self._install()
+            yield
+
+
+def pass_on(call: Any, handlers: Sequence[Handler], number: int = 0) -> Any:
+    """Run a call through its handlers from one of them on, and compute it after the last."""
+    if number == len(handlers):
+        return call.compute()
+    return handlers[number](call, functools.partial(pass_on, call, handlers, number + 1))
+
+
+# -- which modules run -----------------------------------------------------------------------------
+
+#: What is told when modules start and end.
+_followers: list[Interception | _Results] = []
+#: By class whose ``__call__`` is replaced, its own; None if it inherits it.
+_replaced_calls: dict[type[torch.nn.Module], Any] = {}
+#: Called as a pass begins.
+AT_BEGIN: list[Callable[[], None]] = []
+
+
+def _remove(follower: Interception | _Results) -> None:
+    """Tell a follower nothing more; no effect if that was done."""
+    with _lock:
+        _followers[:] = [other for other in _followers if other is not follower]
+        _replace_calls()
 
 
 def _replace_calls() -> None:
     """Replace ``__call__`` of all classes with followed modules; restore it of all others."""
-    kinds = {type(module) for one in _followers for module in one.followed.values()}
-    kinds = {kind for kind in kinds if has_forward(kind)}
+    kinds: set[type[torch.nn.Module]] = set()
+    for follower in _followers:
+        kinds.update(map(type, follower.followed.values()))
+    kinds = set(filter(has_forward, kinds))
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     if _followers and compiled is not None:  # it may hold a module's __call__ from before
         kinds.add(compiled)
@@ -110,30 +316,28 @@ def _followed_call(kind: type[torch.nn.Module]) -> Callable[..., Any]:
                 followers.append(follower)
         try:
             for follower in followers:
-                follower.enter(self, args, kwargs)
+                follower.enter(key, self, args, kwargs)
             output = inherited(self, *args, **kwargs)
             return output
         finally:
             for follower in reversed(followers):
-                follower.leave(self, args, kwargs, output)
+                follower.leave(key, self, args, kwargs, output)
 
     return __call__
 
 
 class _Results:
-    """Calls a function after each forward pass of some modules."""
+    """Calls a function after each forward pass of some modules, unless it raised an error."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], react: Callable[..., None]) -> None:
         self.followed = {id(module): module for module in modules}
         self._react = react
 
-    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+    def enter(self, *_: Any) -> None:
         """Do nothing."""
 
-    def leave(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
-    ) -> None:
-        """Call the function, unless the module raised an error."""
+    def leave(self, _: int, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Call the function."""
         if output is not None:
             self._react(module, args, kwargs, output)
 
@@ -151,7 +355,11 @@ def follow_results(
         >>> shapes, len(layer._forward_hooks)
         ([(1, 3)], 0)
     """
-    with follow(_Results(modules, react)):
+    follower = _Results(modules, react)
+    with undoing(lambda: _remove(follower)):
+        with _lock:
+            _followers.append(follower)
+            _replace_calls()
         yield
 
 
@@ -378,7 +586,7 @@ _shown: dict[bool, weakref.WeakKeyDictionary[torch.nn.Module, Contents]] = {
 
 
 class _Mute:
-    """The context of :meth:`Running.mute`; it counts how often it is open."""
+    """The context :attr:`Running.mute`; it counts how often it is open."""
 
     def __init__(self, thread: Running) -> None:
         self._thread = thread
@@ -397,19 +605,17 @@ class Running(threading.local):
         depth: number of open contexts in which captures are ignored.
         stack: names of the running modules, innermost last.
         call_counts: number of attention calls named so far in this pass, by module.
-        rows: module of the last self-attention, and which of its rows are real.
         is_read: whether this forward pass is to be read.
         has_gradients: whether gradients were recorded when this forward pass began.
         pass_number: number of the forward pass.
         calls_in_pass: number of attention calls read in this pass, by module.
         joined_late: whether modules were followed only from inside a pass on; then the Python stack
             is searched.
-        masks: token masks of the running modules.
+        mute: context in which captures of this thread are ignored, so that nested calls count once.
     """
 
     def __init__(self) -> None:
-        self.masks = TokenMasks()
-        self._mute = _Mute(self)
+        self.mute = _Mute(self)
         self.reset()
 
     def reset(self) -> None:
@@ -418,15 +624,9 @@ class Running(threading.local):
         self.stack: list[str] = []
         self.joined_late = False
         self.call_counts: dict[str, int] = {}
-        self.rows: tuple[str, RealRows] | None = None
         self.is_read, self.pass_number = True, 0
         self.has_gradients = True
         self.calls_in_pass: dict[str, int] = {}
-        self.masks.clear()
-
-    def mute(self) -> AbstractContextManager[None]:
-        """Context in which captures of this thread are ignored, so that nested calls count once."""
-        return self._mute
 
     def call_number(self, module: str) -> int:
         """Number of earlier calls of a module in this forward pass; counts this one."""
@@ -444,6 +644,7 @@ class ModuleStack:
     Attributes:
         thread: what the current thread is running.
         by_id: the modules by ``id``.
+        names: their names by ``id``.
 
     Example:
         >>> stack = ModuleStack(torch.nn.Sequential(torch.nn.Identity()))
@@ -455,17 +656,17 @@ class ModuleStack:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.thread = model, Running()
         self.by_id: dict[int, torch.nn.Module] = {}
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._modules: dict[str, torch.nn.Module] = {}
         self._order: dict[str, int] = {}
 
     def read_names(self) -> None:
         """Name all modules that the model has now."""
-        for known in (self.by_id, self._names, self._modules):
+        for known in (self.by_id, self.names, self._modules):
             known.clear()
         for index, (name, module) in enumerate(named_modules(self.model)):
             self.by_id[id(module)] = module
-            self._names[id(module)] = name
+            self.names[id(module)] = name
             self._modules[name] = module
             self._order.setdefault(name, index)
 
@@ -478,9 +679,9 @@ class ModuleStack:
 
         A compiled module has the name of the module that it is made of.
         """
-        name = self._names.get(id(module))
+        name = self.names.get(id(module))
         if name is None and module is not None and type(module).__name__ == "OptimizedModule":
-            return self._names.get(id(module._orig_mod))
+            return self.names.get(id(module._orig_mod))
         return name
 
     def module_of(self, name: str) -> torch.nn.Module | None:
@@ -490,7 +691,7 @@ class ModuleStack:
     def running(self) -> str | None:
         """Name of the running module; None outside the model."""
         stack = self.thread.stack
-        return stack[-1] if stack and not self.thread.joined_late else module_of_method(self._names)
+        return stack[-1] if stack and not self.thread.joined_late else module_of_method(self.names)
 
     def call_name(self) -> str | None:
         """Name for an attention call of the running module; None outside the model.
@@ -498,7 +699,7 @@ class ModuleStack:
         The second call of a module in one forward pass is named ``name#1``, the third ``name#2``.
         """
         if not self.thread.stack:
-            method_of = module_of_method(self._names)
+            method_of = module_of_method(self.names)
             if method_of is not None:
                 self.thread.is_read = True  # of no forward pass that could be left out
             return method_of
@@ -639,9 +840,9 @@ class Interception:
         """Whether this thread is inside a call that is already handled."""
         return self.modules.thread.depth > 0
 
-    def mute(self) -> AbstractContextManager[None]:
+    def mute(self) -> _Mute:
         """Context in which this thread handles nothing, so that nested calls count once."""
-        return self.modules.thread.mute()
+        return self.modules.thread.mute
 
     def on_begin(self, module: torch.nn.Module, name: str) -> None:
         """Handle the start of a forward pass of the model, which begins with this module."""
@@ -696,19 +897,19 @@ class Interception:
         self._is_open = False
         with _lock:
             _open[:] = [other for other in _open if other is not self]
-            _followers[:] = [other for other in _followers if other is not self]
             _watch_functions()
-            _replace_calls()
+            _remove(self)
         self.follow_functions()
 
     # -- which modules run ------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Handle the start of a module; the outermost one begins a pass."""
-        stack, name = self.modules.thread.stack, self.modules.name_of(module) or ""
+    def enter(self, key: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Handle the start of a module, which is followed as ``key``; the first begins a pass."""
+        stack, name = self.modules.thread.stack, self.modules.names.get(key, "")
         self._not_yet_run.discard(name)
         if not stack:
-            replace_new()
+            for begin in AT_BEGIN:
+                begin()
             if self.by_interface and self._contents is not None and not self._contents.unchanged():
                 self.use_functions()
             self._roots.add(module)
@@ -718,12 +919,13 @@ class Interception:
         if len(stack) == 1 and not self.by_interface:
             self.follow_functions()
 
-    def leave(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
-    ) -> None:
-        """Handle the end of a module, also by an error; the outermost one ends the pass."""
+    def leave(self, key: int, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Handle the end of a module; the outermost one ends the pass.
+
+        ``output`` is None if it raised an error.
+        """
         thread = self.modules.thread
-        if not thread.stack or thread.stack[-1] != self.modules.name_of(module):
+        if not thread.stack or thread.stack[-1] != self.modules.names.get(key):
             return
         thread.stack.pop()
         self.on_leave(module)
@@ -768,7 +970,7 @@ class Interception:
 
         It says which tokens are padding, or may be listed for its name as it runs.
         """
-        return TokenMasks.reads(module) or looks_like_weights(type(module).__name__)
+        return tells_padding(module) or looks_like_weights(type(module).__name__)
 
     def _watch(self, contents: Contents) -> None:
         """Follow no functions, and few modules, while the model has these contents."""

@@ -10,8 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from acutance.capture.find_layers import attention_layers
-from acutance.capture.module_names import named_modules
+from acutance.capture.find_layers import attention_layers, named_modules
 
 #: What names layers or heads: numbers, ranges, text as ``"0-3,8"``, or several of these.
 Chosen: TypeAlias = int | str | range | Iterable["int | str | range"]

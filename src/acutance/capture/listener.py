@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.counted_rows import RowReader
-from acutance.capture.find_layers import scripted_attention
+from acutance.capture.find_layers import SCRIPTED, class_name, computes_attention, heads_of
 from acutance.capture.function_mode import FunctionMode
 from acutance.capture.handwritten.scores import ScoreTracker, products_of
 from acutance.capture.handwritten.softmax import (
@@ -38,16 +37,23 @@ from acutance.capture.head_axis import (
     could_be_over_keys,
     folded,
     heads_at_once,
-    heads_of,
 )
-from acutance.capture.intercept import Interception, Passes, is_rerun, open_interceptions
+from acutance.capture.intercept import (
+    Interception,
+    Passes,
+    eager,
+    gradient_mode,
+    is_rerun,
+    open_interceptions,
+    unwatched,
+)
 from acutance.capture.kernel_functions import calls
 from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.layer_choice import Chosen, LayerChoice
-from acutance.capture.module_names import class_name
+from acutance.capture.padding import RowReader
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.acutance_attention import acutance_call
-from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.readers.torch_multihead import (
     looking_at_sdpa,
     outputs_agree,
@@ -58,7 +64,6 @@ from acutance.capture.readers.torch_sdpa import (
     SdpaCall,
     flex_call,
 )
-from acutance.capture.torch_modes import eager, gradient_mode, unwatched
 
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
@@ -184,7 +189,7 @@ class Listener(Interception):
         super().__init__(model)
         self.products, self.provides = products, provides
         self.passes = Passes(every)
-        self.rows = RowReader(self.modules.thread, attention_mask, rows)
+        self.rows = RowReader(attention_mask, rows)
         self.layers = None if layers is None else LayerChoice.from_model(layers, model)
         self.unread: list[str] = []
         self.not_provided: list[str] = []
@@ -232,6 +237,7 @@ class Listener(Interception):
     def _close(self) -> None:
         """Undo what opening did; what an interrupt left undone is undone when called again."""
         self.modules.thread.reset()
+        self.rows.forget()
         if self._context is not None:
             self._context.close()
         self._context = None
@@ -424,15 +430,15 @@ class Listener(Interception):
         self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Read a module's masks over tokens as it starts, and remember that it ran."""
-        self.modules.thread.masks.enter(module, args, kwargs)
+        self.rows.enter(module, args, kwargs)
         if name not in self.modules_ran:
             self.modules_ran[name] = None
-            if reason := scripted_attention(module):
-                self.unreadable(name, reason)
+            if isinstance(module, torch.jit.ScriptModule) and computes_attention(module):
+                self.unreadable(name, SCRIPTED)
 
     def on_leave(self, module: torch.nn.Module) -> None:
         """Forget the masks of a module that ended."""
-        self.modules.thread.masks.leave(module)
+        self.rows.leave(module)
 
 
 class FunctionCapture(FunctionMode):

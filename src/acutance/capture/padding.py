@@ -1,21 +1,24 @@
-"""Which tokens are padding: from the user's mask, the masks of modules, or the masks of calls.
+"""Which rows of a call enter the statistics: real tokens, among the rows a user selected.
 
-A key that no row sees need not be padding: sparse attention selects few keys, and a strictly causal
-mask hides the last one. So padding is read from masks over tokens.
+What is padding is read from the user's mask, the masks of modules, or the masks of calls. A key
+that no row sees need not be padding: sparse attention selects few keys, and a strictly causal mask
+hides the last one. So padding is read from masks over tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.find_layers import is_cross
 from acutance.capture.model_cache import CACHE_ARGUMENTS
 from acutance.masks import hidden_scores, hides
 
@@ -100,54 +103,10 @@ class PaddingMask:
         return rows if rows.shape[1] == keys else None
 
 
-class TokenMasks:
-    """The token masks that one thread's running modules were called with, innermost last."""
-
-    def __init__(self) -> None:
-        self._stack: list[tuple[int, PaddingMask]] = []
-
-    def clear(self) -> None:
-        """Forget all masks."""
-        self._stack.clear()
-
-    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle the start of a module's forward pass with these arguments."""
-        kind = type(module)
-        forward = vars(kind).get("forward")  # what a scripted class has in its place raises errors
-        if forward is None:
-            forward = inspect.getattr_static(kind, "forward")
-        parameters, masks, begins = _signature(forward)
-        if not masks and not begins:
-            return
-        arguments = dict(zip(parameters, args, strict=False)) | kwargs
-        for name in masks:
-            whole = isinstance(arguments.get(name), Tensor) and arguments[name].dim() > 2
-            if whole and self._stack:
-                continue  # made of the mask of a module around this one
-            mask = _token_mask(arguments.get(name), padded=name in _PADDED)
-            if mask is not None:
-                real = None if bool(mask.all()) else mask
-                mask_here = PaddingMask(real, name, _cached_tokens(arguments), whole)
-                self._stack.append((id(module), mask_here))
-                return
-        if begins and all(arguments.get(name) is None for name in masks):
-            self._stack.append((id(module), PaddingMask(None, NO_MASK)))
-
-    @staticmethod
-    def reads(module: torch.nn.Module) -> bool:
-        """Whether :meth:`enter` needs to be called for modules of this class."""
-        _, masks, begins = _signature(inspect.getattr_static(type(module), "forward"))
-        return bool(masks) or begins
-
-    def leave(self, module: torch.nn.Module) -> None:
-        """Handle the end of a module's forward pass."""
-        if self._stack and self._stack[-1][0] == id(module):
-            self._stack.pop()
-
-    @property
-    def innermost(self) -> PaddingMask | None:
-        """The mask of the innermost running module that has one; None if there is none."""
-        return self._stack[-1][1] if self._stack else None
+def tells_padding(module: torch.nn.Module) -> bool:
+    """Whether modules of this class take masks over tokens, or begin a sequence without one."""
+    _, masks, begins = _signature(inspect.getattr_static(type(module), "forward"))
+    return bool(masks) or begins
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,9 +133,9 @@ def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
     return names, masks, _STATES not in names and not _INPUTS.isdisjoint(names)
 
 
-def _token_mask(mask: Any, *, padded: bool) -> Tensor | None:
+def _token_mask(mask: Tensor, *, padded: bool) -> Tensor | None:
     """A mask (B, T), or (B, 1, …, 1, T), as a boolean that is True on real tokens."""
-    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.numel() == 0 or mask.is_nested:
+    if mask.dim() < 2 or mask.numel() == 0 or mask.is_nested:
         return None
     if mask.dim() > 2:
         if any(size != 1 for size in mask.shape[1:-1]):
@@ -323,30 +282,25 @@ def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
         rows: boolean (B, L), True for queries of real tokens.
         keys: boolean (B, S), True for keys of real tokens.
     """
-    padding = torch.logical_not(keys)
-    seen = call.seen_keys()
+    padding, seen = torch.logical_not(keys), call.seen_keys()
     padding = padding if seen is None else padding & seen
     if not bool(padding.any()):
         return False
-    batch, queries = rows.shape
-    step = max(1, _ROWS_AT_ONCE // max(1, batch * keys.shape[1]))
-    places = torch.arange(queries, device=rows.device)
-    for start in range(0, queries, step):
-        part = slice(start, start + step)
-        sees = rows[:, part, None] & padding[:, None, :]
+    places = torch.arange(rows.shape[1], device=rows.device)
+
+    def visible(part: slice) -> Iterator[Tensor]:
         near = call.seen_by_position(places[None, part])
-        sees = sees if near is None else sees & near[:, 0]
+        if near is not None:
+            yield near[:, 0]
         for mask in (call.attn_mask, call.bias):
             if mask is None:
                 continue
             while mask.dim() < 4:
                 mask = mask.unsqueeze(0)
             mask = mask if mask.shape[2] == 1 else mask[:, :, part]
-            boolean = mask.dtype == torch.bool
-            sees = sees & (mask.any(1) if boolean else ~hides(mask.amax(1)))
-        if bool(sees.any()):
-            return True
-    return False
+            yield mask.any(1) if mask.dtype == torch.bool else ~hides(mask.amax(1))
+
+    return _sees(rows, padding, visible)
 
 
 def scores_see_padding(scores: Tensor, rows: Tensor, keys: Tensor) -> bool:
@@ -354,12 +308,275 @@ def scores_see_padding(scores: Tensor, rows: Tensor, keys: Tensor) -> bool:
 
     ``rows`` and ``keys`` are as for :func:`call_sees_padding`.
     """
-    padding = torch.logical_not(keys)
-    batch, heads, queries, width = scores.shape
-    step = max(1, _ROWS_AT_ONCE // max(1, batch * heads * width))
-    for start in range(0, queries, step):
+
+    def visible(part: slice) -> Iterator[Tensor]:
+        yield torch.logical_not(hidden_scores(scores[:, :, part].detach().amax(1)))
+
+    return _sees(rows, torch.logical_not(keys), visible, heads=scores.shape[1])
+
+
+def _sees(
+    rows: Tensor, keys: Tensor, visible: Callable[[slice], Iterator[Tensor]], heads: int = 1
+) -> bool:
+    """Whether one of some rows (B, L) sees one of some keys (B, S).
+
+    ``visible`` returns masks of what the rows of a slice see; a slice is small with many ``heads``.
+    """
+    step = max(1, _ROWS_AT_ONCE // max(1, heads * keys.numel()))
+    for start in range(0, rows.shape[1], step):
         part = slice(start, start + step)
-        visible = torch.logical_not(hidden_scores(scores[:, :, part].detach().amax(1)))
-        if bool((visible & rows[:, part, None] & padding[:, None, :]).any()):
+        sees = rows[:, part, None] & keys[:, None, :]
+        for mask in visible(part):
+            sees = sees & mask
+        if bool(sees.any()):
+            return True
+    return False
+
+
+# -- the rows of a call that count -----------------------------------------------------------------
+
+
+class CountedRows(NamedTuple):
+    """Which rows of a call enter the statistics, and how many do not.
+
+    Attributes:
+        counted: boolean (B, L); None if all rows count.
+        padded: number of rows left out as padding.
+        excluded: number of rows left out because the user selected others.
+        source: where the padding is known from.
+        unseen: boolean (B, L), tokens that no row sees, if no source says what is padding.
+    """
+
+    counted: Tensor | None = None
+    padded: int = 0
+    excluded: int = 0
+    source: str = ""
+    unseen: Tensor | None = None
+
+
+class _Thread(threading.local):
+    """What one thread knows of the modules that it runs.
+
+    Attributes:
+        masks: the token masks that they were called with and their modules' ids, innermost last.
+        rows: module of the last self-attention, and which of its rows are real.
+    """
+
+    def __init__(self) -> None:
+        self.masks: list[tuple[int, PaddingMask]] = []
+        self.rows: tuple[str, RealRows] | None = None
+
+
+class RowReader:
+    """Decides which rows of captured calls enter the statistics.
+
+    Args:
+        attention_mask: a user's mask over tokens, (B, T).
+        rows: ``"real"``, ``"all"``, or boolean (L,) or (B, L).
+    """
+
+    def __init__(self, attention_mask: Tensor | None = None, rows: Tensor | str = "real") -> None:
+        self.mask: PaddingMask | None = checked_mask(attention_mask)
+        self._chosen = checked_rows(rows)
+        self._all = isinstance(rows, str) and rows == "all"
+        self._thread = _Thread()
+
+    # -- the masks of running modules -------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the start of a module's forward pass with these arguments."""
+        kind = type(module)
+        forward = vars(kind).get("forward")  # what a scripted class has in its place raises errors
+        if forward is None:
+            forward = inspect.getattr_static(kind, "forward")
+        parameters, names, is_unmasked = _signature(forward)
+        if not names and not is_unmasked:
+            return
+        arguments, masks = dict(zip(parameters, args, strict=False)) | kwargs, self._thread.masks
+        for name in names:
+            mask = arguments.get(name)
+            is_unmasked = is_unmasked and mask is None
+            if not isinstance(mask, Tensor) or (mask.dim() > 2 and masks):
+                continue  # of more dimensions, it is made of the mask of a module around this one
+            real = _token_mask(mask, padded=name in _PADDED)
+            if real is not None:
+                known = None if bool(real.all()) else real
+                past = _cached_tokens(arguments)
+                masks.append((id(module), PaddingMask(known, name, past, mask.dim() > 2)))
+                return
+        if is_unmasked:
+            masks.append((id(module), PaddingMask(None, NO_MASK)))
+
+    def leave(self, module: torch.nn.Module) -> None:
+        """Handle the end of a module's forward pass."""
+        masks = self._thread.masks
+        if masks and masks[-1][0] == id(module):
+            masks.pop()
+
+    def forget(self) -> None:
+        """Forget what this thread runs."""
+        self._thread.masks.clear()
+        self._thread.rows = None
+
+    # -- the rows of a call -----------------------------------------------------------------------
+
+    def rows_of_call(self, call: AttentionCall) -> CountedRows:
+        """Which rows of a call count.
+
+        Raises:
+            ValueError: if the user's selection of rows has another shape.
+        """
+        real = self.real(call)
+        seen = None
+        if not (real.source or call.cross) and call.query.shape[2] == call.key.shape[2]:
+            seen = call.seen_keys()
+        if self._all and call.packed and real.rows is not None:  # no rows of the model's tensors
+            return CountedRows(real.rows, int((~real.rows).sum()), 0, real.source)
+        return self._counted(real, seen, call.query)
+
+    def rows_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> CountedRows:
+        """Which rows of a score matrix count.
+
+        Args:
+            scores: (B, H, L, S).
+            module: name of the module that computed them.
+            n: (B, H, L), number of keys that each row sees.
+            seen: boolean (B, S), True for keys that at least one row sees.
+
+        Raises:
+            ValueError: if the user's selection of rows has another shape.
+        """
+        real = self.real_of_scores(scores, module, n, seen)
+        padding_known = real.source or is_cross(module) or scores.shape[2] != scores.shape[3]
+        return self._counted(real, None if padding_known else seen, scores)
+
+    def real(self, call: AttentionCall) -> RealRows:
+        """Which rows of a call are not padding.
+
+        The first source that applies decides: the user's mask; the call's own padding mask; the
+        token mask that the innermost running module was called with, unless real rows see tokens it
+        calls padding; masks over keys. Masks of cross-attention concern its keys; its queries are
+        those of the self-attention that ran before it in the same numbered block.
+        """
+        if call.packed:
+            return self._recorded(call.module, call.cross, self._rows_of_packed(call), call.query)
+        given = None if call.real is None else RealRows(call.real, "key_padding_mask")
+        keys, sees = call.key.shape[2], functools.partial(call_sees_padding, call)
+        real = self._from_masks_over_tokens(call.query, keys, call.cross, given, sees)
+        if real is None or real.source == NO_MASK:
+            real = real_rows_from_key_masks(call) or real
+        return self._recorded(call.module, call.cross, real, call.query)
+
+    def real_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> RealRows:
+        """Which rows of a score matrix are not padding; arguments as for :meth:`rows_of_scores`."""
+        queries, keys = scores.shape[2:]
+        cross, sees = is_cross(module), functools.partial(scores_see_padding, scores)
+        real = self._from_masks_over_tokens(scores, keys, cross, None, sees)
+        if (real is None or real.source == NO_MASK) and queries == keys and not cross:
+            real = real_rows_from_counts(n, seen) or real
+        return self._recorded(module, cross, real, scores)
+
+    def _counted(self, real: RealRows, seen: Tensor | None, query: Tensor) -> CountedRows:
+        """Combine real rows with the user's selection.
+
+        Args:
+            real: which rows are not padding.
+            seen: boolean (B, S), keys that any row sees; None if padding is known otherwise.
+            query: (B, Hq, L, E), or scores.
+
+        Raises:
+            ValueError: if the selection has another shape than (B, L).
+        """
+        if self._all:
+            return CountedRows()
+        unseen = None if seen is None else torch.logical_not(seen)
+        rows, requested = real.rows, self._chosen
+        padded = 0 if rows is None else int(rows.numel() - rows.sum())
+        if requested is None:
+            return CountedRows(rows, padded, 0, real.source, unseen)
+        batch, _, queries, _ = query.shape
+        if requested.shape[1] != queries or requested.shape[0] not in (1, batch):
+            raise ValueError(
+                f"rows has shape {tuple(requested.shape)}, but its queries are (B, L) = "
+                f"{(batch, queries)}"
+            )
+        requested = requested.to(query.device).expand(batch, -1)
+        rows = requested if rows is None else rows & requested
+        excluded = batch * queries - padded - int(rows.sum())
+        return CountedRows(rows, padded, excluded, real.source, unseen)
+
+    def _rows_of_packed(self, call: AttentionCall) -> RealRows:
+        """Real rows of packed sequences: by the user's mask only if it is over the same tokens."""
+        if call.real is not None:
+            return RealRows(call.real, "cu_seqlens")
+        mask = None if self.mask is None else self.mask.real
+        if mask is not None and mask.shape == (1, call.query.shape[2]):
+            return RealRows(mask.to(call.query.device), "attention_mask")
+        return RealRows(None, "cu_seqlens")
+
+    def _from_masks_over_tokens(
+        self,
+        query: Tensor,
+        keys: int,
+        cross: bool,
+        given: RealRows | None,
+        sees: Callable[[Tensor, Tensor], bool],
+    ) -> RealRows | None:
+        """Real rows by the user's mask, the call's own, or that of a module; None if none fits.
+
+        Args:
+            query: (B, Hq, L, E), or scores.
+            keys: keys per sequence, S.
+            cross: whether the call is cross-attention.
+            given: by the call's own mask.
+            sees: returns whether real rows see padding, given rows and keys.
+        """
+        batch, _, queries, _ = query.shape
+        masks, user = self._thread.masks, self.mask
+        around = masks[-1][1] if masks else None
+        if user is not None:
+            user = user if around is None else replace(user, past=around.past)
+            if (rows := user.rows(batch, queries, keys)) is not None:
+                return RealRows(rows.to(query.device), user.source)
+        if given is not None or around is None:
+            return given
+        if around.real is None:
+            return RealRows(None, around.source)
+        if (rows := around.rows(batch, queries, keys)) is None:
+            return None
+        rows = rows.to(query.device)
+        real_keys = None if cross else around.keys(rows, keys)
+        if real_keys is not None and sees(rows, real_keys.to(query.device)):
+            return None
+        return RealRows(rows, around.source)
+
+    def _recorded(self, module: str, cross: bool, real: RealRows | None, query: Tensor) -> RealRows:
+        """Which rows of a call are real, not padding; of self-attention they are also remembered.
+
+        Cross-attention whose real rows are unknown has those of the self-attention before it in the
+        same block. If they remain unknown, every row counts.
+
+        Args:
+            module: name of the module that made the call.
+            cross: whether it is cross-attention.
+            real: the real rows as known so far; None if unknown.
+            query: (B, Hq, L, E), or scores.
+        """
+        thread, unknown = self._thread, RealRows(None, "")
+        if not cross:
+            thread.rows = module, real or unknown
+        elif real is None and thread.rows is not None:
+            previous_module, before = thread.rows
+            fits = before.rows is not None and before.rows.shape == (len(query), query.shape[2])
+            real = before if fits and _same_block(previous_module, module) else None
+        return real or unknown
+
+
+def _same_block(left: str, right: str) -> bool:
+    """Whether two modules belong to the same numbered block, such as ``decoder.layers.3``."""
+    for mine, theirs in zip(left.split("."), right.split("."), strict=False):
+        if mine != theirs:
+            return False
+        if mine.isdigit():
             return True
     return False

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.head_axis import attribute
-from acutance.capture.module_names import class_name, unwrap
+from acutance.capture.find_layers import attribute, class_name, unwrap
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.huggingface import InterfaceCall
 
 _TOKENS, _SHIFT = 4, 997
 _VARYING = {"dynamic", "longrope"}  # their frequencies depend on the length of the text

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from acutance.capture.module_names import module_name, unwrap
+from acutance.capture.find_layers import module_name, unwrap
 from acutance.files import check_regular
 
 #: Token ids in four bytes each; a list of them takes about 36.

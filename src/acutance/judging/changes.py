@@ -25,11 +25,10 @@ from acutance.calibration import apply_law
 from acutance.calibration.apply_law import Applied, ApplyError
 from acutance.calibration.law import AnyLaw, Law, by_layer, check_head, joined_parts, named_law
 from acutance.calibration.law import Change as Applies
-from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.find_layers import attention_layers, class_name, uses_interface
 from acutance.capture.layer_choice import choose_layers
-from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.interface_call import InterfaceCall
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
 from acutance.judging.applied import AppliedChange

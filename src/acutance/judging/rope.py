@@ -13,7 +13,7 @@ import torch
 
 from acutance.calibration.apply_law import ApplyError
 from acutance.calibration.law import read_parameters
-from acutance.capture.module_names import class_name, unwrap
+from acutance.capture.find_layers import class_name, unwrap
 from acutance.judging.applied import AppliedChange
 from acutance.shapes import check_number, did_you_mean
 

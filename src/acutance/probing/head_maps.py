@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import max_heads
+from acutance.capture.find_layers import class_name, max_heads
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
-from acutance.capture.module_names import class_name
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.structure import kernel_call, token_text
 from acutance.probing.tokens import (

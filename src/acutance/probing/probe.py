@@ -11,11 +11,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import NOT_READ, looks_like_weights
-from acutance.capture.head_axis import heads_of
+from acutance.capture.find_layers import NOT_READ, class_name, heads_of, looks_like_weights
 from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import Listener, ProbeError
-from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
 from acutance.probing.accumulate import LayerRecords, join_calls

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall
-from acutance.capture.torch_modes import unwatched
+from acutance.capture.intercept import unwatched
 from acutance.probing.causes import relative_error
 from acutance.rowstats import RowState, RowStatistics
 

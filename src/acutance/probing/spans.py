@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import weights_on
-from acutance.capture.module_names import module_name, unwrap
+from acutance.capture.find_layers import module_name, unwrap
 from acutance.probing.settings import ProbeSettings, Range, Span
 from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.cells import Parts

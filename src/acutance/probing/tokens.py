@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.counted_rows import CountedRows
+from acutance.capture.find_layers import unwrap
 from acutance.capture.intercept import follow_results, is_rerun
-from acutance.capture.module_names import unwrap
+from acutance.capture.padding import CountedRows
 from acutance.probing.accumulate import LayerRecords
 from acutance.probing.settings import ProbeSettings
 from acutance.structure.blocks import last_visible

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from acutance.capture.intercept import unwatched
 from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import ProbeError
-from acutance.capture.torch_modes import unwatched
 from acutance.corpus.ranks import all_reduce_summary
 from acutance.probing.probe import Probe, probe
 from acutance.rowstats import METRICS, metric

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.find_layers import named_modules
 from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import ProbeError
-from acutance.capture.module_names import named_modules
 from acutance.shapes import check_count, check_flag, check_number
 from acutance.training.across_ranks import ExactMaxima, multiply, reshard
 from acutance.training.projections import (

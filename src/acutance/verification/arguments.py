@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.readers.interface_call import packed_lengths
+from acutance.capture.readers.huggingface import packed_lengths
 from acutance.masks import hides
 from acutance.probing.causes import visible_keys
 from acutance.verification.expectation import Expectation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.readers.interface_call import is_cross
+from acutance.capture.find_layers import is_cross
 from acutance.masks import hides
 from acutance.probing.causes import differences, find_cause, visible_keys
 from acutance.verification.arguments import (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.windows import evaluating
+from acutance.capture.find_layers import class_name, unwrap
 from acutance.capture.intercept import follow_results
 from acutance.capture.listener import Listener
-from acutance.capture.module_names import class_name, unwrap
 from acutance.verification.arguments import Pass
 from acutance.verification.checker import Checker, Measured
 from acutance.verification.expectation import windows_of

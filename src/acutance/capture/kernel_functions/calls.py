@@ -13,8 +13,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from acutance.capture.intercept import AT_BEGIN, AfterImport, Handlers, pass_on
 from acutance.capture.kernel_functions.flash_attn import (
     FLASH_ATTN,
     OPERATORS,
@@ -32,8 +32,6 @@ from acutance.capture.kernel_functions.flashinfer import FLASHINFER_DECODE, FLAS
 from acutance.capture.kernel_functions.reading import FunctionCall, Kernel
 from acutance.capture.kernel_functions.transformer_engine import TRANSFORMER_ENGINE
 from acutance.capture.kernel_functions.xformers import XFORMERS
-from acutance.capture.readers.huggingface import pass_on
-from acutance.capture.torch_modes import AfterImport, undoing
 
 __all__ = ["FunctionCall", "intercept", "loaded_kernels", "operator_call", "replace_new"]
 
@@ -81,13 +79,6 @@ def loaded_kernels() -> Iterator[tuple[FunctionType, Kernel]]:
                 yield function, kernel
 
 
-#: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
-Handler = Callable[[FunctionCall, Callable[[], Any]], Any]
-
-#: Open handlers that change calls, outermost first, and those that only look.
-_changing: list[Handler] = []
-_looking: list[Handler] = []
-_lock = threading.RLock()
 _modules = 0  # number of imported modules when they were last searched
 
 
@@ -113,40 +104,9 @@ _known: dict[str, _Replaced] = {}
 _active: dict[str, _Replaced] = {}
 
 
-@contextmanager
-def intercept(handler: Handler, *, looks: bool = False) -> Iterator[None]:
-    """Context in which a handler is called around each call of a kernel function.
-
-    It may be nested, as :func:`acutance.capture.readers.huggingface.intercept` is. Operators are
-    seen by function modes alone, with :func:`operator_call`.
-
-    Args:
-        handler: called with the call, and with ``run``, which goes on with it.
-        looks: whether it sees calls as all others change them.
-    """
-    group = _looking if looks else _changing
-
-    def remove() -> None:
-        with _lock:
-            group[:] = [other for other in group if other is not handler]
-            if not (_changing or _looking):
-                if _finder in sys.meta_path:
-                    sys.meta_path.remove(_finder)
-                _restore()
-
-    with undoing(remove):
-        with _lock:
-            group.append(handler)
-            is_first = _finder not in sys.meta_path
-            if is_first:
-                sys.meta_path.insert(0, _finder)
-            replace_new(imported=is_first)
-        yield
-
-
 def run_replaced(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass a call of the function with this key through the open handlers."""
-    replaced, handlers = _known[key], (*_changing, *_looking)
+    replaced, handlers = _known[key], (*_handlers.changing, *_handlers.looking)
     run = replaced.original
     if torch.compiler.is_compiling() or not handlers:
         return run(*args, **kwargs)
@@ -191,15 +151,6 @@ def _replace(function: FunctionType, kernel: Kernel) -> None:
     function.__code__ = template.replace(co_consts=tuple(constants), co_name=code.co_name)
 
 
-def _restore() -> None:
-    """Put the original code of all functions back."""
-    for known in _active.values():
-        known.function.__code__ = known.original.__code__
-        if vars(known.function).get("__signature__") is known.signature:
-            del vars(known.function)["__signature__"]
-    _active.clear()
-
-
 def replace_new(*, imported: bool = False) -> None:
     """Replace the functions of libraries that were imported since; for the start of a pass.
 
@@ -208,13 +159,42 @@ def replace_new(*, imported: bool = False) -> None:
     """
     global _modules
     with _lock:
-        if (_changing or _looking) and (imported or len(sys.modules) != _modules):
+        if len(_handlers) and (imported or len(sys.modules) != _modules):
             _modules = len(sys.modules)
             for function, kernel in loaded_kernels():
                 _replace(function, kernel)
 
 
 _finder = AfterImport(frozenset(MODULES), functools.partial(replace_new, imported=True))
+
+
+def _install() -> None:
+    """Replace the functions of all libraries, now and as they are imported."""
+    is_first = _finder not in sys.meta_path
+    if is_first:
+        sys.meta_path.insert(0, _finder)
+        AT_BEGIN.append(replace_new)
+    replace_new(imported=is_first)
+
+
+def _uninstall() -> None:
+    """Put the original code of all functions back."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    if replace_new in AT_BEGIN:
+        AT_BEGIN.remove(replace_new)
+    for known in _active.values():
+        known.function.__code__ = known.original.__code__
+        if vars(known.function).get("__signature__") is known.signature:
+            del vars(known.function)["__signature__"]
+    _active.clear()
+
+
+_lock = threading.RLock()
+_handlers = Handlers(_install, _uninstall)
+#: Context in which a handler is called around each call of a kernel function, with a
+#: :class:`FunctionCall`. Operators are seen by function modes alone, with :func:`operator_call`.
+intercept = _handlers.intercept
 
 
 def operator_call(

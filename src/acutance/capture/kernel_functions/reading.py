@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.readers.interface_call import is_cross
+from acutance.capture.find_layers import is_cross
 
 #: Arguments that change how a kernel computes, not what.
 _HARMLESS = {

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE
-from acutance.capture.readers.huggingface import pass_on
+from acutance.capture.intercept import Handler, pass_on
 from acutance.capture.readers.torch_sdpa import SdpaCall
 
 _Change = Callable[[dict[str, Any]], dict[str, Any]]
-#: Handles one call: ``run()`` goes on with it, as the handler left it, and returns its result.
-_Handler = Callable[[SdpaCall, Callable[[], Any]], Any]
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -31,8 +29,8 @@ class _Thread(threading.local):
         scores: changes made to the scores of softmaxes.
     """
 
-    changing: tuple[_Handler, ...] = ()
-    looking: tuple[_Handler, ...] = ()
+    changing: tuple[Handler, ...] = ()
+    looking: tuple[Handler, ...] = ()
     scores: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 
@@ -70,7 +68,7 @@ def _replaced(name: str, function: Callable[..., Tensor], **of_thread: Any) -> I
                 setattr(F, name, _originals[name])
 
 
-def looking_at_sdpa(handler: _Handler, *, alone: bool = False) -> AbstractContextManager[None]:
+def looking_at_sdpa(handler: Handler, *, alone: bool = False) -> AbstractContextManager[None]:
     """Context in which a handler looks at this thread's calls of SDPA, or computes them.
 
     Args:
