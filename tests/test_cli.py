@@ -126,7 +126,8 @@ def test_help_is_grouped_and_switches_have_no_type(
         "What to read",
         "What to write",
         "Time and cost",
-        "Long runs, several machines",
+        "Long runs",
+        "How to load the model",
     ):
         assert heading in text
     (rest,) = re.findall(r"╭─ Options ─.*?╰─", text, re.DOTALL)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import READ, WRITE, OutputOptions, Role, command
-from acutance.cli.outputs import write_and_show
+from acutance.cli.options import READ, OutputOptions, Role, command
 from acutance.cli.shared import misuse
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class AlarmsOptions(OutputOptions):
     false_alarms: Annotated[float, typer.Option(metavar="RATE")] = 100.0
 
 
-@command(AlarmsOptions, {READ: "false_alarms", WRITE: "json figure dark"})
+@command(AlarmsOptions, {READ: "false_alarms"})
 def alarms(options: AlarmsOptions) -> None:
     """Replay the log of a training: when did a monitor warn, or when would it have?"""
     if not 0 < options.false_alarms < math.inf:
@@ -43,11 +42,8 @@ def alarms(options: AlarmsOptions) -> None:
 
     with misuse():
         replayed = replay(read_log(options.log), false_alarms=options.false_alarms)
-    write_and_show(
-        partial(_table, replayed, options.false_alarms),
-        json=(options.json, replayed.to_dict),
-        figure=(options.figure, partial(draw_replay, replayed, theme=options.theme)),
-    )
+    table = partial(_table, replayed, options.false_alarms)
+    options.write_and_show(table, replayed.to_dict, partial(draw_replay, replayed))
 
 
 def _table(replayed: "Replay", false_alarms: float) -> "Table":

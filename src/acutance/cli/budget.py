@@ -9,11 +9,6 @@ import typer
 
 from acutance.cli.inputs import read_windows
 from acutance.cli.options import (
-    LESS,
-    LONG,
-    MODEL,
-    READ,
-    WRITE,
     Count,
     LanguageModel,
     Lengths,
@@ -24,7 +19,6 @@ from acutance.cli.options import (
     keywords,
     read_pair,
 )
-from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import pass_progress
 
 if TYPE_CHECKING:
@@ -75,13 +69,7 @@ class BudgetOptions(OutputOptions, RunOptions):
 
 @command(
     BudgetOptions,
-    {
-        READ: f"text lengths {MODEL}",
-        "What heads may keep": "keep max_loss streaming",
-        LESS: "windows seed",
-        WRITE: "out json figure dark save overwrite",
-        LONG: "resume",
-    },
+    {"What heads may keep": "keep max_loss streaming"},
     interrupted="before a plan was chosen",
 )
 def budget(options: BudgetOptions) -> None:
@@ -91,12 +79,8 @@ def budget(options: BudgetOptions) -> None:
     from acutance.caching.figure import draw
 
     result = _search(options)
-    write_and_show(
-        result.table,
-        plan=(options.out, result.plan.save),
-        json=(options.json, result.to_dict),
-        figure=(options.figure, partial(draw, result, theme=options.theme)),
-    )
+    plan = options.out, result.plan.save
+    options.write_and_show(result.table, result.to_dict, partial(draw, result), plan=plan)
 
 
 def _search(options: BudgetOptions) -> "Budget":

@@ -10,10 +10,6 @@ from acutance.cli.held_out import compare_held_out, record_of
 from acutance.cli.inputs import lengths_noted, note_lengths, noted, reading
 from acutance.cli.options import (
     FIT,
-    LESS,
-    LONG,
-    MODEL,
-    READ,
     WRITE,
     Least1,
     Lengths,
@@ -27,7 +23,6 @@ from acutance.cli.options import (
     keywords,
     read_pair,
 )
-from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import console, fail, pass_progress
 
 if TYPE_CHECKING:
@@ -112,13 +107,7 @@ class CalibrateOptions(RunOptions):
 
 @command(
     CalibrateOptions,
-    {
-        READ: f"text lengths {MODEL}",
-        FIT: "target reference law window limit windowed passes",
-        LESS: "windows batch_size seed",
-        WRITE: "out even_if_worse json save overwrite",
-        LONG: "save_every resume",
-    },
+    {FIT: "target reference law window limit windowed passes", WRITE: "even_if_worse"},
     interrupted="before the law was fitted and judged",
 )
 def calibrate(options: CalibrateOptions) -> None:
@@ -139,11 +128,8 @@ def calibrate(options: CalibrateOptions) -> None:
     nothing = isinstance(calibration, LossCalibration) and calibration.empty
     hurts = verdict in (HURTS, MIXED)
     refused = options.out is not None and not options.even_if_worse and hurts
-    write_and_show(
-        calibration.table,
-        law=(None if refused or nothing else options.out, calibration.save),
-        json=(options.json, calibration.to_dict),
-    )
+    law = None if refused or nothing else options.out
+    options.write_and_show(calibration.table, calibration.to_dict, law=(law, calibration.save))
     if refused:
         fail(
             f"the law was not written to {options.out}: it raises the loss of held-out text; "

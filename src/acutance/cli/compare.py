@@ -10,7 +10,6 @@ import typer
 
 from acutance.cli.options import (
     MEASURE,
-    WRITE,
     Count,
     Least1,
     OutputOptions,
@@ -19,7 +18,6 @@ from acutance.cli.options import (
     keywords,
     read_numbers,
 )
-from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import INTERRUPTED, bar, console, misuse
 
 if TYPE_CHECKING:
@@ -101,10 +99,7 @@ class CompareOptions(OutputOptions):
 
 @command(
     CompareOptions,
-    {
-        MEASURE: "n d mechanism heads batch samples mean std is_causal seed state costs",
-        WRITE: "json figure dark",
-    },
+    {MEASURE: "n d mechanism heads batch samples mean std is_causal seed state costs"},
 )
 def compare(options: CompareOptions) -> None:
     """Compare attention mechanisms on the same keys: concentration and time.
@@ -138,14 +133,8 @@ def compare(options: CompareOptions) -> None:
         comparison = runner.compare(mechanisms, **given)
     if not comparison.complete:
         console().print(note(("interrupted", "yellow"), ": the results so far follow"))
-    write_and_show(
-        comparison.table,
-        json=(options.json, comparison.to_dict),
-        figure=(
-            options.figure if comparison.complete else None,
-            partial(draw, comparison, theme=options.theme),
-        ),
-    )
+    drawn = partial(draw, comparison) if comparison.complete else None
+    options.write_and_show(comparison.table, comparison.to_dict, drawn)
     if not comparison.complete:
         raise typer.Exit(INTERRUPTED)
 

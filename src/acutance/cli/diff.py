@@ -9,7 +9,6 @@ import typer
 
 from acutance.cli.options import (
     READ,
-    WRITE,
     Least1,
     OutputFile,
     OutputOptions,
@@ -17,7 +16,6 @@ from acutance.cli.options import (
     check_metrics,
     command,
 )
-from acutance.cli.outputs import write_and_show
 
 if TYPE_CHECKING:
     from acutance.summary.head_summary import HeadSummary
@@ -46,7 +44,7 @@ class DiffOptions(OutputOptions):
     csv: OutputFile = None
 
 
-@command(DiffOptions, {READ: "metric equal_n top", WRITE: "json csv figure dark"})
+@command(DiffOptions, {READ: "equal_n top"})
 def diff(options: DiffOptions) -> None:
     """Compare two saved states: which heads changed most, and whether by more than noise."""
     check_metrics(options.metric or [])
@@ -60,14 +58,12 @@ def diff(options: DiffOptions) -> None:
     shown = list(dict.fromkeys(options.metric or [])) or [headline(changes.metrics)]
     for name in shown:
         changes.of(name)
-    write_and_show(
+    options.write_and_show(
         partial(diff_view, changes, shown, options.top),
-        json=(options.json, changes.to_dict),
+        changes.to_dict,
+        partial(draw_diff, changes, metric=shown[0]),
         csv=(options.csv, lambda path: put_csv(changes.to_arrow(), path)),
-        figure=(
-            options.figure, partial(draw_diff, changes, metric=shown[0], theme=options.theme)
-        ),
-    )  # fmt: skip
+    )
 
 
 def _read(path: Path) -> "HeadSummary | State":

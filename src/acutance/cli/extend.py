@@ -9,10 +9,7 @@ import typer
 from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_windows
 from acutance.cli.options import (
     LESS,
-    LONG,
-    MODEL,
     READ,
-    WRITE,
     Changes,
     Count,
     LanguageModel,
@@ -22,7 +19,6 @@ from acutance.cli.options import (
     command,
     keywords,
 )
-from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import console, progress
 
 if TYPE_CHECKING:
@@ -73,12 +69,7 @@ class ExtendOptions(RunOptions):
 
 @command(
     ExtendOptions,
-    {
-        READ: f"text to train_length law max_cost dtype {MODEL}",
-        LESS: "windows final budget by_head entropy seed",
-        WRITE: "out json save overwrite",
-        LONG: "resume",
-    },
+    {READ: "to train_length max_cost dtype", LESS: "final budget by_head entropy"},
     interrupted="before the search ended",
 )
 def extend(options: ExtendOptions) -> None:
@@ -92,7 +83,7 @@ def extend(options: ExtendOptions) -> None:
     found, model = _search(options, options.to)
     if options.out is not None:
         _write(options.out, found, model)
-    write_and_show(found.table, json=(options.json, found.to_dict))
+    options.write_and_show(found.table, found.to_dict)
 
 
 def _check_folder(out: Path, model: str) -> None:

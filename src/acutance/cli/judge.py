@@ -14,11 +14,7 @@ from acutance.cli.inputs import (
     read_windows,
 )
 from acutance.cli.options import (
-    LESS,
-    LONG,
-    MODEL,
     READ,
-    WRITE,
     Changes,
     Count,
     LanguageModel,
@@ -29,7 +25,6 @@ from acutance.cli.options import (
     command,
     keywords,
 )
-from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import console, progress
 
 if TYPE_CHECKING:
@@ -67,16 +62,7 @@ class JudgeOptions(RunOptions):
     save_every: SaveEvery = 1
 
 
-@command(
-    JudgeOptions,
-    {
-        READ: f"text law train_length lengths {MODEL}",
-        LESS: "windows seed",
-        WRITE: "json save overwrite",
-        LONG: "save_every resume",
-    },
-    interrupted="before all windows were read",
-)
+@command(JudgeOptions, {READ: "train_length"}, interrupted="before all windows were read")
 def judge(options: JudgeOptions) -> None:
     """Compare a model's loss with and without each law, on the same windows of text.
 
@@ -95,7 +81,7 @@ def judge(options: JudgeOptions) -> None:
         if options.law.count(law) > 1:
             raise typer.BadParameter(f"{law} is given twice", param_hint="--law")
     comparison = _compare(options, options.law)
-    write_and_show(comparison.table, json=(options.json, comparison.to_dict))
+    options.write_and_show(comparison.table, comparison.to_dict)
 
 
 def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":

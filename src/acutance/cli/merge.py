@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.options import WRITE, Role, SummaryOptions, command
-from acutance.cli.outputs import write_and_show
-from acutance.cli.report import summary_files
+from acutance.cli.options import Role, SummaryOptions, command
 from acutance.cli.shared import console
 
 
@@ -28,7 +26,7 @@ class MergeOptions(SummaryOptions):
     overwrite: bool = False
 
 
-@command(MergeOptions, {WRITE: "out overwrite report json csv parquet figure chart dark"})
+@command(MergeOptions)
 def merge(options: MergeOptions) -> None:
     """Merge the states of shards that were probed separately."""
     from acutance.report.exports import summary_view
@@ -39,5 +37,5 @@ def merge(options: MergeOptions) -> None:
     if not state.run.complete:
         done = f": {state.run.windows} of {state.run.total} windows"
         console().print(note(("incomplete", "yellow"), done))
-    files = summary_files(state.summary, options)
-    write_and_show(partial(summary_view, state.summary), state=(options.out, state.save), **files)
+    view = partial(summary_view, state.summary)
+    options.write_summary(state.summary, view, files={"state": (options.out, state.save)})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
-from acutance.cli.outputs import check_outputs
+from acutance.cli.outputs import check_outputs, write_and_show
 from acutance.cli.shared import check_figure, console, fail, plain_errors
 from acutance.escapes import did_you_mean, visible_lines
 
@@ -30,15 +30,22 @@ if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
     from acutance.corpus.texts import Text
     from acutance.report.plot_style import Theme
+    from acutance.summary.head_summary import HeadSummary
 
 Given = TypeVar("Given", bound="DataclassInstance")
 #: What help shows instead of the type of a switch.
 NO_TYPE = " "
 #: Headings of a help page with many options.
 READ, MEASURE, FIT, WRITE = "What to read", "What to measure", "What to fit", "What to write"
-LESS, LONG, MANY = "Time and cost", "Long runs", "Long runs, several machines"
-#: Options of :class:`ModelOptions` that stand last below a heading.
-MODEL = "tokenizer attention device trust_remote_code allow_pickle allow_missing"
+LESS, LONG, LOAD = "Time and cost", "Long runs", "How to load the model"
+#: Options that several commands have, by the heading below which they stand.
+_SHARED = {
+    READ: "text length lengths law metric",
+    WRITE: "out report json csv parquet figure chart dark save overwrite",
+    LESS: "windows batch_size seed",
+    LONG: "save_every resume",
+    LOAD: "tokenizer attention device trust_remote_code allow_pickle allow_missing",
+}
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,37 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class RunOptions(ModelOptions):
+class JsonOptions:
+    """A result that may be written as JSON.
+
+    Attributes:
+        json: Write all results as JSON; '-' for standard output.
+    """
+
+    json: OutputFile = None
+
+    def write_and_show(
+        self,
+        show: Callable[[], Any],
+        record: Callable[[], Any],
+        draw: Callable[..., None] | None = None,
+        **files: tuple[Path | None, Callable[[Path], object]],
+    ) -> None:
+        """Write what is asked for, and print a table; see :mod:`acutance.cli.outputs`.
+
+        Args:
+            show: returns the table.
+            record: returns the JSON record.
+            draw: draws the figure of :class:`OutputOptions` to a path, with a keyword ``theme``.
+            files: further files.
+        """
+        if draw is not None and isinstance(self, OutputOptions):
+            files["figure"] = self.figure, partial(draw, theme=self.theme)
+        write_and_show(show, json=(self.json, record), **files)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class RunOptions(JsonOptions, ModelOptions):
     """A run of a model over texts that may be resumed.
 
     Attributes:
@@ -173,7 +210,6 @@ class RunOptions(ModelOptions):
         save: Save the state to this file as windows finish, for --resume.
         resume: Continue from the file given by --save.
         overwrite: Replace an existing state file. Other outputs are always replaced.
-        json: Write all results as JSON; '-' for standard output.
     """
 
     text: Annotated[list[str] | None, typer.Option(metavar="FILE"), Role("input")] = None
@@ -181,7 +217,6 @@ class RunOptions(ModelOptions):
     save: StateFile = None
     resume: bool = False
     overwrite: bool = False
-    json: OutputFile = None
 
     def texts(self) -> "list[Text]":
         """The files of ``--text``; the included text if there are none."""
@@ -191,16 +226,14 @@ class RunOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class OutputOptions:
+class OutputOptions(JsonOptions):
     """Where results are written.
 
     Attributes:
-        json: Write all results as JSON; '-' for standard output.
         figure: Draw a figure as .png or .svg (needs matplotlib).
         dark: Draw the figure in dark colours.
     """
 
-    json: OutputFile = None
     figure: Figure = None
     dark: bool = False
 
@@ -228,6 +261,38 @@ class SummaryOptions(OutputOptions):
     csv: OutputFile = None
     parquet: OutputFile = None
     chart: Annotated[str, Role(choices=("heads", "layers", "lengths", "theory"))] = "heads"
+
+    def write_summary(
+        self,
+        summary: "HeadSummary",
+        show: Callable[[], Any],
+        metric: str | None = None,
+        files: Mapping[str, Any] | None = None,
+        **more: Mapping[str, Any] | None,
+    ) -> None:
+        """Write what is asked for of a summary, and print a table.
+
+        Args:
+            summary: any head summary.
+            show: returns the table.
+            metric: what the figure shows; None is what suits it.
+            files: further files, as :meth:`write_and_show` takes them.
+            more: ``key_norms``, ``judged`` and ``plan`` of :func:`acutance.report.html`.
+        """
+        from acutance.report.charts import draw
+        from acutance.report.exports import put_csv, summary_record
+        from acutance.report.html_page.write import write_html
+
+        draw_chart = partial(draw, summary, chart=self.chart, metric=metric, dark=self.dark)
+        write_and_show(
+            show,
+            **(files or {}),
+            json=(self.json, partial(summary_record, summary, **more)),
+            csv=(self.csv, lambda path: put_csv(summary.to_arrow(), path)),
+            parquet=(self.parquet, summary.to_parquet),
+            report=(self.report, lambda path: write_html(summary, path, **more)),
+            figure=(self.figure, draw_chart),
+        )
 
 
 def keywords(
@@ -321,8 +386,13 @@ def _dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _declared(record: type, panels: Mapping[str, str]) -> list[_Option]:
+def _declared(record: type, own: Mapping[str, str]) -> list[_Option]:
     """The options of a record, in the order of the headings that they stand below."""
+    panels: dict[str, str] = {}
+    for heading in dict.fromkeys((READ, *own, *_SHARED)):
+        names = f"{_SHARED.get(heading, '')} {own.get(heading, '')}".split()
+        panels |= dict.fromkeys(names, heading)
+    panels |= {name: heading for heading, names in own.items() for name in names.split()}
     texts: dict[str, str] = {}
     hints: dict[str, Any] = {}
     for parent in reversed(record.__mro__):
@@ -330,7 +400,7 @@ def _declared(record: type, panels: Mapping[str, str]) -> list[_Option]:
         attributes = inspect.cleandoc(parent.__doc__ or "").partition("Attributes:\n")[2]
         for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
             texts[name] = " ".join(text.split())
-    if unknown := panels.keys() - hints.keys():
+    if unknown := {*" ".join(own.values()).split()} - hints.keys():
         raise ValueError(f"{record.__name__} has no field {', '.join(sorted(unknown))}")
     options = {
         field.name: _Option(
@@ -339,12 +409,16 @@ def _declared(record: type, panels: Mapping[str, str]) -> list[_Option]:
         )
         for field in fields(record)
     }  # fmt: skip
-    ordered = [options.pop(name) for name in panels]
+    ordered = [options.pop(name) for name in panels if name in options]
     return [*options.values(), *ordered]
 
 
 def command(
-    record: type[Given], sections: Mapping[str, str], *, code: int = 1, interrupted: str = ""
+    record: type[Given],
+    sections: Mapping[str, str] | None = None,
+    *,
+    code: int = 1,
+    interrupted: str = "",
 ) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
     """Decorator that turns a function of an options record into a command.
 
@@ -355,23 +429,20 @@ def command(
 
     Args:
         record: a frozen dataclass; annotations of its fields may have typer's options and a role.
-        sections: headings of the help page, each with names of fields, separated by spaces.
+        sections: headings of the help page, each with names of fields, separated by spaces. Fields
+            that several commands have stand below a heading without it.
         code: exit code of failures; 2 where 1 means that a difference was found.
         interrupted: what had not happened when Ctrl-C ended the command, as in "before a plan was
             chosen".
     """
-    panels = {name: heading for heading, names in sections.items() for name in names.split()}
-    options = _declared(record, panels)
+    options = _declared(record, sections or {})
 
     def wrap(action: Callable[[Given], None]) -> Callable[..., None]:
         """The function for typer: its parameters are the fields of the record."""
 
         def run(**given: Any) -> None:
-            if interrupted:
-                when, save = interrupted, given.get("save")
-            else:
-                when, save = "before anything was read", None
-            with plain_errors(code, when, save):
+            when, save = interrupted or "before anything was read", given.get("save")
+            with plain_errors(code, when, save if interrupted else None):
                 values = record(**{one.name: one.value(given[one.name]) for one in options})
                 _check_files(values, options)
                 action(values)

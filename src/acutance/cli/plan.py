@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acutance.cli.options import (
-    MODEL,
     READ,
     WRITE,
     ModelOptions,
@@ -59,7 +58,7 @@ class PlanOptions(ModelOptions):
     ] = None
 
 
-@command(PlanOptions, {READ: f"model lengths {MODEL}", WRITE: "out export"})
+@command(PlanOptions, {READ: "model", WRITE: "export"})
 def plan(options: PlanOptions) -> None:
     """Show what each key head keeps in the cache under a plan, and convert it for other tools."""
     from acutance.caching.export_plan import TABLE, check_export, export_plan

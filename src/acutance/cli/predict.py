@@ -6,16 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from acutance.cli.options import (
-    WRITE,
-    Count,
-    OutputOptions,
-    Plot,
-    Role,
-    command,
-    read_numbers,
-)
-from acutance.cli.outputs import write_and_show
+from acutance.cli.options import Count, OutputOptions, Plot, Role, command, read_numbers
 from acutance.cli.shared import misuse
 
 
@@ -81,7 +72,7 @@ class PredictOptions(OutputOptions):
     figure: Plot = None
 
 
-@command(PredictOptions, {WRITE: "json figure dark"})
+@command(PredictOptions)
 def predict(options: PredictOptions) -> None:
     """Predict every metric of an attention row from theory."""
     if options.sample == 1:
@@ -113,8 +104,5 @@ def predict(options: PredictOptions) -> None:
         metrics = {name: {"mean": mean, "error": error} for name, (mean, error) in measured.items()}
         return predicted | {"measured": {"rows": options.sample, "metrics": metrics}}
 
-    write_and_show(
-        partial(prediction_table, prediction, measured),
-        json=(options.json, record),
-        figure=(options.figure, partial(draw_prediction, prediction, theme=options.theme)),
-    )
+    table = partial(prediction_table, prediction, measured)
+    options.write_and_show(table, record, partial(draw_prediction, prediction))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,7 @@ from acutance.cli.held_out import Judged, judge_proposals
 from acutance.cli.inputs import reading
 from acutance.cli.options import (
     LESS,
-    MANY,
-    MODEL,
-    READ,
+    LONG,
     WRITE,
     Least1,
     Model,
@@ -28,8 +27,6 @@ from acutance.cli.options import (
     command,
     keywords,
 )
-from acutance.cli.outputs import write_and_show
-from acutance.cli.report import summary_files
 from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress
 
 if TYPE_CHECKING:
@@ -158,11 +155,9 @@ class ProbeOptions(SummaryOptions, RunOptions):
 @command(
     ProbeOptions,
     {
-        READ: f"text length law {MODEL}",
-        WRITE: "report json csv parquet save figure chart dark keep_qk noise gaps structure "
-        "examples span map verify judge train_length write_law overwrite",
-        LESS: "every layers heads max_rows seed provide batch_size",
-        MANY: "shard resume save_every",
+        WRITE: "keep_qk noise gaps structure examples span map verify judge train_length write_law",
+        LESS: "every layers heads max_rows provide",
+        LONG: "shard",
     },
 )
 def probe(options: ProbeOptions) -> None:
@@ -343,5 +338,5 @@ def _show(outcome: "Outcome", options: ProbeOptions, judged: Judged | None) -> N
     record = None if judged is None else judged.to_dict()
     if judged is not None and judged.comparison is not None:
         table = judged.comparison.table(judged.proposed.reasons)
-    files |= summary_files(summary, options, key_norms=key_norms, judged=record)
-    write_and_show(lambda: summary_view(summary, None, key_norms, table), **files)
+    view = partial(summary_view, summary, None, key_norms, table)
+    options.write_summary(summary, view, files=files, key_norms=key_norms, judged=record)

@@ -1,23 +1,12 @@
 """``acutance report``: show a saved state; probe and merge show theirs in the same way."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.options import (
-    READ,
-    WRITE,
-    InputFile,
-    Role,
-    SummaryOptions,
-    check_metrics,
-    command,
-)
-from acutance.cli.outputs import write_and_show
+from acutance.cli.options import READ, InputFile, Role, SummaryOptions, check_metrics, command
 
 if TYPE_CHECKING:
     from acutance.summary.head_summary import HeadSummary
@@ -43,7 +32,7 @@ class ReportOptions(SummaryOptions):
     plan: InputFile = None
 
 
-@command(ReportOptions, {READ: "metric plan", WRITE: "report json csv parquet figure chart dark"})
+@command(ReportOptions, {READ: "plan"})
 def report(options: ReportOptions) -> None:
     """Show a saved state as a table, page, figure or file, without running the model."""
     if options.chart == "theory" and options.metric is not None:
@@ -59,43 +48,15 @@ def report(options: ReportOptions) -> None:
     summary = load(options.state)
     if options.metric is not None:
         summary.mean(options.metric)  # names what is near an unknown one
-    record = None
-    tables: tuple[Any, ...] = ()
+    record, tables = None, []
     if options.plan is not None:
         record, table = _plan_beside(options.plan, summary)
-        tables = ("", table)
-    write_and_show(
-        lambda: Group(summary_view(summary, options.metric), *tables),
-        **summary_files(summary, options, options.metric, plan=record),
-    )
+        tables = ["", table]
 
+    def show() -> Group:
+        return Group(summary_view(summary, options.metric), *tables)
 
-def summary_files(
-    summary: "HeadSummary",
-    options: SummaryOptions,
-    metric: str | None = None,
-    **more: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The files that options ask of a summary, as :func:`write_and_show` takes them.
-
-    Args:
-        summary: any head summary.
-        options: where each file goes.
-        metric: what the figure shows; None is what suits it.
-        more: ``key_norms``, ``judged`` and ``plan`` of :func:`acutance.report.html`.
-    """
-    from acutance.report.charts import draw
-    from acutance.report.exports import put_csv, summary_record
-    from acutance.report.html_page.write import write_html
-
-    draw_chart = partial(draw, summary, chart=options.chart, metric=metric, dark=options.dark)
-    return {
-        "json": (options.json, partial(summary_record, summary, **more)),
-        "csv": (options.csv, lambda path: put_csv(summary.to_arrow(), path)),
-        "parquet": (options.parquet, summary.to_parquet),
-        "report": (options.report, lambda path: write_html(summary, path, **more)),
-        "figure": (options.figure, draw_chart),
-    }
+    options.write_summary(summary, show, options.metric, plan=record)
 
 
 #: Tokens at which a plan without costs is counted.

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.options import WRITE, OutputOptions, Plot, command
-from acutance.cli.outputs import write_and_show
+from acutance.cli.options import OutputOptions, Plot, command
 from acutance.cli.shared import misuse
 
 
@@ -32,7 +31,7 @@ class TemperatureOptions(OutputOptions):
     figure: Plot = None
 
 
-@command(TemperatureOptions, {WRITE: "json figure dark"})
+@command(TemperatureOptions)
 def temperature(options: TemperatureOptions) -> None:
     """Recommend a temperature for a softmax of cosines, with the reasons."""
     from acutance.report.prediction_figures import draw_temperatures
@@ -40,8 +39,6 @@ def temperature(options: TemperatureOptions) -> None:
 
     with misuse():
         advice = advise(options.n, options.fraction, options.d, options.negatives)
-    write_and_show(
-        partial(advice_table, advice),
-        json=(options.json, advice.to_dict),
-        figure=(options.figure, partial(draw_temperatures, advice, theme=options.theme)),
+    options.write_and_show(
+        partial(advice_table, advice), advice.to_dict, partial(draw_temperatures, advice)
     )

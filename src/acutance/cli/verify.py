@@ -7,18 +7,15 @@ import typer
 
 from acutance.cli.inputs import about_run
 from acutance.cli.options import (
-    MODEL,
     READ,
-    WRITE,
     InputFile,
+    JsonOptions,
     Model,
     ModelOptions,
-    OutputFile,
     Role,
     check_choice,
     command,
 )
-from acutance.cli.outputs import write_and_show
 from acutance.cli.shared import console
 
 if TYPE_CHECKING:
@@ -37,7 +34,7 @@ def _implementations(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class VerifyOptions(ModelOptions):
+class VerifyOptions(JsonOptions, ModelOptions):
     """The options of ``acutance verify``.
 
     Attributes:
@@ -48,7 +45,6 @@ class VerifyOptions(ModelOptions):
             Default: eager,sdpa.
         dtype: Type of the weights. In 16 bits only coarse faults stand out.
         backward: Also compare gradients of queries, keys, values and sinks.
-        json: Write all results as JSON; '-' for standard output.
     """
 
     model: Model = None
@@ -59,12 +55,11 @@ class VerifyOptions(ModelOptions):
     ] = ("eager", "sdpa")
     dtype: Annotated[str, Role(choices=("float64", "float32", "bfloat16", "float16"))] = "float32"
     backward: bool = False
-    json: OutputFile = None
 
 
 @command(
     VerifyOptions,
-    {READ: f"text length implementations dtype backward {MODEL}", WRITE: "json"},
+    {READ: "implementations dtype backward"},
     code=2,
     interrupted="before all inputs were read",
 )
@@ -81,7 +76,7 @@ def verify(options: VerifyOptions) -> None:
             "verify runs the implementations of --implementations", param_hint="--attention"
         )
     found = _verified(options)
-    write_and_show(found.table, json=(options.json, found.to_dict))
+    options.write_and_show(found.table, found.to_dict)
     if not found.ok:
         raise typer.Exit(1)
 

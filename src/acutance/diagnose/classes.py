@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from acutance.diagnose.rules import Judgement, Kind
-from acutance.diagnose.thresholds import NEAR, THRESHOLDS, Summary, limit
+from acutance.diagnose.rules import Judgement, Kind, Summary
+from acutance.diagnose.thresholds import NEAR, THRESHOLDS, limit
 
 
 @dataclass(frozen=True)
@@ -98,59 +98,42 @@ def classify(summary: Summary) -> list[tuple[HeadClass, ...]]:
     return [tuple(_classes(judged)) for judged in summary.judgements]
 
 
-def _classes(judged: Mapping[Kind, Judgement]) -> Iterator[HeadClass]:
-    """The classes of one head, from the rules that it meets."""
-    for kind, (name, write) in _SENTENCES.items():
-        if kind in judged and not (kind == "special_sink" and "sink" in judged):
-            numbers = judged[kind].numbers
-            known = {key: value for key, value in numbers.items() if math.isfinite(value)}
-            yield HeadClass(name, write(judged[kind]), known)
-
-
-def _says(text: str) -> Callable[[Judgement], str]:
-    """A sentence with the number by which a head is beyond its threshold in the place of {}."""
-    return lambda judgement: text.format(judgement.size)
-
-
-def _local(judgement: Judgement) -> str:
-    """Sentence for a head that attends to nearby keys."""
-    near, even = judgement.numbers["near"], judgement.numbers["even"]
-    return (
-        f"has {near:.0%} of its weight within {NEAR} positions, where uniform weights have "
-        f"{even:.0%}"
-    )
-
-
-def _dead(judgement: Judgement) -> str:
-    """Sentence for a head that averages all keys."""
-    n = judgement.numbers["n_keys"]
-    over = f" (n = {n:.0f} keys on average)" if math.isfinite(n) else ""
-    share = judgement.numbers["normalized_entropy"]
-    return f"averages everything: its entropy is {share:.3f} of its maximum log n{over}"
-
-
-def _positional(judgement: Judgement) -> str:
-    """Sentence for a head whose largest weight is at a fixed relative position."""
-    place = int(judgement.numbers["position"])
-    away = abs(place)
-    where = {0: "at its own position", -1: "one position back", 1: "one position ahead"}.get(
-        place, f"{away} positions {'back' if place < 0 else 'ahead'}"
-    )
-    share = judgement.numbers["share"]
-    return f"attends to a fixed position: the largest weight is {where} in {share:.0%} of its rows"
-
-
 #: The class of each kind of judgement and its sentence, in the order of the table.
-_SENTENCES: dict[Kind, tuple[str, Callable[[Judgement], str]]] = {
-    "sink": ("sink", _says("puts {:.0%} of its weight on the first visible key")),
-    "special_sink": ("sink", _says("puts {:.0%} of its weight on special tokens")),
-    "local": ("local", _local),
-    "previous-token": ("previous-token", _says("puts {:.0%} of its weight on the previous token")),
+_SENTENCES: dict[Kind, tuple[str, str]] = {
+    "sink": ("sink", "puts {size:.0%} of its weight on the first visible key"),
+    "special_sink": ("sink", "puts {size:.0%} of its weight on special tokens"),
+    "local": (
+        "local",
+        f"has {{near:.0%}} of its weight within {NEAR} positions, where uniform weights have "
+        "{even:.0%}",
+    ),
+    "previous-token": ("previous-token", "puts {size:.0%} of its weight on the previous token"),
     "diffuse": (
         "diffuse",
-        _says("spreads its weight widely: its entropy is {:.3f} of its maximum log n"),
+        "spreads its weight widely: its entropy is {size:.3f} of its maximum log n",
     ),
-    "sharp": ("sharp", _says("picks one key: the largest weight of a row is {:.2f} on average")),
-    "dead": ("dead", _dead),
-    "positional": ("positional", _positional),
+    "sharp": ("sharp", "picks one key: the largest weight of a row is {size:.2f} on average"),
+    "dead": ("dead", "averages everything: its entropy is {size:.3f} of its maximum log n{over}"),
+    "positional": (
+        "positional",
+        "attends to a fixed position: the largest weight is {where} in {share:.0%} of its rows",
+    ),
 }
+
+
+def _classes(judged: Mapping[Kind, Judgement]) -> Iterator[HeadClass]:
+    """The classes of one head, from the rules that it meets."""
+    for kind, (name, sentence) in _SENTENCES.items():
+        if kind not in judged or (kind == "special_sink" and "sink" in judged):
+            continue
+        numbers = {k: number for k, number in judged[kind].numbers.items() if math.isfinite(number)}
+        over = f" (n = {numbers['n_keys']:.0f} keys on average)" if "n_keys" in numbers else ""
+        where = _position(int(numbers.get("position", 0)))
+        words = sentence.format(size=judged[kind].size, over=over, where=where, **numbers)
+        yield HeadClass(name, words, numbers)
+
+
+def _position(away: int) -> str:
+    """A position relative to a query, in words."""
+    near = {0: "at its own position", -1: "one position back", 1: "one position ahead"}
+    return near.get(away, f"{abs(away)} positions {'back' if away < 0 else 'ahead'}")

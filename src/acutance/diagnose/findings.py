@@ -11,10 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from acutance.diagnose.rules import COLLAPSE, DEAD, FEW_ROWS, LARGE_LOGIT, SINK, Judgement
+from acutance.diagnose.rules import (
+    COLLAPSE,
+    DEAD,
+    FEW_ROWS,
+    LARGE_LOGIT,
+    SINK,
+    HeadFacts,
+    Summary,
+    extremes,
+)  # fmt: skip
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import crossing
-from acutance.diagnose.thresholds import HeadFacts, Summary, extremes, facts, limit
+from acutance.diagnose.thresholds import limit
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
@@ -57,22 +66,6 @@ class Finding:
     sentence: str
 
 
-def _name(head: HeadFacts) -> str:
-    """Layer and head as the beginning of a sentence."""
-    return f"Layer {head.layer}{crossing(head.record.module)} head {head.head}"
-
-
-def _caveat(head: HeadFacts) -> str:
-    """A clause about few rows or an unverified capture; empty if neither applies."""
-    parts = []
-    if head.record.rows < FEW_ROWS:
-        rows = f"{head.record.rows} row{'s' * (head.record.rows != 1)}"
-        parts.append(f" Only {rows} {'were' if head.record.rows != 1 else 'was'} read.")
-    if head.record.status == "unverified":
-        parts.append(" Captured only from a softmax, so not verified.")
-    return "".join(parts)
-
-
 def findings(summary: Summary) -> list[Finding]:
     """The most notable heads of a summary, by kind.
 
@@ -99,20 +92,22 @@ def findings(summary: Summary) -> list[Finding]:
         Layer 0 head 0 averages everything: its entropy is 1.000 of its maximum log n (n = 40 keys
         on average). Such a head may be dead, untrained, or averaging by design.
     """
-    heads = [head for head in facts(summary) if head.record.status != "mismatch"]
+    heads = [head for head in summary.facts if head.record.status != "mismatch"]
+    found = _extremes(heads)
     if summary.about.get("untrained") is True:
-        return _extremes(heads)
-    judged = [(head, summary.judgements[head.index]) for head in heads]
-    sinks = f"give the first visible key more than {SINK:.0%} of their weight"
-    sharp = f"have less than {COLLAPSE:g} of the maximal entropy"
-    even = f"have more than {DEAD:g} of the maximal entropy"
-    return [
-        *_extremes(heads),
-        *_beyond(judged, "first_key_sink", "sink", _sink, sinks),
-        *_beyond(judged, "collapsed", "entropy_collapse", _collapsed, sharp),
-        *_beyond(judged, "dead", "dead", _dead, even),
-        *_largest_logit(judged),
-    ]
+        return found
+    for kind, (rule, describe, rest) in _BEYOND.items():
+        hits = [head for head in heads if rule in head.rules]
+        ranked = sorted(hits, key=lambda head: -head.rules[rule].size)
+        for index, head in enumerate(ranked[:MOST_NAMED]):
+            value = next(iter(head.rules[rule].numbers.values()))
+            sentence, meaning = describe(head, value)
+            if index == 0:
+                sentence += f" {meaning}"
+            if index == MOST_NAMED - 1 and len(ranked) > MOST_NAMED:
+                sentence += f" In all, {len(ranked)} of {len(heads)} heads {rest}."
+            found.append(_finding(kind, head, value, sentence))
+    return found + _largest_logit(heads)
 
 
 def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
@@ -144,24 +139,25 @@ def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
 
 def _extremes(heads: list[HeadFacts]) -> list[Finding]:
     """Findings for the sharpest and the most diffuse head."""
-    found = extremes(heads)
-    if found is None:
+    if (found := extremes(heads)) is None:
         return []
     name, sharpest, diffuse = found
-    both = [_finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))]
+    titles: dict[Kind, tuple[HeadFacts, str]] = {"sharpest": (sharpest, "the sharpest")}
     if diffuse is not sharpest:
-        sentence = _spread(diffuse, "the most diffuse")
-        both.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
-    return both
+        titles["most_diffuse"] = diffuse, "the most diffuse"
+    return [
+        _finding(kind, head, head.mean[name], _spread(head, title))
+        for kind, (head, title) in titles.items()
+    ]
 
 
 def _spread(head: HeadFacts, title: str) -> str:
     """A sentence on how widely a head attends, from the recorded metrics."""
-    keys, entropy = head.mean("effective_keys"), head.mean("entropy")
-    share = head.mean("normalized_entropy")
-    most = entropy + head.mean("information")
+    keys, entropy = head.mean["effective_keys"], head.mean["entropy"]
+    share = head.mean["normalized_entropy"]
+    most = entropy + head.mean["information"]
     if math.isfinite(keys):
-        among = f" of {_number(n)}" if math.isfinite(n := head.mean("n_keys")) else ""
+        among = f" of {_number(n)}" if math.isfinite(n := head.mean["n_keys"]) else ""
         text = f"it spreads a row over {_number(keys)} effective keys{among} on average"
         if math.isfinite(entropy):
             of = f" of {most:.2f}" if math.isfinite(most) else ""
@@ -181,7 +177,7 @@ def _spread(head: HeadFacts, title: str) -> str:
 
 def _sink(head: HeadFacts, value: float) -> tuple[str, str]:
     """The sentence for an attention-sink head, and what it can mean."""
-    n = head.mean("n_keys")
+    n = head.mean["n_keys"]
     even = f" (a uniform share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
     return (
         f"{_name(head)} gives {value:.0%} of its weight to the first visible key on average{even}.",
@@ -193,9 +189,9 @@ def _sink(head: HeadFacts, value: float) -> tuple[str, str]:
 def _collapsed(head: HeadFacts, value: float) -> tuple[str, str]:
     """The sentence for a collapsed head, and what may cause it."""
     where = ""
-    if (first := head.mean("first_weight")) > 0.5:
+    if (first := head.mean["first_weight"]) > 0.5:
         where = f", mostly on the first visible key (weight {first:.2f})"
-    keys = head.mean("effective_keys")
+    keys = head.mean["effective_keys"]
     amounts = f", {keys:.2f} effective keys per row" if math.isfinite(keys) else ""
     return (
         f"{_name(head)} looks collapsed: its entropy is {value:.3f} of its "
@@ -207,7 +203,7 @@ def _collapsed(head: HeadFacts, value: float) -> tuple[str, str]:
 
 def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
     """The sentence for a dead head, and what it can mean."""
-    n = head.mean("n_keys")
+    n = head.mean["n_keys"]
     of = f" (n = {_number(n)} keys on average)" if math.isfinite(n) else ""
     return (
         f"{_name(head)} averages everything: its entropy is {value:.3f} of its maximum log n{of}.",
@@ -215,63 +211,59 @@ def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
     )
 
 
-def _largest_logit(judged: list[tuple[HeadFacts, dict[Rule, Judgement]]]) -> list[Finding]:
+#: For each kind the rule that heads meet, what is said of one and can mean, and of all of them.
+_BEYOND: dict[Kind, tuple[Rule, Callable[[HeadFacts, float], tuple[str, str]], str]] = {
+    "first_key_sink": (
+        "sink", _sink, f"give the first visible key more than {SINK:.0%} of their weight"
+    ),
+    "collapsed": (
+        "entropy_collapse", _collapsed, f"have less than {COLLAPSE:g} of the maximal entropy"
+    ),
+    "dead": ("dead", _dead, f"have more than {DEAD:g} of the maximal entropy"),
+}  # fmt: skip
+
+
+def _largest_logit(heads: list[HeadFacts]) -> list[Finding]:
     """The finding for the head with the largest logit; empty if none was recorded."""
-    measured = [pair for pair in judged if math.isfinite(pair[0].high("max_logit"))]
+    measured = [head for head in heads if math.isfinite(head.high["max_logit"])]
     if not measured:
         return []
-    head, rules = max(measured, key=lambda pair: pair[0].high("max_logit"))
-    value, typical = head.high("max_logit"), head.mean("max_logit")
+    head = max(measured, key=lambda head: head.high["max_logit"])
+    value, typical = head.high["max_logit"], head.mean["max_logit"]
     text = (
         f"{_name(head)} has the largest attention logit, {_number(value)}; the mean of its "
         f"rows' largest logits is {_number(typical)}."
     )
-    if "coarse_scores" in rules:
-        step = rules["coarse_scores"].numbers["step"]
+    if "coarse_scores" in head.rules:
+        step = head.rules["coarse_scores"].numbers["step"]
         off = math.expm1(step / 2)
         change = f"{off:.0%}" if off < 1 else f"a factor of {off + 1:.2g}"
         text += (
             f" Scores of this size in {head.dtype} have a resolution of {step:g}, so rounding "
             f"can change a weight by {change}."
         )
-    if "large_logits" in rules:
+    if "large_logits" in head.rules:
         text += (
             f" It is above {LARGE_LOGIT:g}; logits that grow this large during training are an "
             "early sign of instability."
         )
-    if not rules.keys() & {"large_logits", "coarse_scores"}:
+    if not head.rules.keys() & {"large_logits", "coarse_scores"}:
         text += " This size is not a problem; during training, watch whether it grows."
     return [_finding("largest_logit", head, value, text)]
 
 
-def _beyond(
-    judged: list[tuple[HeadFacts, dict[Rule, Judgement]]],
-    kind: Kind,
-    rule: Rule,
-    describe: Callable[[HeadFacts, float], tuple[str, str]],
-    rest: str,
-) -> list[Finding]:
-    """Findings for the heads furthest beyond a threshold, at most three.
-
-    The first says what it can mean, the last how many heads there are in all.
-    """
-    hits = [(rules[rule], head) for head, rules in judged if rule in rules]
-    ranked = sorted(hits, key=lambda pair: -pair[0].size)
-    named = []
-    for index, (hit, head) in enumerate(ranked[:MOST_NAMED]):
-        value = next(iter(hit.numbers.values()))
-        sentence, meaning = describe(head, value)
-        if index == 0:
-            sentence += f" {meaning}"
-        if index == MOST_NAMED - 1 and len(ranked) > MOST_NAMED:
-            sentence += f" In all, {len(ranked)} of {len(judged)} heads {rest}."
-        named.append(_finding(kind, head, value, sentence))
-    return named
+def _name(head: HeadFacts) -> str:
+    """Layer and head as the beginning of a sentence."""
+    return f"Layer {head.layer}{crossing(head.record.module)} head {head.head}"
 
 
 def _finding(kind: Kind, head: HeadFacts, value: float, sentence: str) -> Finding:
-    """A finding on a head, with a caveat if one applies."""
-    return Finding(kind, head.layer, head.head, head.record.module, value, sentence + _caveat(head))
+    """A finding on a head, with a caveat about few rows or an unverified capture."""
+    if (rows := head.record.rows) < FEW_ROWS:
+        sentence += " Only 1 row was read." if rows == 1 else f" Only {rows} rows were read."
+    if head.record.status == "unverified":
+        sentence += " Captured only from a softmax, so not verified."
+    return Finding(kind, head.layer, head.head, head.record.module, value, sentence)
 
 
 def _number(value: float) -> str:

@@ -19,7 +19,7 @@ from acutance.diagnose.recommendations import (
     no_recommendation,
     recommendations,
 )
-from acutance.diagnose.thresholds import HeadFacts, Summary, extremes, facts
+from acutance.diagnose.rules import HeadFacts, Summary, extremes
 
 MOST_FINDINGS, MOST_ADVICE = 10, 5
 #: Heads or layers that a line names one by one.
@@ -54,14 +54,22 @@ def overview(summary: Summary) -> list[str]:
         ['dead: 2 of 2 heads: L0 H0, L0 H1',
         'sharpest: L0 H0, 40 effective keys of 40; most diffuse: L0 H1, 40']
     """
-    heads = [head for head in facts(summary) if head.record.status != "mismatch"]
+    heads = [head for head in summary.facts if head.record.status != "mismatch"]
     if not heads:
         return []
     trained = summary.about.get("untrained") is not True
-    lines = [*_kinds(summary, heads)] if trained else []
-    lines += _extremes(heads)
+    lines = _kinds(summary, heads) if trained else []
+    if (found := extremes(heads)) is not None:
+        name, low, high = found
+        n = low.mean["n_keys"]
+        known = math.isfinite(n) and math.isfinite(low.mean["effective_keys"])
+        keys = f"{_spread(low, name)} of {n:,.0f}" if known else _spread(low, name)
+        rest = "" if high is low else f"; most diffuse: {_place(high)}, {_keys(high, name)}"
+        lines.append(f"sharpest: {_place(low)}, {keys}{rest}")
+    if trained and (hit := [head for head in heads if "entropy_collapse" in head.rules]):
+        more = f" and {len(hit) - _NAMED:,} more" if len(hit) > _NAMED else ""
+        lines.append(f"collapsed: {', '.join(map(_place, hit[:_NAMED]))}{more}")
     if trained:
-        lines += _collapsed(summary, heads)
         lines += _unusual(heads)
     return lines[:MOST_FINDINGS]
 
@@ -69,7 +77,7 @@ def overview(summary: Summary) -> list[str]:
 def advice_in_brief(summary: Summary) -> list[str]:
     """What to do, most urgent first, at most five lines; one line if there is nothing to do."""
     by_kind: dict[str, list[Recommendation]] = defaultdict(list)
-    encoding = {head.layer for head in facts(summary) if head.sees_all}
+    encoding = {head.layer for head in summary.facts if head.sees_all}
     for each in recommendations(summary):
         by_kind[each.kind].append(each)
     lines = []
@@ -115,44 +123,19 @@ def _where(places: Sequence[tuple[int, int]]) -> str:
     return f"layers {min(by_layer)}–{max(by_layer)}, most in {most}"
 
 
-def _extremes(heads: Sequence[HeadFacts]) -> list[str]:
-    """A line on the sharpest and the most diffuse head."""
-    found = extremes(heads)
-    if found is None:
-        return []
-    name, low, high = found
-    n = low.mean("n_keys")
-    of = f" of {n:,.0f}" if math.isfinite(n) and math.isfinite(low.mean("effective_keys")) else ""
-    line = f"sharpest: {_place(low)}, {_spread(low, name)}{of}"
-    return [line if high is low else f"{line}; most diffuse: {_place(high)}, {_keys(high, name)}"]
-
-
-def _collapsed(summary: Summary, heads: Sequence[HeadFacts]) -> list[str]:
-    """A line on heads whose entropy has collapsed; empty if there are none."""
-    hit = [head for head in heads if "entropy_collapse" in summary.judgements[head.index]]
-    if not hit:
-        return []
-    named = ", ".join(map(_place, hit[:_NAMED]))
-    more = f" and {len(hit) - _NAMED:,} more" if len(hit) > _NAMED else ""
-    return [f"collapsed: {named}{more}"]
-
-
 def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
     """The heads furthest from the median of all heads, in median absolute deviations, by metric."""
     ranked = []
     for name in _COMPARED:
-        values = {head.index: head.mean(name) for head in heads if math.isfinite(head.mean(name))}
-        if len(values) < 8:
+        known = [(head.mean[name], head) for head in heads if math.isfinite(head.mean[name])]
+        if len(known) < 8:
             continue
-        middle = median(values.values())
-        spread = 1.4826 * median(abs(value - middle) for value in values.values())
-        head = max(
-            (head for head in heads if head.index in values),
-            key=lambda head: abs(values[head.index] - middle),
-        )
-        off = abs(values[head.index] - middle) / spread if spread > 0 else 0.0
+        middle = median(value for value, _ in known)
+        spread = 1.4826 * median(abs(value - middle) for value, _ in known)
+        value, head = max(known, key=lambda pair: abs(pair[0] - middle))
+        off = abs(value - middle) / spread if spread > 0 else 0.0
         if off > _UNUSUAL:
-            ranked.append((off, name, head, values[head.index], middle))
+            ranked.append((off, name, head, value, middle))
     ranked.sort(key=lambda row: -row[0])
     return [
         f"unusual: {_place(head)}, {name} {value:.3g} (heads' median {middle:.3g}, "
@@ -163,15 +146,15 @@ def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
 
 def _spread(head: HeadFacts, name: str) -> str:
     """A head's effective keys, or another metric, with its unit."""
-    known = math.isfinite(head.mean("effective_keys"))
+    known = math.isfinite(head.mean["effective_keys"])
     return f"{_keys(head, name)} {'effective keys' if known else name.replace('_', ' ')}"
 
 
 def _keys(head: HeadFacts, name: str) -> str:
     """A head's effective keys, or another metric if they were not recorded."""
-    value = head.mean("effective_keys")
+    value = head.mean["effective_keys"]
     if not math.isfinite(value):
-        return f"{head.mean(name):.2f}"
+        return f"{head.mean[name]:.2f}"
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 

@@ -11,18 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from acutance.diagnose.rules import FEW_ROWS, Judgement
+from acutance.diagnose.rules import FEW_ROWS, HeadFacts, Summary
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import ADVICE, Certainty, advice, crossing
-from acutance.diagnose.thresholds import HeadFacts, Summary, facts
 from acutance.escapes import ranges
 
-Kind = Literal[
-    "mismatch", "not_finite", "large_logits", "coarse_scores", "entropy_collapse", "dilution",
-    "sink", "dead",
-]  # fmt: skip
+Kind: TypeAlias = Rule | Literal["mismatch"]
 #: Every kind, most urgent first, and what it is called.
 KINDS: dict[Kind, str] = {
     "mismatch": "Captured incorrectly",
@@ -109,21 +105,21 @@ def recommendations(summary: Summary) -> list[Recommendation]:
         whether the heads contribute anything: acutance.apply(model, "off:LAYER.HEAD") runs your
         own task without them.
     """
-    recommended: list[Recommendation] = []
-    judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]
-    for head, rules in zip(facts(summary), summary.judgements, strict=True):
-        judged[head.layer].append((head, rules))
+    recommended = []
+    heads: list[list[HeadFacts]] = [[] for _ in summary.layers]
+    for head in summary.facts:
+        heads[head.layer].append(head)
     untrained = summary.about.get("untrained") is True
     for kind in KINDS:
         if untrained and kind not in _OF_ANY_WEIGHTS:
             continue
         for index, layer in enumerate(summary.layers):
-            if kind == "mismatch":
-                if layer.status == "mismatch" and layer.rows:
-                    recommended.append(_mismatch(index, layer.module, layer.error))
+            if not layer.rows:
                 continue
-            beyond = [(head, rules[kind]) for head, rules in judged[index] if kind in rules]
-            if beyond and layer.rows:
+            if kind == "mismatch":
+                if layer.status == "mismatch":
+                    recommended.append(_mismatch(index, layer.module, layer.error))
+            elif beyond := [head for head in heads[index] if kind in head.rules]:
                 recommended.append(_recommendation(kind, beyond))
     return recommended
 
@@ -131,8 +127,8 @@ def recommendations(summary: Summary) -> list[Recommendation]:
 def head_reasons(summary: Summary) -> list[dict[str, str]]:
     """The reason of each kind of recommendation for every head, in that head's own numbers."""
     return [
-        {kind: advice(kind, [(head, rules[kind])]).reason for kind in ADVICE if kind in rules}
-        for head, rules in zip(facts(summary), summary.judgements, strict=True)
+        {kind: advice(kind, [head]).reason for kind in ADVICE if kind in head.rules}
+        for head in summary.facts
     ]
 
 
@@ -187,16 +183,16 @@ def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
     return Recommendation("mismatch", layer, (), module, reason, numbers, remedy, "measured")
 
 
-def _recommendation(kind: Kind, beyond: list[tuple[HeadFacts, Judgement]]) -> Recommendation:
+def _recommendation(kind: Rule, beyond: list[HeadFacts]) -> Recommendation:
     """The recommendation for heads of one layer."""
-    head, worst = max(beyond, key=lambda pair: pair[1].size)
-    record = head.record
+    head = max(beyond, key=lambda head: head.rules[kind].size)
+    record, worst = head.record, head.rules[kind]
     reason, remedy, certainty = advice(kind, beyond)
     if record.rows < FEW_ROWS and certainty == "measured" and kind != "not_finite":
         certainty = "suspected"
         reason += f" (in {record.rows} row{'s' * (record.rows != 1)} only)"
     finite = {name: value for name, value in worst.numbers.items() if math.isfinite(value)}
-    heads, numbers = tuple(facts.head for facts, _ in beyond), {"size": worst.size, **finite}
+    heads, numbers = tuple(head.head for head in beyond), {"size": worst.size, **finite}
     return Recommendation(
         kind, head.layer, heads, record.module, reason, numbers, remedy, certainty
     )

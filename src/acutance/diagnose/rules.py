@@ -1,33 +1,35 @@
-"""The rules that judge each head once; classes, findings and recommendations read the result.
+"""The facts of each head, and the rules that judge it once.
 
-A rule looks at one head's facts. It returns the numbers by which the head is beyond a threshold, or
-None.
+Classes, findings and recommendations read the result: for each kind of rule that a head meets, the
+numbers by which it is beyond a threshold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
-from acutance.diagnose.thresholds import HeadFacts, Summary, facts, limit
+from acutance.diagnose.thresholds import NEAR, limit
+from acutance.structure.blocks import PEAKS
 
+#: What a head does, then what calls for a change, most urgent first.
 Kind = Literal[
     "sink", "special_sink", "local", "previous-token", "diffuse", "sharp", "dead", "positional",
     "not_finite", "large_logits", "coarse_scores", "entropy_collapse", "dilution",
 ]  # fmt: skip
+#: An :class:`acutance.HeadSummary`: it has the rules that each head meets, made of what is here.
+Summary: TypeAlias = Any
 
 LARGE_LOGIT = limit("large_logits")
-COARSE_STEP = limit("coarse_scores")
 COLLAPSE = limit("entropy_collapse")
 SINK = limit("sink")
 DEAD = limit("dead")
 DIFFUSE = limit("diffuse")
 LEAST_KEYS = limit("least_keys")
 LIFT = limit("lift")
-STEEP = limit("steep")
-GROWTH = limit("growth")
 OCTAVES = 4  # octaves of n that a slope is fitted to: the largest n and its eighth
 FEW_ROWS = int(limit("few_rows"))
 _BITS = {"bfloat16": 8, "float16": 11}  # significant bits
@@ -50,171 +52,183 @@ class Judgement:
     numbers: Mapping[str, float]
 
 
-Rule = Callable[[HeadFacts], Judgement | None]
+class _ByMetric(dict[str, float]):
+    """Numbers by metric; NaN for one that was not recorded."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
 
 
-def judge(head: HeadFacts) -> dict[Kind, Judgement]:
-    """The rules that one head meets.
+@dataclass(frozen=True, eq=False)
+class HeadFacts:
+    """The numbers of one head; NaN if a metric was not recorded or there are no rows.
 
-    Empty if the layer's capture is known to be wrong. Rules about weights apply only to heads whose
-    rows see at least eight keys on average: with fewer, every head looks sharp, local or uniform.
-    """
-    if head.record.status == "mismatch":
-        return {}
-    few = head.mean("n_keys") < LEAST_KEYS
-    judged: dict[Kind, Judgement] = {}
-    for kind, rule in RULES.items():
-        if few and kind not in _ANY_LENGTH:
-            continue
-        if kind == "entropy_collapse" and judged.keys() & _BY_DESIGN:
-            continue
-        if (judgement := rule(head)) is not None:
-            judged[kind] = judgement
-    return judged
-
-
-def judge_heads(summary: Summary) -> list[dict[Kind, Judgement]]:
-    """:func:`judge` for every head of a summary, in the order of its arrays."""
-    return [judge(head) for head in facts(summary)]
-
-
-def _above(least: float, metric: str, *others: str, most: float = math.inf) -> Rule:
-    """A rule: the mean of a metric is above ``least`` and at most ``most``.
-
-    The judgement has that mean as its value, and the means of ``others`` beside it.
+    Attributes:
+        summary: the summary that it is of.
+        index: index of the head in the summary's arrays.
+        layer: index of the layer, in model order.
+        head: number of the head in its layer.
+        mean: of each metric over the head's rows.
+        low: smallest value of each metric.
+        high: largest value of each metric.
+        count: number of rows on which each metric is finite.
+        near: mean weight within :data:`~acutance.diagnose.thresholds.NEAR` positions of the query.
+        even: the same for uniform attention.
+        peak: most frequent position of a row's largest weight, relative to the query.
+        peak_share: share of rows with that position.
     """
 
-    def rule(head: HeadFacts) -> Judgement | None:
-        value = head.mean(metric)
-        if not least < value <= most:
-            return None
-        return Judgement(value, {name: head.mean(name) for name in (metric, *others)})
+    summary: Summary = field(repr=False)
+    index: int
+    layer: int
+    head: int
+    mean: Mapping[str, float]
+    low: Mapping[str, float]
+    high: Mapping[str, float]
+    count: Mapping[str, float]
+    near: float = math.nan
+    even: float = math.nan
+    peak: float = math.nan
+    peak_share: float = math.nan
 
-    return rule
+    @property
+    def record(self) -> Any:
+        """The layer."""
+        return self.summary.layers[self.layer]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the model's scores, such as "bfloat16"; empty if unknown."""
+        return str(self.summary.about.get("dtype", "")).removeprefix("torch.")
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether its rows see whole sequences, as in an encoder, not only what precedes them.
+
+        True if no row sees one key alone, as the first row of a causal head does, and a call has as
+        many rows as keys, unlike one that decodes. Unknown, and False, if rows were left out.
+        """
+        record = self.record
+        whole = not (record.excluded or record.skipped)
+        rows = (record.rows + record.padded) / max(record.calls, 1)
+        return whole and 1 < self.low["n_keys"] <= rows
+
+    @cached_property
+    def rules(self) -> dict[Kind, Judgement]:
+        """The rules that the head meets.
+
+        Empty if the layer's capture is known to be wrong. Rules about weights apply only to heads
+        whose rows see at least eight keys on average: with fewer, every head looks sharp, local or
+        uniform.
+        """
+        if self.record.status == "mismatch":
+            return {}
+        few = self.mean["n_keys"] < LEAST_KEYS
+        met = {kind: rule for kind, rule in _met(self) if not few or kind in _ANY_LENGTH}
+        if met.keys() & _BY_DESIGN:
+            met.pop("entropy_collapse", None)
+        return met
 
 
-_on_first_key = _above(SINK, "first_weight", "mass_special", "n_keys")
+def facts(summary: Summary) -> list[HeadFacts]:
+    """The facts of every head, in the order of :attr:`acutance.HeadSummary.places`."""
+    moments = summary.moments
+    none = moments.count == 0
+    values = (moments.mean, moments.low, moments.high)
+    arrays = [*(array.masked_fill(none, math.nan) for array in values), moments.count]
+    columns: list[list[Any]] = [
+        [_ByMetric(zip(summary.metrics, row, strict=True)) for row in array.tolist()]
+        for array in arrays
+    ]
+    if (distances := summary.distances) is not None:
+        most = distances.peaks.max(1)
+        share = most.values.double() / distances.rows.clamp(min=1).double()
+        nearby = (*distances.within(NEAR), most.indices.double() - PEAKS, share)
+        none = distances.rows == 0
+        columns += [column.masked_fill(none, math.nan).tolist() for column in nearby]
+    return [
+        HeadFacts(summary, index, *place, *numbers)
+        for index, (place, *numbers) in enumerate(zip(summary.places, *columns, strict=True))
+    ]
 
 
-def _sink(head: HeadFacts) -> Judgement | None:
-    """An attention sink: most of its weight, and ``LIFT`` uniform shares, is on the first key."""
-    judgement = _on_first_key(head)
-    if judgement is None or judgement.size < LIFT / head.mean("n_keys"):
+def _met(head: HeadFacts) -> Iterator[tuple[Kind, Judgement]]:
+    """Every rule that the head is beyond the threshold of."""
+    mean, n_keys = head.mean, head.mean["n_keys"]
+    share = mean["normalized_entropy"]
+
+    def numbers(*metrics: str) -> Judgement:
+        """The means of some metrics; the first is what the rule compares."""
+        return Judgement(mean[metrics[0]], {name: mean[name] for name in metrics})
+
+    first = mean["first_weight"]
+    if first > SINK and not first < LIFT / n_keys:
+        yield "sink", numbers("first_weight", "mass_special", "n_keys")
+    if mean["mass_special"] > SINK:
+        yield "special_sink", numbers("mass_special", "first_weight", "n_keys")
+    if head.near > limit("local") and head.near > LIFT * head.even:
+        distance = mean["attention_distance"]
+        weights = {"near": head.near, "even": head.even, "attention_distance": distance}
+        yield "local", Judgement(head.near, weights)
+    if mean["mass_previous"] > limit("previous-token"):
+        yield "previous-token", numbers("mass_previous")
+    if DIFFUSE < share <= DEAD:
+        yield "diffuse", numbers("normalized_entropy")
+    if mean["top_weight"] > limit("sharp"):
+        yield "sharp", numbers("top_weight", "effective_keys")
+    if share > DEAD:
+        yield "dead", numbers("normalized_entropy", "n_keys")
+    if head.peak_share > limit("positional"):
+        peak = {"position": head.peak, "share": head.peak_share}
+        yield "positional", Judgement(head.peak_share, peak)
+
+    rows = head.count.get("n_keys", 0.0)
+    not_finite = rows - head.count.get("lse", rows)
+    if not_finite > 0:
+        counted = {"rows": float(rows), "not_finite": float(not_finite)}
+        yield "not_finite", Judgement(not_finite / rows, counted)
+    largest, bits = head.high["max_logit"], _BITS.get(head.dtype)
+    if largest > LARGE_LOGIT:
+        yield "large_logits", Judgement(largest, {"max_logit": largest})
+    if bits is not None and largest > 0:
+        step = 2.0 ** (math.floor(math.log2(largest)) + 1 - bits)  # to the next number of the dtype
+        if step >= limit("coarse_scores"):
+            yield "coarse_scores", Judgement(step, {"max_logit": largest, "step": step})
+    if share < COLLAPSE:
+        sharpness = numbers("normalized_entropy", "effective_keys").numbers
+        yield "entropy_collapse", Judgement(1 / max(share, 1e-12), sharpness)
+    if (growth := _growth(head)) is not None:
+        yield "dilution", growth
+
+
+def _growth(head: HeadFacts) -> Judgement | None:
+    """The significant slope of entropy against log n; None without one, or if diffuse anyway."""
+    profile, metrics = head.summary.profile, head.summary.metrics
+    if profile is None or "entropy" not in metrics or head.mean["normalized_entropy"] > DIFFUSE:
         return None
-    return judgement
-
-
-def _local(head: HeadFacts) -> Judgement | None:
-    """A local head: most of its weight is on nearby keys.
-
-    Returns:
-        The judgement, with that weight as its value. None if it is at most the threshold, unknown,
-        or less than ``LIFT`` times what uniform attention would give.
-    """
-    if not (head.near > limit("local") and head.near > LIFT * head.even):
+    entropy = metrics.index("entropy")
+    slope = profile.final_slope(head.index, entropy, octaves=OCTAVES, least_n=LEAST_KEYS)
+    if slope is None or slope.value - slope.margin <= limit("steep"):
         return None
-    distance = head.mean("attention_distance")
-    numbers = {"near": head.near, "even": head.even, "attention_distance": distance}
-    return Judgement(head.near, numbers)
-
-
-def _positional(head: HeadFacts) -> Judgement | None:
-    """A positional head: the largest weight is at the same distance from the query in most rows.
-
-    Returns:
-        The judgement, with the share of these rows as its value; None if it is low or unknown.
-    """
-    if not head.peak_share > limit("positional"):
-        return None
-    return Judgement(head.peak_share, {"position": head.peak, "share": head.peak_share})
-
-
-def _not_finite(head: HeadFacts) -> Judgement | None:
-    """Rows with scores that are not finite.
-
-    Returns:
-        The judgement, with the share of these rows as its value; None if there are none.
-    """
-    rows, not_finite = head.count("n_keys"), head.count("n_keys") - head.count("lse")
-    if not_finite <= 0 or not head.has("lse"):
-        return None
-    numbers = {"rows": float(rows), "not_finite": float(not_finite)}
-    return Judgement(not_finite / rows, numbers)
-
-
-def _large_logits(head: HeadFacts) -> Judgement | None:
-    """A logit above ``LARGE_LOGIT``.
-
-    Returns:
-        The judgement, with the largest logit as its value; None if none is that large.
-    """
-    value = head.high("max_logit")
-    return Judgement(value, {"max_logit": value}) if value > LARGE_LOGIT else None
-
-
-def _coarse_scores(head: HeadFacts) -> Judgement | None:
-    """Logits so large that neighbouring numbers of their dtype are ``COARSE_STEP`` apart.
-
-    Returns:
-        The judgement, with the distance of neighbouring numbers at the largest logit as its value;
-        None if it is smaller, or the dtype is unknown.
-    """
-    value, bits = head.high("max_logit"), _BITS.get(head.dtype)
-    if bits is None or not value > 0:
-        return None
-    step = 2.0 ** (math.floor(math.log2(value)) + 1 - bits)
-    if step < COARSE_STEP:
-        return None
-    return Judgement(step, {"max_logit": value, "step": step})
-
-
-def _collapse(head: HeadFacts) -> Judgement | None:
-    """A collapsed head: its entropy is close to 0.
-
-    Returns:
-        The judgement, with log n / entropy as its value, so that worse heads have larger values;
-        None for other heads.
-    """
-    share = head.mean("normalized_entropy")
-    if not share < COLLAPSE:
-        return None
-    numbers = {"normalized_entropy": share, "effective_keys": head.mean("effective_keys")}
-    return Judgement(1 / max(share, 1e-12), numbers)
-
-
-def _dilution(head: HeadFacts) -> Judgement | None:
-    """A head whose entropy grows significantly with the number of keys n.
-
-    Returns:
-        The judgement, with the slope of entropy against log n as its value. None if the slope is
-        not above ``STEEP`` by more than its margin, entropy was not recorded by n, or the head is
-        diffuse anyway.
-    """
-    if head.mean("normalized_entropy") > DIFFUSE:
-        return None
-    slope = head.entropy_slope(octaves=OCTAVES, least_n=LEAST_KEYS)
-    if slope is None or slope.value - slope.margin <= STEEP or slope.high - slope.low <= GROWTH:
+    if slope.high - slope.low <= limit("growth"):
         return None
     numbers: dict[str, float] = slope._asdict()
     for end in ("high", "low"):  # measured there: entropy need not follow the line
-        entropy, error = head.entropy_at(numbers[f"{end}_n"])
-        numbers |= {f"{end}_entropy": entropy, f"{end}_error": error}
+        mean, error = profile.at(head.index, entropy, numbers[f"{end}_n"])
+        numbers |= {f"{end}_entropy": float(mean), f"{end}_error": float(error)}
     return Judgement(slope.value, numbers)
 
 
-#: A rule for each kind: first what a head does, then what calls for a change, most urgent first.
-RULES: dict[Kind, Rule] = {
-    "sink": _sink,
-    "special_sink": _above(SINK, "mass_special", "first_weight", "n_keys"),
-    "local": _local,
-    "previous-token": _above(limit("previous-token"), "mass_previous"),
-    "diffuse": _above(DIFFUSE, "normalized_entropy", most=DEAD),
-    "sharp": _above(limit("sharp"), "top_weight", "effective_keys"),
-    "dead": _above(DEAD, "normalized_entropy", "n_keys"),
-    "positional": _positional,
-    "not_finite": _not_finite,
-    "large_logits": _large_logits,
-    "coarse_scores": _coarse_scores,
-    "entropy_collapse": _collapse,
-    "dilution": _dilution,
-}
+def extremes(heads: Sequence[HeadFacts]) -> tuple[str, HeadFacts, HeadFacts] | None:
+    """The sharpest and the most diffuse head, by the first of three metrics that was recorded.
+
+    Of heads that tie, the first and the last: two heads all alike are still two heads.
+
+    Returns:
+        The metric's name and the two heads; None if none of the metrics was recorded.
+    """
+    for name in ("normalized_entropy", "entropy", "effective_keys"):
+        if known := [head for head in heads if math.isfinite(head.mean[name])]:
+            sharpest = min(known, key=lambda head: head.mean[name])
+            return name, sharpest, max(reversed(known), key=lambda head: head.mean[name])
+    return None

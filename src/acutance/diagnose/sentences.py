@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from acutance.diagnose.rules import LARGE_LOGIT, Judgement
-from acutance.diagnose.thresholds import HeadFacts
+from acutance.diagnose.rules import LARGE_LOGIT, HeadFacts, Kind
 
 Certainty = Literal["measured", "fitted", "suspected"]
 
@@ -31,7 +30,7 @@ class Advice(NamedTuple):
 
 
 #: What is said of the heads of each kind of recommendation.
-ADVICE: dict[str, Advice] = {
+ADVICE: dict[Kind, Advice] = {
     "not_finite": Advice(
         "{worst[not_finite]:,.0f} of {worst[rows]:,.0f} rows have scores that are not finite",
         "find where inf or NaN comes from, for example an overflow of float16 or a mask that hides "
@@ -99,17 +98,17 @@ class _Range:
         return low if low == high else f"{low} to {high}"
 
 
-def advice(kind: str, beyond: Sequence[tuple[HeadFacts, Judgement]]) -> Advice:
+def advice(kind: Kind, beyond: Sequence[HeadFacts]) -> Advice:
     """The :data:`ADVICE` on heads of one layer that are beyond the same threshold, in numbers."""
-    head, worst = max(beyond, key=lambda pair: pair[1].size)
-    judgements = [judgement.numbers for _, judgement in beyond]
+    head = max(beyond, key=lambda head: head.rules[kind].size)
+    worst, judgements = head.rules[kind].numbers, [head.rules[kind].numbers for head in beyond]
     words: dict[str, Any] = {
-        name: _Range([numbers[name] for numbers in judgements]) for name in worst.numbers
+        name: _Range([numbers[name] for numbers in judgements]) for name in worst
     }
     words |= _OF_ENCODERS if head.sees_all else _OF_OTHERS
-    n, alone = worst.numbers.get("n_keys", math.nan), len(beyond) == 1
+    n, alone = worst.get("n_keys", math.nan), len(beyond) == 1
     words |= {
-        "worst": worst.numbers,
+        "worst": worst,
         "dtype": head.dtype,
         "over": f" (n = {n:,.0f} keys on average)" if math.isfinite(n) else "",
         "largest_error": max(numbers.get("error", 0.0) for numbers in judgements),

@@ -12,8 +12,7 @@ from acutance.calibration.identity import longest
 from acutance.calibration.law import names_in
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
-from acutance.diagnose.rules import Kind
-from acutance.diagnose.thresholds import HeadFacts, Summary, facts
+from acutance.diagnose.rules import HeadFacts, Kind, Summary
 from acutance.judging.changes import Change, HeadsOff, LawRemedy
 from acutance.scaling import ClipLogN, Window
 
@@ -83,32 +82,26 @@ def proposed_remedies(
     if summary.about.get("untrained") is True:
         return Proposals(left_out=("The model is untrained, so no change was judged.",))
     layers = _layers(model, summary)
-    heads = [
-        (head, rules)
-        for head, rules in zip(facts(summary), summary.judgements, strict=True)
-        if head.layer in layers
-    ]
+    heads = [head for head in summary.facts if head.layer in layers]
     found: list[tuple[Change, str]] = []
     left_out = []
     together: list[HeadFacts] = []
     for kind, what in _OFF.items():
-        beyond = sorted(
-            (pair for pair in heads if kind in pair[1]), key=lambda pair: -pair[1][kind].size
-        )
+        beyond = [head for head in heads if kind in head.rules]
         if beyond:
-            those = [head for head, _ in beyond[:_STRONGEST]]
+            those = sorted(beyond, key=lambda head: -head.rules[kind].size)[:_STRONGEST]
             many = f"{len(those)} of {len(beyond)} heads that {what}"
             found.append((_off(layers, those), f"switches off {many}"))
             together += those
     kinds = len(found)
-    if any("dilution" in rules for _, rules in heads):
+    if any("dilution" in head.rules for head in heads):
         trained = longest(model) if train_length is None else train_length
         if trained is None or length <= trained:
             left_out.append(_not_beyond(trained, length))
         else:
             law = LawRemedy(f"clip_log_n:train_length={trained}", ClipLogN(trained))
             found.append((law, "sharpens attention beyond the trained length"))
-    local = [head for head, rules in heads if "local" in rules]
+    local = [head for head in heads if "local" in head.rules]
     if causal and (windows := _windows(summary, layers, local, length)):
         sizes = sorted({window.size for window in windows.values()})
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
@@ -185,7 +178,7 @@ def _windows(
     found = {}
     for head in local:
         mass = summary.distances.mass[head.index, 0]  # octave k: distances below 2^k
-        sink = head.mean("first_weight") if head.has("first_weight") else 0.0
+        sink = head.mean.get("first_weight", 0.0)
         reached = mass.cumsum(0) + sink >= _SHARE * mass.sum()
         size = 1 << int(reached.int().argmax())
         if size < length:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from acutance.diagnose.classes import classify
-from acutance.diagnose.rules import Judgement, Kind, judge_heads
+from acutance.diagnose.rules import HeadFacts, Judgement, Kind, facts
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.cells import Parts
@@ -39,7 +39,9 @@ from acutance.summary.readouts.spans import Spans
 
 SCHEMA = "acutance.head_summary/1"
 #: Attributes that files and tables are made with; ``dir`` leaves them out.
-_FOR_FILES = frozenset({"optional_parts", "column", "grid", "judgements", "parts", "places"})
+_FOR_FILES = frozenset(
+    {"optional_parts", "column", "facts", "grid", "judgements", "parts", "places"}
+)
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,14 @@ class HeadSummary(Columns):
         return coverage_line([layer.module for layer in self.layers], self.unread)
 
     @cached_property
+    def facts(self) -> list[HeadFacts]:
+        """The numbers of each head, and the rules that it meets."""
+        return facts(self)
+
+    @property
     def judgements(self) -> list[dict[Kind, Judgement]]:
         """The diagnostic rules that each head meets; findings, classes and alarms share them."""
-        return judge_heads(self)
+        return [head.rules for head in self.facts]
 
     @cached_property
     def predicted_entropy(self) -> list[float] | None:
