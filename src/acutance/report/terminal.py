@@ -17,6 +17,7 @@ from acutance.diagnose.classes import CLASSES, classify
 from acutance.diagnose.sentences import crossing
 from acutance.escapes import printable, ranges
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
+from acutance.report.screen import Wrapped
 from acutance.report.table import Cell, Column, Table
 from acutance.structure import describe
 from acutance.summary.head_summary import HeadSummary
@@ -25,7 +26,8 @@ from acutance.summary.layer import STATUSES, Layer, notices
 #: A folded table of more lines than this gives way to one line for each layer.
 MOST_LINES = 100
 _PREFERRED = ("normalized_entropy", "entropy", "effective_keys")
-_Line = list[tuple[str, Style | None]]
+#: What stands before the means of the layers.
+_BAR = Cell("│", "dim")
 
 
 def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRenderable:
@@ -78,36 +80,20 @@ class _HeadTable:
         self.scale = colour_scale(self.metric, (value for row in self.grid for value in row))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        coloured = console.color_system in ("256", "truecolor")
-        for line in self._lines(options.max_width, coloured):
-            if isinstance(line, Table):
-                yield line
-                continue
-            text = Text()
-            for part, style in line:
-                bare = style is not None and style.bgcolor is not None and not coloured
-                text.append(printable(part, options.ascii_only), None if bare else style)
-            if len(line) > 1:  # a row of cells; sentences are one part
-                text.no_wrap, text.overflow = True, "crop"
-            yield text
-
-    def _lines(self, width: int, coloured: bool) -> Iterator[_Line | Table]:
-        """All lines: notices, title, table and notes."""
+        width, coloured = options.max_width, console.color_system in ("256", "truecolor")
         for notice in notices(self.summary.about):
-            yield [(f"! {notice}", Style(bold=True, color="red"))]
-            yield []
+            yield Wrapped(f"! {notice}", "bold red")
+            yield Text()
         if any(self.grid):
-            yield from self._head(width)
-            yield []
+            yield from self._head(width, coloured, options.ascii_only)
+            yield Text()
             yield from self._body(width, coloured)
-            yield []
-        for line, style in _footnotes(self.summary):
-            yield [(line, style)]
+            yield Text()
+        yield from _footnotes(self.summary)
 
-    def _head(self, width: int) -> Iterator[_Line]:
+    def _head(self, width: int, coloured: bool, ascii_only: bool) -> Iterator[Text | Wrapped]:
         """The title and the colour scale."""
         name = self.metric.replace("_", " ")
-        bold, dim = Style(bold=True), Style(dim=True)
         if self.metric == "normalized_entropy":
             title, low, high = (
                 "How diffuse attention is: ",
@@ -118,103 +104,69 @@ class _HeadTable:
             title, low, high = "", "low", "high" + (", log scale" if self.scale.log else "")
         unit = describe(self.metric).unit
         of = "" if unit == "1" else f" ({unit})"
-        yield [(f"{title}mean {name}{of} over rows, layer × head", bold)]
-        for count, ends in ((6, (low, high)), (6, _short(low, high)), (3, _short(low, high))):
-            ticks = self.scale.ticks(count)
-            texts = [f" {self._text(tick)} " for tick in ticks]
-            if len("".join((*ends, *texts))) + 2 <= width:
+        yield Wrapped(f"{title}mean {name}{of} over rows, layer × head", "bold")
+        short = low.split(",")[0], high.split(",")[0]
+        for count, ends in ((6, (low, high)), (6, short), (3, short)):
+            cells = [self._cell(tick, coloured) for tick in self.scale.ticks(count)]
+            if len("".join((*ends, *(cell.value for cell in cells)))) + 2 * count + 2 <= width:
                 break
-        ramp: _Line = [(text, self._style(tick)) for text, tick in zip(texts, ticks, strict=True)]
-        yield [(f"{ends[0]} ", dim), *ramp, (f" {ends[1]}", dim)]
+        ramp = Text(f"{ends[0]} ", "dim", no_wrap=True, overflow="crop")
+        for cell in cells:
+            ramp.append(printable(f" {cell.value} ", ascii_only), cell.style or "not dim")
+        yield ramp.append(f" {ends[1]}")
 
-    def _body(self, width: int, coloured: bool) -> Iterator[_Line | Table]:
+    def _cell(self, value: float, coloured: bool) -> Cell:
+        """A value as text in its colours."""
+        place = self.scale.place(value) if coloured else None
+        return Cell(brief(value, self.metric), "" if place is None else _shade(place))
+
+    def _body(self, width: int, coloured: bool) -> Iterator[Table | Text | Wrapped]:
         """The heat map of the heads, or the distribution in each layer if it does not fit."""
-        widest = max(len(row) for row in self.grid)
-        texts = [self._text(value) for row in self.grid for value in row]
-        cell = max(4, *map(len, texts), *map(len, self.names))
-        label = max(5, len(str(len(self.grid) - 1)))
-        room = width - label - 1 - (cell + 4)  # the mean has its own column
-        if widest * (cell + 2) <= room:
-            cell, chunk = cell + 2, widest
-        else:
-            cell, chunk = cell + 1, widest
-            if widest * cell > room:  # folded lines are labelled with their heads
-                label += 2 * len(str(widest - 1)) + 3
-                chunk = _chunk(widest, max(1, (width - label - 1 - cell - 3) // cell))
-        lines = sum(max(1, math.ceil(len(row) / chunk)) for row in self.grid)
-        if chunk < widest and lines > MOST_LINES:
-            said = (
-                "The heads do not fit side by side, so this shows their distribution in each layer."
-            )
-            yield [(said, Style(dim=True))]
-            yield []
-            yield self._digest(coloured)
-        else:
-            yield from self._folded(chunk, widest, cell, label)
-
-    def _folded(self, chunk: int, widest: int, cell: int, label: int) -> Iterator[_Line]:
-        """The heat map, with long layers folded over several lines."""
-        bold, dim = Style(bold=True), Style(dim=True)
-        pad = " " if cell % 2 == 0 else ""  # a six-wide cell has a space on both sides
-        folded = chunk < widest
-        names = [f"{name}{pad}".rjust(cell) for name in self.names[:chunk]]
-        if folded:
-            names = [f"{'h' if self.whole else '#'}+{i}{pad}".rjust(cell) for i in range(chunk)]
-        title = "layer" + (" heads".rjust(label - 5) if folded else " " * (label - 5))
-        yield [
-            (f"{title} ", bold),
-            *((name, dim) for name in names),
-            (" │ ", dim),
-            (f"mean{pad}".rjust(cell), bold),
-        ]
-        for layer, row in enumerate(self.grid):
-            mean = _mean(row)
+        widest = max(map(len, self.grid))
+        cells = [[self._cell(value, coloured) for value in row] for row in self.grid]
+        cell = max(4, *(len(cell.value) for row in cells for cell in row), *map(len, self.names))
+        room = width - max(5, len(str(len(self.grid)))) - cell - 3  # beside layer, bar and mean
+        folded = widest * (cell + 1) > room
+        names, chunk = self.names, widest
+        if folded:  # lines are labelled with their heads
+            chunk = _chunk(widest, max(1, (room - 2 * len(str(widest - 1)) - 2) // (cell + 1)))
+            names = [f"{'h' if self.whole else '#'}+{i}" for i in range(chunk)]
+            if sum(max(1, math.ceil(len(row) / chunk)) for row in self.grid) > MOST_LINES:
+                yield Wrapped(
+                    "The heads do not fit side by side, so this shows their distribution in each "
+                    "layer.",
+                    "dim",
+                )
+                yield Text()
+                yield self._digest(coloured)
+                return
+        means, rows = [self._cell(_mean(row), coloured) for row in self.grid], []
+        for layer, row in enumerate(cells):
+            mark = "×" if crossing(self.summary.layers[layer].module) else ""
             for start in range(0, max(1, len(row)), chunk):
-                part = row[start : start + chunk]
-                mark = "×" if crossing(self.summary.layers[layer].module) else ""
-                index = f"{layer}{mark}".rjust(5) if start == 0 else " " * 5
-                last = start + len(part) - 1
-                heads = (f"{start}–{last}" if part[1:] else f"{start}") if folded and part else ""
-                line: _Line = [(index + heads.rjust(label - 5) + " ", bold if start == 0 else dim)]
-                line += [
-                    (f"{self._text(value)}{pad}".rjust(cell), self._style(value)) for value in part
-                ]
-                line += [(" " * (cell * (chunk - len(part))), None), (" │ ", dim)]
-                if start == 0:
-                    line.append((f"{self._text(mean)}{pad}".rjust(cell), self._style(mean)))
-                yield line
+                some = row[start : start + chunk]
+                heads = [Cell(ranges(range(start, start + len(some))), "dim")] * folded
+                ends = ("", None) if start else (f"{layer}{mark}", means[layer])
+                empty = [None] * (chunk - len(some))
+                rows.append((Cell(ends[0], "bold"), *heads, *some, *empty, _BAR, ends[1]))
+        headings = ["heads"] * folded + [name.rjust(cell) for name in names]
+        columns = map(Column, ("layer", *headings))
+        yield Table("", [*columns, Column("│", "name"), Column("mean".rjust(cell))], rows)
 
     def _digest(self, coloured: bool) -> Table:
         """One line for each layer: the distribution over its heads, and the extreme ones."""
         rows = []
         for index, row in enumerate(self.grid):
-            numbers = self.summary.layers[index].numbers
-            pairs = zip(row, numbers, strict=True)
+            pairs = zip(row, self.summary.layers[index].numbers, strict=True)
             ranked = sorted(pair for pair in pairs if math.isfinite(pair[0]))
-            values = [value for value, _ in ranked]
-            quarters = [math.nan] * 3
-            if values:
-                quarters = quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
-            ends = [values[0], values[-1]] if values else [math.nan] * 2
+            values = [value for value, _ in ranked] or [math.nan]
+            quarters = quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+            shown = (values[0], values[-1], *quarters, _mean(row))
+            low, high, *middle, mean = (self._cell(value, coloured) for value in shown)
             heads = [Cell(f"h{ranked[at][1]}" if ranked else "", "dim") for at in (0, -1)]
-            low, high, *middle, mean = (
-                Cell(value, (coloured and self._style(value)) or "")
-                for value in (*ends, *quarters, _mean(row))
-            )
-            rows.append((index, low, heads[0], *middle, high, heads[1], Cell("│", "dim"), mean))
-        names = ("lowest", "head", "25 %", "median", "75 %", "highest", "head", "mean")
-        *heads_of_layer, mean_of_layer = (Column(name, format=self._text) for name in names)
-        columns = [Column("layer"), *heads_of_layer, Column("│", "name"), mean_of_layer]
-        return Table("", columns, rows)
-
-    def _text(self, value: float) -> str:
-        """A value as text for a cell."""
-        return brief(value, self.metric)
-
-    def _style(self, value: float) -> Style | None:
-        """Colours of a cell; None for NaN."""
-        place = self.scale.place(value)
-        return None if place is None else _shade(place)
+            rows.append((index, low, heads[0], *middle, high, heads[1], _BAR, mean))
+        names = ("layer", "lowest", "head", "25 %", "median", "75 %", "highest", "head")
+        return Table("", [*map(Column, names), Column("│", "name"), Column("mean")], rows)
 
 
 @cache
@@ -235,33 +187,29 @@ def headline(metrics: Sequence[str]) -> str:
     return next((name for name in _PREFERRED if name in metrics), first)
 
 
-def _footnotes(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
+def _footnotes(summary: HeadSummary) -> Iterator[Wrapped]:
     """Notes on what was read and how reliable it is."""
     layers = summary.layers
-    for sentence in row_sentences(layers):
-        yield sentence, None
-    for sentence in chosen_sentences(layers):
-        yield sentence, None
+    yield from map(Wrapped, (*row_sentences(layers), *chosen_sentences(layers)))
     if any(crossing(layer.module) for layer in layers):
-        yield "× is cross-attention: queries of one sequence, keys of another.", None
+        yield Wrapped("× is cross-attention: queries of one sequence, keys of another.")
     counts = Counter(head_class.name for head in classify(summary) for head_class in head)
     if counts:
         class_counts = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
-        yield f"Heads by class: {class_counts}.", None
+        yield Wrapped(f"Heads by class: {class_counts}.")
     for sentence, wrong in status_sentences(layers):
-        yield sentence, Style(bold=True, color="red") if wrong else None
-    if len(layers) > 1 or not layers:
-        for sentence in module_sentences(layers):
-            yield sentence, Style(dim=True)
+        yield Wrapped(sentence, "bold red" if wrong else "")
+    if len(layers) != 1:
+        yield from (Wrapped(sentence, "dim") for sentence in module_sentences(layers))
     if summary.unread:
-        yield summary.coverage, None
-        yield "Attention that could not be read:", Style(bold=True)
-        for reason in summary.unread:
-            yield f"  – {reason}", None
-    if summary.not_provided:
-        yield "Attention left to the model, which acutance could not provide:", Style(bold=True)
-        for reason in summary.not_provided:
-            yield f"  – {reason}", None
+        yield Wrapped(summary.coverage)
+    for title, reasons in {
+        "Attention that could not be read:": summary.unread,
+        "Attention left to the model, which acutance could not provide:": summary.not_provided,
+    }.items():
+        if reasons:
+            yield Wrapped(title, "bold")
+        yield from (Wrapped(reason, bullet="  – ") for reason in reasons)
 
 
 def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
@@ -364,11 +312,6 @@ def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
         parts = [column[0] if len(set(column)) == 1 else "*" for column in zip(*names, strict=True)]
         sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}{crossing(''.join(parts))}")
     return sentences
-
-
-def _short(low: str, high: str) -> tuple[str, str]:
-    """Short names for the ends of a scale."""
-    return low.split(",")[0], high.split(",")[0]
 
 
 def _chunk(heads: int, fit: int) -> int:
