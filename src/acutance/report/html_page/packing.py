@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-from acutance.summary.head_summary import HeadSummary
 
 #: Characters the packed data may take: with library, script and style the page is below 1.5 MB.
 BUDGET = 1_120_000
@@ -224,44 +220,3 @@ def rounded(value: float | None, digits: int) -> float | int | None:
         return None
     number = float(f"{value:.{digits}g}")
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
-
-
-def pack_metric(
-    packer: Packer,
-    level: Level,
-    name: str,
-    parts: Mapping[str, Array],
-    soft: float,
-    *,
-    least: int = 1,
-    **described: Any,
-) -> dict[str, Any]:
-    """Pack numbers of every head; return their description for the page's map and panel.
-
-    Args:
-        packer: receives the numbers.
-        level: the precision level.
-        name: what the map calls them.
-        parts: arrays (heads,), the one to show as ``mean``.
-        soft: where their scale turns from even to logarithmic steps.
-        least: bytes of a number at least.
-        described: what else the page says of them.
-    """
-    codes = {}
-    for part, values in parts.items():
-        width = max(least, level.mean if part == "mean" else level.rest)
-        coded = encode(values, width, soft)
-        packer.add(f"{name}.{part}", coded.values)
-        codes[part] = [coded.low, coded.high]
-    usual = {"name": name, "source": "", "log": False, "first": None, "rows": None}
-    return {**usual, "soft": soft, "codes": codes, **described}
-
-
-def layer_means(summary: HeadSummary, mean: Tensor, weight: Tensor) -> list[float | int | None]:
-    """The mean of each layer's heads; both tensors have one number for each head."""
-    sizes = [layer.heads for layer in summary.layers]
-    total = torch.where(weight > 0, mean * weight, 0.0)
-    parts = zip(total.split(sizes), weight.split(sizes), strict=True) if sizes else ()
-    return [
-        rounded(float(part.sum() / rows.sum()) if rows.sum() else None, 5) for part, rows in parts
-    ]
