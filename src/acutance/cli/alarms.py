@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import READ, OutputOptions, Role, command
+from acutance.cli import options as cli
 from acutance.cli.shared import misuse
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class AlarmsOptions(OutputOptions):
+class AlarmsOptions(cli.OutputOptions):
     """The options of ``acutance alarms``.
 
     Attributes:
@@ -26,11 +26,11 @@ class AlarmsOptions(OutputOptions):
         false_alarms: Alarms per million steps of healthy training; fewer come later.
     """
 
-    log: Annotated[Path, typer.Argument(metavar="LOG"), Role("input")]
+    log: Annotated[Path, typer.Argument(metavar="LOG"), cli.Role("input")]
     false_alarms: Annotated[float, typer.Option(metavar="RATE")] = 100.0
 
 
-@command(AlarmsOptions, {READ: "false_alarms"})
+@cli.command(AlarmsOptions, {cli.READ: "false_alarms"})
 def alarms(options: AlarmsOptions) -> None:
     """Replay the log of a training: when did a monitor warn, or when would it have?"""
     if not 0 < options.false_alarms < math.inf:

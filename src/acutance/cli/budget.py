@@ -2,23 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli import options as cli
 from acutance.cli.inputs import read_windows
-from acutance.cli.options import (
-    Count,
-    LanguageModel,
-    Lengths,
-    OutputOptions,
-    Role,
-    RunOptions,
-    command,
-    keywords,
-    read_pair,
-)
 from acutance.cli.shared import pass_progress
 
 if TYPE_CHECKING:
@@ -30,11 +19,11 @@ _LEAST = 4
 
 def _streaming(text: str) -> list[int]:
     """Parse ``FIRST,RECENT``."""
-    return read_pair(text, "FIRST,RECENT, as in 4,124", 2, (0, 1))
+    return cli.read_pair(text, "FIRST,RECENT, as in 4,124", 2, (0, 1))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class BudgetOptions(OutputOptions, RunOptions):
+class BudgetOptions(cli.OutputOptions, cli.RunOptions):
     """The options of ``acutance budget``.
 
     Attributes:
@@ -54,20 +43,20 @@ class BudgetOptions(OutputOptions, RunOptions):
         figure: Draw loss against bytes as .png or .svg (needs matplotlib).
     """
 
-    model: LanguageModel
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="PLAN"), Role("output")] = None
+    model: cli.LanguageModel
+    out: cli.Out = None
     keep: float | None = None
     max_loss: float | None = None
     streaming: Annotated[
-        list[list[int]] | None, typer.Option(metavar="FIRST,RECENT"), Role(read=_streaming)
+        list[list[int]] | None, typer.Option(metavar="FIRST,RECENT"), cli.Role(read=_streaming)
     ] = None
-    lengths: Lengths = None
-    windows: Count = 16
+    lengths: cli.Lengths = None
+    windows: cli.Count = 16
 
     parts = ("", ".costs", ".reach")
 
 
-@command(
+@cli.command(
     BudgetOptions,
     {"What heads may keep": "keep max_loss streaming"},
     interrupted="before a plan was chosen",
@@ -105,7 +94,7 @@ def _search(options: BudgetOptions) -> "Budget":
         )
     with pass_progress(windows.tokens // 2) as advance:
         return search(
-            **keywords(
+            **cli.keywords(
                 search, options, model=loaded.model, windows=batches, plans=plans or None,
                 loss=loss_of(loaded), advance=advance,
             )

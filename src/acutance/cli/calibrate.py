@@ -1,28 +1,13 @@
 """``acutance calibrate``: fit a law to a model on texts."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli import inputs
+from acutance.cli import options as cli
 from acutance.cli.held_out import compare_held_out, record_of
-from acutance.cli.inputs import lengths_noted, note_lengths, noted, reading
-from acutance.cli.options import (
-    FIT,
-    WRITE,
-    Least1,
-    Lengths,
-    Model,
-    Role,
-    RunOptions,
-    SaveEvery,
-    Tokens,
-    check_choice,
-    command,
-    keywords,
-    read_pair,
-)
 from acutance.cli.shared import console, fail, pass_progress
 
 if TYPE_CHECKING:
@@ -44,11 +29,11 @@ def _target(text: str) -> tuple[str, float | None]:
 
 def _window(text: str) -> list[int]:
     """Parse ``SIZE[,SINKS]``."""
-    return read_pair(text, "SIZE or SIZE,SINKS, as in 1024,4", 1, (1, 0))
+    return cli.read_pair(text, "SIZE or SIZE,SINKS, as in 1024,4", 1, (1, 0))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class CalibrateOptions(RunOptions):
+class CalibrateOptions(cli.RunOptions):
     """The options of ``acutance calibrate``.
 
     Attributes:
@@ -83,31 +68,31 @@ class CalibrateOptions(RunOptions):
             could not be measured.
     """
 
-    model: Model = None
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="LAW"), Role("output")] = None
+    model: cli.Model = None
+    out: cli.Out = None
     target: Annotated[
-        tuple[str, float | None], typer.Option(metavar="METRIC[=VALUE]"), Role(read=_target)
+        tuple[str, float | None], typer.Option(metavar="METRIC[=VALUE]"), cli.Role(read=_target)
     ] = ("entropy", None)
-    lengths: Lengths = None
+    lengths: cli.Lengths = None
     windows: Annotated[int | None, typer.Option(min=0)] = None
-    reference: Tokens = None
+    reference: cli.Tokens = None
     law: Annotated[str, typer.Option(metavar="NAME")] = "table"
     window: Annotated[
-        list[list[int]] | None, typer.Option(metavar="SIZE[,SINKS]"), Role(read=_window)
+        list[list[int]] | None, typer.Option(metavar="SIZE[,SINKS]"), cli.Role(read=_window)
     ] = None
     passes: Annotated[int, typer.Option(metavar="N", min=2)] = 6
     limit: Annotated[float, typer.Option(metavar="FACTOR")] = 16.0
     windowed: bool = False
-    batch_size: Least1 = 4
+    batch_size: cli.Least1 = 4
     even_if_worse: bool = False
-    save_every: SaveEvery = 1
+    save_every: cli.SaveEvery = 1
 
     parts = ("", ".judging")
 
 
-@command(
+@cli.command(
     CalibrateOptions,
-    {FIT: "target reference law window limit windowed passes", WRITE: "even_if_worse"},
+    {cli.FIT: "target reference law window limit windowed passes", cli.WRITE: "even_if_worse"},
     interrupted="before the law was fitted and judged",
 )
 def calibrate(options: CalibrateOptions) -> None:
@@ -148,8 +133,8 @@ def _check(options: CalibrateOptions) -> None:
     from acutance.calibration.measured import TARGETS
 
     target, value = options.target
-    check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
-    check_choice("--target", target, (*TARGETS, "loss"))
+    cli.check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
+    cli.check_choice("--target", target, (*TARGETS, "loss"))
     by_loss, no_law = target == "loss", options.law == "none"
     loss = "it needs --target loss"
     rules = [
@@ -181,7 +166,7 @@ def _check(options: CalibrateOptions) -> None:
         if broken:
             raise typer.BadParameter(reason, param_hint=flag)
     if by_loss:
-        check_choice("--law with --target loss", options.law, FAMILIES)
+        cli.check_choice("--law with --target loss", options.law, FAMILIES)
 
 
 def _fit(options: CalibrateOptions) -> "Calibration":
@@ -208,14 +193,14 @@ def _fit(options: CalibrateOptions) -> "Calibration":
     lengths = options.lengths or default_lengths(loaded)
     most = options.windows if options.windows is not None else (24 if by_loss else 64)
     windows = [Window(size, sinks=sum(sinks)) for size, *sinks in options.window or []]
-    arguments = keywords(
+    arguments = cli.keywords(
         calibrate, options, target=target, value=value, lengths=lengths, window=windows or None
     )
     if not by_loss:
         names = ("target", "value", "lengths", "reference", "law")
         check_request(**{name: arguments[name] for name in names})
-    note_lengths(loaded.model, lengths)
-    with reading(texts) as texts:
+    inputs.note_lengths(loaded.model, lengths)
+    with inputs.reading(texts) as texts:
         texts = [replace(text, content=text.tokenised(loaded.tokenizer)) for text in texts]
     held_out: HeldOut | None = None
     if headed is not None:
@@ -238,7 +223,7 @@ def _fit(options: CalibrateOptions) -> "Calibration":
     tokens = sum(batch["input_ids"].numel() for several in drawn.values() for batch in several)
     if len(read) < len(lengths):  # cut from the longest
         (drawn,) = drawn.values()
-    with pass_progress(tokens) as advance, lengths_noted():
+    with pass_progress(tokens) as advance, inputs.lengths_noted():
         arguments |= {"model": loaded.model, "batches": drawn, "advance": advance}
         calibration = calibrate(**arguments)
     calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
@@ -247,7 +232,7 @@ def _fit(options: CalibrateOptions) -> "Calibration":
     if headed is not None and held_out is not None:
         return _judge(options, calibration, headed, held_out, lengths)
     reason = "the model has no language-model head" if headed is None else "the text is too short"
-    noted(f"{reason}, so the loss under the law was not measured")
+    inputs.noted(f"{reason}, so the loss under the law was not measured")
     return calibration
 
 
@@ -267,7 +252,7 @@ def _judge(
     # a causal model's long windows have the short ones inside
     read = lengths if loss_of(headed).reads_all else lengths[-1:]
     windows = text_windows(headed, held.judged, read, 0, 0)
-    with lengths_noted():
+    with inputs.lengths_noted():
         change = LawRemedy("the law", calibration, options.windowed)
         comparison = compare_held_out(options, headed, windows, [change])
     (law,) = comparison.laws

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import (
-    MEASURE,
-    Count,
-    Least1,
-    OutputOptions,
-    Role,
-    command,
-    keywords,
-    read_numbers,
-)
+from acutance.cli import options as cli
 from acutance.cli.shared import INTERRUPTED, bar, console, misuse
 
 if TYPE_CHECKING:
@@ -30,7 +21,7 @@ _ALSO = {"softmax": "scaled_dot"}
 
 def _lengths(text: str) -> tuple[int, ...]:
     """Parse ``--n``."""
-    lengths = read_numbers(text, int)
+    lengths = cli.read_numbers(text, int)
     if min(lengths) < 2:
         raise ValueError(f"must be at least 2, got {text!r}")
     return lengths
@@ -38,7 +29,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _of_queries_and_keys(text: str) -> tuple[float, float]:
     """Parse ``--mean`` or ``--std``, one number for both or one for each."""
-    values = read_numbers(text)
+    values = cli.read_numbers(text)
     if len(values) > 2:
         raise ValueError(f"must be one number, or one for queries and one for keys, got {text!r}")
     if not all(math.isfinite(value) for value in values):
@@ -54,7 +45,7 @@ def _positive(text: str) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class CompareOptions(OutputOptions):
+class CompareOptions(cli.OutputOptions):
     """The options of ``acutance compare``.
 
     Attributes:
@@ -76,30 +67,30 @@ class CompareOptions(OutputOptions):
         listing: List the mechanisms and exit.
     """
 
-    n: Annotated[tuple[int, ...] | None, typer.Option(metavar="NUMBERS"), Role(read=_lengths)] = (
-        None
-    )
+    n: Annotated[
+        tuple[int, ...] | None, typer.Option(metavar="NUMBERS"), cli.Role(read=_lengths)
+    ] = None
     d: Annotated[int, typer.Option(min=2)] = 64
     mechanism: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None
-    heads: Least1 = 16
-    batch: Least1 = 1
-    samples: Least1 = 16
+    heads: cli.Least1 = 16
+    batch: cli.Least1 = 1
+    samples: cli.Least1 = 16
     mean: Annotated[
-        tuple[float, float], typer.Option(metavar="Q[,K]"), Role(read=_of_queries_and_keys)
+        tuple[float, float], typer.Option(metavar="Q[,K]"), cli.Role(read=_of_queries_and_keys)
     ] = (0.0, 0.0)
-    std: Annotated[tuple[float, float], typer.Option(metavar="Q[,K]"), Role(read=_positive)] = (
+    std: Annotated[tuple[float, float], typer.Option(metavar="Q[,K]"), cli.Role(read=_positive)] = (
         1.0, 1.0,
     )  # fmt: skip
     is_causal: Annotated[bool, typer.Option("--causal")] = False
-    seed: Count = 0
-    state: Annotated[Path | None, typer.Option("--from", metavar="STATE"), Role("input")] = None
+    seed: cli.Count = 0
+    state: Annotated[Path | None, typer.Option("--from", metavar="STATE"), cli.Role("input")] = None
     costs: Annotated[bool, typer.Option("--costs/--no-costs")] = True
     listing: Annotated[bool, typer.Option("--list")] = False
 
 
-@command(
+@cli.command(
     CompareOptions,
-    {MEASURE: "n d mechanism heads batch samples mean std is_causal seed state costs"},
+    {cli.MEASURE: "n d mechanism heads batch samples mean std is_causal seed state costs"},
 )
 def compare(options: CompareOptions) -> None:
     """Compare attention mechanisms on the same keys: concentration and time.
@@ -129,7 +120,7 @@ def compare(options: CompareOptions) -> None:
             now = f"{step.mechanism}, n = {step.n}"
             shown.update(task, completed=step.done, total=step.total, description=now)
 
-        given = keywords(runner.compare, options, n=n, source=source, progress=advance)
+        given = cli.keywords(runner.compare, options, n=n, source=source, progress=advance)
         comparison = runner.compare(mechanisms, **given)
     if not comparison.complete:
         console().print(note(("interrupted", "yellow"), ": the results so far follow"))

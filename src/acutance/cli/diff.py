@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import (
-    READ,
-    Least1,
-    OutputFile,
-    OutputOptions,
-    Role,
-    check_metrics,
-    command,
-)
+from acutance.cli import options as cli
 
 if TYPE_CHECKING:
     from acutance.summary.head_summary import HeadSummary
@@ -23,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class DiffOptions(OutputOptions):
+class DiffOptions(cli.OutputOptions):
     """The options of ``acutance diff``.
 
     Attributes:
@@ -36,18 +28,18 @@ class DiffOptions(OutputOptions):
         csv: Write a table with one row per head and metric; '-' for standard output.
     """
 
-    before: Annotated[Path, typer.Argument(metavar="A"), Role("input")]
-    after: Annotated[Path, typer.Argument(metavar="B"), Role("input")]
+    before: Annotated[Path, typer.Argument(metavar="A"), cli.Role("input")]
+    after: Annotated[Path, typer.Argument(metavar="B"), cli.Role("input")]
     metric: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None
     equal_n: bool = False
-    top: Least1 = 10
-    csv: OutputFile = None
+    top: cli.Least1 = 10
+    csv: cli.OutputFile = None
 
 
-@command(DiffOptions, {READ: "equal_n top"})
+@cli.command(DiffOptions, {cli.READ: "equal_n top"})
 def diff(options: DiffOptions) -> None:
     """Compare two saved states: which heads changed most, and whether by more than noise."""
-    check_metrics(options.metric or [])
+    cli.check_metrics(options.metric or [])
     from acutance.report.diff_console import diff_view
     from acutance.report.diff_figures import draw_diff
     from acutance.report.exports import put_csv

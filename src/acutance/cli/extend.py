@@ -6,19 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli import options as cli
 from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_windows
-from acutance.cli.options import (
-    LESS,
-    READ,
-    Changes,
-    Count,
-    LanguageModel,
-    Role,
-    RunOptions,
-    Tokens,
-    command,
-    keywords,
-)
 from acutance.cli.shared import console, progress
 
 if TYPE_CHECKING:
@@ -28,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class ExtendOptions(RunOptions):
+class ExtendOptions(cli.RunOptions):
     """The options of ``acutance extend``.
 
     Attributes:
@@ -53,23 +42,23 @@ class ExtendOptions(RunOptions):
         save: Save the state after every run, for --resume.
     """
 
-    model: LanguageModel
+    model: cli.LanguageModel
     to: Annotated[int | None, typer.Option(metavar="N", min=4)] = None
-    train_length: Tokens = None
-    law: Changes = None
+    train_length: cli.Tokens = None
+    law: cli.Changes = None
     max_cost: Annotated[float, typer.Option(metavar="NAT", min=0.0)] = 0.005
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR")] = None
-    windows: Count = 8
+    windows: cli.Count = 8
     final: Annotated[int | None, typer.Option(metavar="WINDOWS", min=2)] = None
     budget: Annotated[float | None, typer.Option(metavar="MINUTES", min=0.01)] = None
-    dtype: Annotated[str | None, Role(choices=("float32", "bfloat16", "float16"))] = None
+    dtype: Annotated[str | None, cli.Role(choices=("float32", "bfloat16", "float16"))] = None
     by_head: Annotated[bool, typer.Option("--by-head/--one-for-all")] = True
     entropy: Annotated[bool, typer.Option("--entropy/--no-entropy")] = True
 
 
-@command(
+@cli.command(
     ExtendOptions,
-    {READ: "to train_length max_cost dtype", LESS: "final budget by_head entropy"},
+    {cli.READ: "to train_length max_cost dtype", cli.LESS: "final budget by_head entropy"},
     interrupted="before the search ended",
 )
 def extend(options: ExtendOptions) -> None:
@@ -128,7 +117,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     bar = progress("extending", runs, runs * to, console())
     with bar as advance, lengths_noted():  # they are what the command is for
         result = extend(
-            **keywords(
+            **cli.keywords(
                 extend, options, model=loaded.model, windows=windows, laws=laws, final=final,
                 loss=loss_of(loaded), advance=advance,
             )

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from acutance.cli import options as cli
 from acutance.cli.inputs import noted
-from acutance.cli.options import RunOptions, keywords
 from acutance.cli.shared import console, plain_errors, progress
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def record_of(law: "LawComparison", comparison: "LossComparison") -> dict[str, A
 
 
 def compare_held_out(
-    options: RunOptions, headed: "TextModel", windows: "Windows", changes: "Sequence[Change]",
+    options: cli.RunOptions, headed: "TextModel", windows: "Windows", changes: "Sequence[Change]",
     **given: Any,
 ) -> "LossComparison":  # fmt: skip
     """Compare losses on held-out windows, with progress on standard error.
@@ -116,7 +116,7 @@ def compare_held_out(
     tokens = windows.tokens * (1 + len(changes))
     with progress("judging", windows.count, tokens, console()) as advance:
         return judge_windows(
-            **keywords(
+            **cli.keywords(
                 judge_windows, options, model=headed.model, windows=windows, changes=changes,
                 loss=loss_of(headed), given=given or None, advance=advance,
                 save=None if options.save is None else f"{options.save}.judging",

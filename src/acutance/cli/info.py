@@ -2,15 +2,15 @@
 
 from dataclasses import asdict, dataclass
 
-from acutance.cli.options import JsonOptions, command
+from acutance.cli import options as cli
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class InfoOptions(JsonOptions):
+class InfoOptions(cli.JsonOptions):
     """The options of ``acutance info``."""
 
 
-@command(InfoOptions)
+@cli.command(InfoOptions)
 def info(options: InfoOptions) -> None:
     """Show which kernels are available and which are used."""
     from acutance import kernels

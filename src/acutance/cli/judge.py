@@ -5,26 +5,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from acutance.cli.inputs import (
-    about_run,
-    lengths_noted,
-    note_lengths,
-    note_searches,
-    read_laws,
-    read_windows,
-)
-from acutance.cli.options import (
-    READ,
-    Changes,
-    Count,
-    LanguageModel,
-    Lengths,
-    RunOptions,
-    SaveEvery,
-    Tokens,
-    command,
-    keywords,
-)
+from acutance.cli import inputs
+from acutance.cli import options as cli
 from acutance.cli.shared import console, progress
 
 if TYPE_CHECKING:
@@ -32,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class JudgeOptions(RunOptions):
+class JudgeOptions(cli.RunOptions):
     """The options of ``acutance judge``.
 
     Attributes:
@@ -54,15 +36,15 @@ class JudgeOptions(RunOptions):
             an interruption.
     """
 
-    model: LanguageModel
-    law: Changes = None
-    train_length: Tokens = None
-    lengths: Lengths = None
-    windows: Count = 16
-    save_every: SaveEvery = 1
+    model: cli.LanguageModel
+    law: cli.Changes = None
+    train_length: cli.Tokens = None
+    lengths: cli.Lengths = None
+    windows: cli.Count = 16
+    save_every: cli.SaveEvery = 1
 
 
-@command(JudgeOptions, {READ: "train_length"}, interrupted="before all windows were read")
+@cli.command(JudgeOptions, {cli.READ: "train_length"}, interrupted="before all windows were read")
 def judge(options: JudgeOptions) -> None:
     """Compare a model's loss with and without each law, on the same windows of text.
 
@@ -90,20 +72,20 @@ def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.text_windows import loss_of
 
-    changes = read_laws(laws)
+    changes = inputs.read_laws(laws)
     texts = options.texts()
     loaded = options.load(head=True)
     changes = for_train_length(loaded.model, changes, options.train_length)
     lengths = options.lengths or (loaded.window(None),)
-    note_lengths(loaded.model, lengths)
-    note_searches(changes, lengths[-1])
-    windows = read_windows(options, loaded, texts, lengths)
+    inputs.note_lengths(loaded.model, lengths)
+    inputs.note_searches(changes, lengths[-1])
+    windows = inputs.read_windows(options, loaded, texts, lengths)
     tokens = windows.tokens * (1 + len(changes))
-    with progress("judging", windows.count, tokens, console()) as advance, lengths_noted():
+    with progress("judging", windows.count, tokens, console()) as advance, inputs.lengths_noted():
         comparison = judge_windows(
-            **keywords(
+            **cli.keywords(
                 judge_windows, options, model=loaded.model, windows=windows, changes=changes,
                 loss=loss_of(loaded), advance=advance,
             )
         )  # fmt: skip
-    return replace(comparison, about=about_run(loaded, texts))
+    return replace(comparison, about=inputs.about_run(loaded, texts))

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.options import Role, SummaryOptions, command
+from acutance.cli import options as cli
 from acutance.cli.shared import console
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class MergeOptions(SummaryOptions):
+class MergeOptions(cli.SummaryOptions):
     """The options of ``acutance merge``.
 
     Attributes:
@@ -21,12 +21,14 @@ class MergeOptions(SummaryOptions):
         overwrite: Replace an existing state file. Other outputs are always replaced.
     """
 
-    states: Annotated[list[Path], typer.Argument(metavar="SHARD"), Role("input")]
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE"), Role("state")] = None
+    states: Annotated[list[Path], typer.Argument(metavar="SHARD"), cli.Role("input")]
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE"), cli.Role("state")] = (
+        None
+    )
     overwrite: bool = False
 
 
-@command(MergeOptions)
+@cli.command(MergeOptions)
 def merge(options: MergeOptions) -> None:
     """Merge the states of shards that were probed separately."""
     from acutance.report.exports import summary_view

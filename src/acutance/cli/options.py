@@ -121,6 +121,8 @@ Model = Annotated[
 LanguageModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL), Role("input")]
 InputFile = Annotated[Path | None, typer.Option(metavar="FILE"), Role("input")]
 OutputFile = Annotated[Path | None, typer.Option(metavar="FILE"), Role("output")]
+#: ``--out``, the file of a command's main result.
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE"), Role("output")]
 StateFile = Annotated[Path | None, typer.Option(metavar="FILE"), Role("state")]
 Figure = Annotated[Path | None, typer.Option(metavar="FILE"), Role("figure")]
 #: ``--figure``, which was ``--plot`` before.

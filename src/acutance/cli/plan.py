@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acutance.cli.options import (
-    READ,
-    WRITE,
-    ModelOptions,
-    Role,
-    command,
-    read_lengths,
-)
+from acutance.cli import options as cli
 from acutance.cli.outputs import check_outputs, write_and_show
 from acutance.cli.shared import console
 
@@ -31,7 +24,7 @@ def _export(text: str) -> tuple[str, Path]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class PlanOptions(ModelOptions):
+class PlanOptions(cli.ModelOptions):
     """The options of ``acutance plan``.
 
     Attributes:
@@ -45,20 +38,18 @@ class PlanOptions(ModelOptions):
             of a transformers configuration.
     """
 
-    plan: Annotated[str, typer.Argument(metavar="PLAN"), Role("input")]
-    model: Annotated[str | None, typer.Option(metavar="MODEL"), Role("input")] = None
-    lengths: Annotated[tuple[int, ...], typer.Option(metavar="N,..."), Role(read=read_lengths)] = (
-        1024,
-        4096,
-        16384,
-    )
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE"), Role("output")] = None
+    plan: Annotated[str, typer.Argument(metavar="PLAN"), cli.Role("input")]
+    model: Annotated[str | None, typer.Option(metavar="MODEL"), cli.Role("input")] = None
+    lengths: cli.Lengths = (1024, 4096, 16384)
+    out: cli.Out = None
     export: Annotated[
-        dict[str, Path] | None, typer.Option(metavar="FORMAT:PATH"), Role(read=_export, named=True)
+        dict[str, Path] | None,
+        typer.Option(metavar="FORMAT:PATH"),
+        cli.Role(read=_export, named=True),
     ] = None
 
 
-@command(PlanOptions, {READ: "model", WRITE: "export"})
+@cli.command(PlanOptions, {cli.READ: "model", cli.WRITE: "export"})
 def plan(options: PlanOptions) -> None:
     """Show what each key head keeps in the cache under a plan, and convert it for other tools."""
     from acutance.caching.export_plan import TABLE, check_export, export_plan
@@ -83,7 +74,7 @@ def plan(options: PlanOptions) -> None:
         lost.extend(f"{name}: {reason}" for reason in export_plan(found, name, path))
 
     write_and_show(
-        partial(plan_table, found, options.lengths, costs),
+        partial(plan_table, found, options.lengths or (), costs),
         plan=(options.out, found.save),
         **{name: (path, partial(export, name)) for name, path in exports.items()},
     )

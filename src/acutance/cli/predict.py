@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from acutance.cli.options import Count, OutputOptions, Plot, Role, command, read_numbers
+from acutance.cli import options as cli
 from acutance.cli.shared import misuse
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class PredictOptions(OutputOptions):
+class PredictOptions(cli.OutputOptions):
     """The options of ``acutance predict``.
 
     Attributes:
@@ -59,7 +59,7 @@ class PredictOptions(OutputOptions):
     tau: float | None = None
     lam: float | None = None
     q: Annotated[
-        tuple[float, ...] | None, typer.Option(metavar="NUMBERS"), Role(read=read_numbers)
+        tuple[float, ...] | None, typer.Option(metavar="NUMBERS"), cli.Role(read=cli.read_numbers)
     ] = None
     mu: float | None = None
     sigma: float | None = None
@@ -68,11 +68,11 @@ class PredictOptions(OutputOptions):
     rest_logit_std: float | None = None
     rest_jensen_gap: float | None = None
     value_variance: float | None = None
-    sample: Annotated[Count, typer.Option(min=0, metavar="ROWS")] = 0
-    figure: Plot = None
+    sample: Annotated[cli.Count, typer.Option(min=0, metavar="ROWS")] = 0
+    figure: cli.Plot = None
 
 
-@command(PredictOptions)
+@cli.command(PredictOptions)
 def predict(options: PredictOptions) -> None:
     """Predict every metric of an attention row from theory."""
     if options.sample == 1:
@@ -84,7 +84,7 @@ def predict(options: PredictOptions) -> None:
     from acutance.report.prediction_table import prediction_record, prediction_table
 
     with misuse():
-        others = {"sample", "figure", *(option.name for option in fields(OutputOptions))}
+        others = {"sample", "figure", *(option.name for option in fields(cli.OutputOptions))}
         names = (option.name for option in fields(options) if option.name not in others)
         given = {name: getattr(options, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}

@@ -10,23 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli import options as cli
 from acutance.cli.held_out import Judged, judge_proposals
 from acutance.cli.inputs import reading
-from acutance.cli.options import (
-    LESS,
-    LONG,
-    WRITE,
-    Least1,
-    Model,
-    OutputFile,
-    Role,
-    RunOptions,
-    SaveEvery,
-    SummaryOptions,
-    Tokens,
-    command,
-    keywords,
-)
 from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress
 
 if TYPE_CHECKING:
@@ -71,7 +57,7 @@ def _span(text: str) -> tuple[str, tuple[int, int | None]]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class ProbeOptions(SummaryOptions, RunOptions):
+class ProbeOptions(cli.SummaryOptions, cli.RunOptions):
     """The options of ``acutance probe``.
 
     Attributes:
@@ -115,12 +101,12 @@ class ProbeOptions(SummaryOptions, RunOptions):
             Default: the configuration's.
     """
 
-    model: Model = None
+    model: cli.Model = None
     length: Annotated[int | None, typer.Option(min=2)] = None
-    batch_size: Least1 = 8
-    save_every: SaveEvery = 1
+    batch_size: cli.Least1 = 8
+    save_every: cli.SaveEvery = 1
     shard: Annotated[str | None, typer.Option(metavar="I/N")] = None
-    keep_qk: OutputFile = None
+    keep_qk: cli.OutputFile = None
     verify: Annotated[bool | None, typer.Option("--verify/--no-verify")] = None
     every: Annotated[int, typer.Option(metavar="K", min=1)] = 1
     layers: Annotated[str | None, typer.Option(metavar="LIST")] = None
@@ -134,17 +120,17 @@ class ProbeOptions(SummaryOptions, RunOptions):
     span: Annotated[
         dict[str, tuple[int, int | None]] | None,
         typer.Option(metavar="NAME=START:STOP"),
-        Role(read=_span, named=True),
+        cli.Role(read=_span, named=True),
     ] = None
     map: Annotated[
         dict[str, list[int]] | None,
         typer.Option(metavar="LAYER.HEAD:ROWS"),
-        Role(read=_map, named=True),
+        cli.Role(read=_map, named=True),
     ] = None
-    law: Annotated[str | None, typer.Option(metavar="LAW"), Role("input")] = None
+    law: Annotated[str | None, typer.Option(metavar="LAW"), cli.Role("input")] = None
     judge: bool = False
-    write_law: OutputFile = None
-    train_length: Tokens = None
+    write_law: cli.OutputFile = None
+    train_length: cli.Tokens = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -152,12 +138,13 @@ class ProbeOptions(SummaryOptions, RunOptions):
         return ("", ".judging") if self.judge else ("",)
 
 
-@command(
+@cli.command(
     ProbeOptions,
     {
-        WRITE: "keep_qk noise gaps structure examples span map verify judge train_length write_law",
-        LESS: "every layers heads max_rows provide",
-        LONG: "shard",
+        cli.WRITE: "keep_qk noise gaps structure examples span map verify judge train_length "
+        "write_law",
+        cli.LESS: "every layers heads max_rows provide",
+        cli.LONG: "shard",
     },
 )
 def probe(options: ProbeOptions) -> None:
@@ -188,7 +175,7 @@ def probe(options: ProbeOptions) -> None:
             check_maps(options.map)
     verify = not options.provide if options.verify is None else options.verify
     settings = ProbeSettings(
-        **keywords(
+        **cli.keywords(
             ProbeSettings, options, verify=verify, spans=options.span, maps=options.map,
             every=1, tokenizer=None,  # what these mean to a probe is not what the options say
         )
@@ -252,7 +239,7 @@ def _run(
         for start in part.of(-(-len(pieces) // size))
         for piece in pieces[start * size : (start + 1) * size]
     ]
-    how = keywords(
+    how = cli.keywords(
         Options, options, length=window, device=device, shard=part,
         probe=replace(settings, keep=first and options.keep_qk is not None),
         law=None,

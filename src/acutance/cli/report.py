@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.options import READ, InputFile, Role, SummaryOptions, check_metrics, command
+from acutance.cli import options as cli
 
 if TYPE_CHECKING:
     from acutance.summary.head_summary import HeadSummary
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class ReportOptions(SummaryOptions):
+class ReportOptions(cli.SummaryOptions):
     """The options of ``acutance report``.
 
     Attributes:
@@ -24,22 +24,22 @@ class ReportOptions(SummaryOptions):
             share from 'budget --json'.
     """
 
-    state: Annotated[Path, typer.Argument(metavar="STATE"), Role("input")]
+    state: Annotated[Path, typer.Argument(metavar="STATE"), cli.Role("input")]
     report: Annotated[
-        Path | None, typer.Option("--html", "--report", "-o", metavar="HTML"), Role("output")
+        Path | None, typer.Option("--html", "--report", "-o", metavar="HTML"), cli.Role("output")
     ] = None
     metric: Annotated[str | None, typer.Option(metavar="NAME")] = None
-    plan: InputFile = None
+    plan: cli.InputFile = None
 
 
-@command(ReportOptions, {READ: "plan"})
+@cli.command(ReportOptions, {cli.READ: "plan"})
 def report(options: ReportOptions) -> None:
     """Show a saved state as a table, page, figure or file, without running the model."""
     if options.chart == "theory" and options.metric is not None:
         raise typer.BadParameter(
             "'theory' shows entropy only; remove --metric", param_hint="--chart"
         )
-    check_metrics([] if options.metric is None else [options.metric])
+    cli.check_metrics([] if options.metric is None else [options.metric])
     from rich.console import Group
 
     from acutance.report.exports import summary_view

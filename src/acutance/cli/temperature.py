@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.options import OutputOptions, Plot, command
+from acutance.cli import options as cli
 from acutance.cli.shared import misuse
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class TemperatureOptions(OutputOptions):
+class TemperatureOptions(cli.OutputOptions):
     """The options of ``acutance temperature``.
 
     Attributes:
@@ -28,10 +28,10 @@ class TemperatureOptions(OutputOptions):
     fraction: float = 0.9
     d: float | None = None
     negatives: Annotated[str | None, typer.Option(metavar="box|simplex|random")] = None
-    figure: Plot = None
+    figure: cli.Plot = None
 
 
-@command(TemperatureOptions)
+@cli.command(TemperatureOptions)
 def temperature(options: TemperatureOptions) -> None:
     """Recommend a temperature for a softmax of cosines, with the reasons."""
     from acutance.report.prediction_figures import draw_temperatures

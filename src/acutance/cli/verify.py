@@ -5,17 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from acutance.cli import options as cli
 from acutance.cli.inputs import about_run
-from acutance.cli.options import (
-    READ,
-    InputFile,
-    JsonOptions,
-    Model,
-    ModelOptions,
-    Role,
-    check_choice,
-    command,
-)
 from acutance.cli.shared import console
 
 if TYPE_CHECKING:
@@ -29,12 +20,12 @@ def _implementations(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         known = "flex" if name == "flex_attention" else name
-        check_choice("--implementations", known, IMPLEMENTATIONS)
+        cli.check_choice("--implementations", known, IMPLEMENTATIONS)
     return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class VerifyOptions(JsonOptions, ModelOptions):
+class VerifyOptions(cli.JsonOptions, cli.ModelOptions):
     """The options of ``acutance verify``.
 
     Attributes:
@@ -47,19 +38,21 @@ class VerifyOptions(JsonOptions, ModelOptions):
         backward: Also compare gradients of queries, keys, values and sinks.
     """
 
-    model: Model = None
-    text: InputFile = None
+    model: cli.Model = None
+    text: cli.InputFile = None
     length: Annotated[int | None, typer.Option(metavar="N", min=12)] = None
     implementations: Annotated[
-        tuple[str, ...], typer.Option(metavar="NAME,..."), Role(read=_implementations)
+        tuple[str, ...], typer.Option(metavar="NAME,..."), cli.Role(read=_implementations)
     ] = ("eager", "sdpa")
-    dtype: Annotated[str, Role(choices=("float64", "float32", "bfloat16", "float16"))] = "float32"
+    dtype: Annotated[str, cli.Role(choices=("float64", "float32", "bfloat16", "float16"))] = (
+        "float32"
+    )
     backward: bool = False
 
 
-@command(
+@cli.command(
     VerifyOptions,
-    {READ: "implementations dtype backward"},
+    {cli.READ: "implementations dtype backward"},
     code=2,
     interrupted="before all inputs were read",
 )

@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from acutance.report import plot_style
 from acutance.report.colours import colour_scale
 from acutance.report.figures import draw_heads, subject
-from acutance.report.plot_style import (
-    DARK,
-    LIGHT,
-    Theme,
-    colour_bar,
-    label,
-    legend,
-    new_figure,
-    reference,
-    save,
-)
+from acutance.report.plot_style import DARK, LIGHT, Theme
 from acutance.structure import describe
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.predicted import PREDICTED_FROM
@@ -105,7 +96,7 @@ def draw_layers(
         raise ValueError(f"nothing to draw: no head has a valid row for {metric}")
     name, entry = metric.replace("_", " "), describe(metric)
     scale = colour_scale(metric, (value for row in grid for value in row))
-    figure, [axes] = new_figure(
+    figure, [axes] = plot_style.new_figure(
         f"{subject(summary)}{name} by layer",
         "Each dot is a head's mean over rows, the line the layer's median, the band its "
         f"quartiles. {entry.meaning[0].upper()}{entry.meaning[1:]}.",
@@ -138,9 +129,9 @@ def draw_layers(
         axes.set_ylim(-0.03, 1.03)
     axes.set_xticks(list(range(0, len(grid), math.ceil(len(grid) / 20))))
     axes.set_xlim(-0.6, len(grid) - 0.4)
-    label(axes, x="layer", y=_with_unit(metric))
-    legend(axes, theme)
-    save(figure, path)
+    plot_style.label(axes, x="layer", y=_with_unit(metric))
+    plot_style.legend(axes, theme)
+    plot_style.save(figure, path)
 
 
 def draw_lengths(
@@ -186,7 +177,7 @@ def draw_lengths(
             "several lengths to see the dependence on n."
         )
     )
-    figure, [axes] = new_figure(
+    figure, [axes] = plot_style.new_figure(
         f"{subject(summary)}{metric.replace('_', ' ')} by number of keys", note, theme=theme
     )
     layers = np.array([layer for layer, _ in summary.places])
@@ -212,7 +203,7 @@ def draw_lengths(
         along = np.geomspace(low, high, 50)
         axes.plot(along, np.log(along), color=theme.muted, linewidth=1.3, linestyle=(0, (1, 1.5)),
                   label="log n: uniform weights")  # fmt: skip
-        legend(axes, theme, where="upper left")
+        plot_style.legend(axes, theme, where="upper left")
     axes.set_xscale("log", base=2)
     ticks = [2**power for power in range(33) if low * 0.99 <= 2**power <= high * 1.01]
     if len(ticks) < 2:
@@ -220,9 +211,9 @@ def draw_lengths(
     ticks = ticks[:: math.ceil(len(ticks) / 12)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
-    label(axes, x="visible keys n", y=_with_unit(metric))
+    plot_style.label(axes, x="visible keys n", y=_with_unit(metric))
     _layer_bar(figure, axes, len(summary.layers), colours, theme)
-    save(figure, path)
+    plot_style.save(figure, path)
 
 
 def draw_theory(
@@ -272,7 +263,7 @@ def draw_theory(
     expected, entropy, spread = means[:, finite]
     places = [place for place, is_finite in zip(summary.places, finite, strict=True) if is_finite]
     off = entropy - expected
-    figure, [left, right] = new_figure(
+    figure, [left, right] = plot_style.new_figure(
         f"{subject(summary)}entropy measured and predicted",
         f"Each point is a head, coloured by layer. {text} The three heads furthest from it "
         "are named, as layer.head.",
@@ -290,7 +281,7 @@ def draw_theory(
     edge: dict[str, Any] = {"edgecolors": theme.page, "linewidths": 0.4, "zorder": 3}
     left.scatter(expected, entropy, c=shades, s=size, **edge)
     right.scatter(spread, off, c=shades, s=size, **edge)
-    reference(right, theme, y=0.0)
+    plot_style.reference(right, theme, y=0.0)
     left.set_xlim(low, top)
     left.set_ylim(low, top)
     for axes, x, y in ((left, expected, entropy), (right, spread, off)):
@@ -300,10 +291,11 @@ def draw_theory(
                 f"{layer}.{head}", (x[index], y[index]), xytext=(5, 4), size=8.5, zorder=4,
                 textcoords="offset points", color=theme.ink,
             )  # fmt: skip
-    label(left, x="predicted entropy, nat", y="measured entropy, nat")
-    label(right, x="standard deviation of the logits, nat", y="measured − predicted, nat")
+    plot_style.label(left, x="predicted entropy, nat", y="measured entropy, nat")
+    across = "standard deviation of the logits, nat"
+    plot_style.label(right, x=across, y="measured − predicted, nat")
     _layer_bar(figure, right, len(summary.layers), colours, theme)
-    save(figure, path)
+    plot_style.save(figure, path)
 
 
 def _enough(rows: Any) -> Any:
@@ -343,7 +335,7 @@ def _layer_bar(
         return
     shades = ListedColormap([colours(layer) for layer in range(layers)])
     drawn = ScalarMappable(Normalize(-0.5, layers - 0.5), shades)
-    bar = colour_bar(figure, drawn, theme, "layer", ax=axes, pad=0.02, fraction=0.05)
+    bar = plot_style.colour_bar(figure, drawn, theme, "layer", ax=axes, pad=0.02, fraction=0.05)
     bar.set_ticks(list(range(0, layers, math.ceil(layers / 12))))
 
 

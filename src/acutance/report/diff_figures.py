@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from acutance.escapes import printable
-from acutance.report.plot_style import (
-    LIGHT,
-    Theme,
-    colour_bar,
-    label,
-    name_cells,
-    new_figure,
-    reference,
-    save,
-)
+from acutance.report import plot_style
+from acutance.report.plot_style import LIGHT, Theme
 from acutance.structure import describe
 from acutance.summary.diff import Diff
 
@@ -64,7 +56,7 @@ def draw_diff(
     unit = "" if entry.unit == "1" else f", {entry.unit}"
     models = [printable(str(about.get("model", "?")))[:40] for about in changes.about]
     layers = changes.layers(metric)
-    figure, [left, middle, right] = new_figure(
+    figure, [left, middle, right] = plot_style.new_figure(
         f"Change of {name}: {models[0]} → {models[1]}",
         "Left: every head, with a ring around those that moved. Middle: the heads that "
         "changed most, with confidence intervals. Right: mean change of each layer's heads, "
@@ -75,7 +67,7 @@ def draw_diff(
         widths=(1.25, 1.0, 0.9),
     )
     _map(figure, left, changes, metric, name + unit, theme)
-    reference(middle, theme, x=0.0)
+    plot_style.reference(middle, theme, x=0.0)
     shades = _LESS[theme.name][0], _MORE[theme.name][0]
     for row, head in enumerate(changed):
         shade = shades[head.change > 0]
@@ -90,8 +82,8 @@ def draw_diff(
         range(len(changed)), [f"layer {head.layer} head {head.head}" for head in changed]
     )
     middle.set_ylim(len(changed) - 0.4, -0.6)
-    label(middle, x=f"change{unit}", y="", title="changed most (filled: moved)")
-    reference(right, theme, x=0.0)
+    plot_style.label(middle, x=f"change{unit}", y="", title="changed most (filled: moved)")
+    plot_style.reference(right, theme, x=0.0)
     for row, layer in enumerate(layers):
         if not math.isfinite(layer.change):
             continue
@@ -103,8 +95,8 @@ def draw_diff(
     step = math.ceil(len(layers) / 24)
     right.set_yticks(range(0, len(layers), step), [str(layer.layer) for layer in layers[::step]])
     right.set_ylim(len(layers) - 0.4, -0.6)
-    label(right, x=f"mean change{unit}", y="layer", title="by layer")
-    save(figure, path)
+    plot_style.label(right, x=f"mean change{unit}", y="layer", title="by layer")
+    plot_style.save(figure, path)
 
 
 def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, theme: Theme) -> None:
@@ -133,8 +125,10 @@ def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, the
         edges = [theme.page if dark else theme.ink for dark in strong]
         y, x = np.array(ring).T + 0.5
         axes.scatter(x, y, s=size, facecolors="none", edgecolors=edges, linewidths=1.3, zorder=3)
-    name_cells(axes.xaxis, range(across), 16)
-    name_cells(axes.yaxis, list(rows), 16)
+    plot_style.name_cells(axes.xaxis, range(across), 16)
+    plot_style.name_cells(axes.yaxis, list(rows), 16)
     axes.set_ylim(len(rows), 0)
-    label(axes, x="head", y="layer", title=f"{len(ring)} of {len(heads)} heads moved")
-    colour_bar(figure, mesh, theme, f"change of {title}", ax=axes, pad=0.02, fraction=0.06)
+    plot_style.label(axes, x="head", y="layer", title=f"{len(ring)} of {len(heads)} heads moved")
+    plot_style.colour_bar(
+        figure, mesh, theme, f"change of {title}", ax=axes, pad=0.02, fraction=0.06
+    )

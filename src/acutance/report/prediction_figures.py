@@ -11,18 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from acutance.report.plot_style import (
-    LIGHT,
-    Theme,
-    curves,
-    draw_line,
-    draw_marks,
-    label,
-    legend,
-    new_figure,
-    reference,
-    save,
-)
+from acutance.report import plot_style
+from acutance.report.plot_style import LIGHT, Theme
 from acutance.theory import Prediction, predict, scale_for_entropy, tau_for_information
 from acutance.theory.prediction import gaussian_break_points
 
@@ -73,34 +63,34 @@ def draw_prediction(
     inverse = name == "tau"
     across = np.array([1 / at if inverse else at for at in places])
     panels = [metric for metric in metrics if metric in prediction.kinds]
-    figure, grid = new_figure(
+    figure, grid = plot_style.new_figure(
         f"{_WORDS.get(prediction.mechanism, prediction.mechanism)}: n = {n:,.0f} keys",
         f"Exact at this n, and the formula for many keys.{_rest(prediction, name)}",
         panels=len(panels),
         theme=theme,
     )
-    exact_curve, limit_curve = curves(2, theme)
+    exact_curve, limit_curve = plot_style.curves(2, theme)
     for axes, metric in zip(grid, panels, strict=True):
         exact = np.array([row[metric] for row in rows])
         limit = np.array([row.population[metric] for row in rows])
-        draw_line(axes, across, exact, exact_curve, f"exact, n = {n:,.0f}")
+        plot_style.draw_line(axes, across, exact, exact_curve, f"exact, n = {n:,.0f}")
         limits = _within(limit, exact, metric, n)
         if np.isfinite(limits).any():
-            draw_line(axes, across, limits, limit_curve, "formula for n → ∞")
+            plot_style.draw_line(axes, across, limits, limit_curve, "formula for n → ∞")
         where = 1 / scale_here if inverse else scale_here
         text = f"{metric.replace('_', ' ')} {prediction[metric]:.4g}"
-        draw_marks(axes, [where], [prediction[metric]], exact_curve, text)
+        plot_style.draw_marks(axes, [where], [prediction[metric]], exact_curve, text)
         _critical(axes, theme, prediction, metric, name, across[-1])
         if metric == "effective_keys":
             axes.set_yscale("log")
             axes.set_ylim(min(0.8, 0.8 * float(exact.min())), 1.3 * n)
-            label(axes, x=title, y="effective keys 1/Σp²")
+            plot_style.label(axes, x=title, y="effective keys 1/Σp²")
         else:
             top = math.log(n)
             axes.set_ylim(-0.04 * top, 1.06 * top)
-            label(axes, x=title, y="entropy H, nat")
-        legend(axes, theme)
-    save(figure, path)
+            plot_style.label(axes, x=title, y="entropy H, nat")
+        plot_style.legend(axes, theme)
+    plot_style.save(figure, path)
 
 
 def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
@@ -118,21 +108,23 @@ def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme
     fractions = np.concatenate(
         [np.geomspace(1e-3, 0.1, 16), np.linspace(0.12, 0.95, 44), 1 - np.geomspace(0.04, 2e-3, 16)]
     )
-    figure, [axes] = new_figure(
+    figure, [axes] = plot_style.new_figure(
         f"Information of a row of {advice.n:,} cosines against temperature",
         f"Information log n − H as a fraction of log {advice.n:,} = {math.log(advice.n):.2f} "
         "nat, for the lowest entropy of each arrangement of keys.",
         theme=theme,
     )
     settings = advice.settings
-    for setting, curve in zip(settings, curves(len(settings), theme), strict=True):
+    for setting, curve in zip(settings, plot_style.curves(len(settings), theme), strict=True):
         extra = {"d": advice.d} if setting.key == "random_keys" else {}
         tau = tau_for_information(advice.n, fractions, setting=setting.key, **extra)
-        draw_line(axes, tau, 100 * fractions, curve, setting.name)
+        plot_style.draw_line(axes, tau, 100 * fractions, curve, setting.name)
         chosen = setting is advice.chosen
         name = f"τ = {setting.tau:.4g}" if chosen else "_nolegend_"
-        draw_marks(axes, [setting.tau], [100 * advice.fraction], curve, name, hollow=not chosen)
-    reference(axes, theme, x=1.0, name="τ = 1")
+        plot_style.draw_marks(
+            axes, [setting.tau], [100 * advice.fraction], curve, name, hollow=not chosen
+        )
+    plot_style.reference(axes, theme, x=1.0, name="τ = 1")
     lowest = 0.6 * min(setting.tau for setting in settings)
     ticks = [tau for tau in _TICKS if lowest <= tau <= _HOTTEST]
     axes.set_xscale("log")
@@ -140,9 +132,9 @@ def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme
     axes.minorticks_off()
     axes.set_xlim(lowest, _HOTTEST)
     axes.set_ylim(0, 103)
-    label(axes, x="temperature τ", y="information, % of log n")
-    legend(axes, theme)
-    save(figure, path)
+    plot_style.label(axes, x="temperature τ", y="information, % of log n")
+    plot_style.legend(axes, theme)
+    plot_style.save(figure, path)
 
 
 _WORDS = {
@@ -209,4 +201,4 @@ def _critical(
         else (entropy_to, f"√(2 log n) = {entropy_to:.2f}")
     )
     if at < far:
-        reference(axes, theme, x=at, name=text)
+        plot_style.reference(axes, theme, x=at, name=text)
