@@ -2,31 +2,20 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.plugins import (
-    INTERRUPTED,
-    WRITE,
-    OutputFile,
-    check_outputs,
-    command,
-    console,
-    keywords,
-    write_and_show,
-)
+from acutance import plugins
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from acutance.plugins import Table
     from acutance_lab.experiment import Experiment
     from acutance_lab.record import Judgement, Record
-    from acutance_lab.run import Outcome
 
 _COLOURS = {"holds": "green", "holds only where": "yellow", "does not hold": "red"}
 _RELATIONS = {"=": "", "<=": "≤ ", ">=": "≥ "}
@@ -53,11 +42,11 @@ class ReproduceOptions:
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0
     force: bool = False
     figures: Annotated[bool, typer.Option("--figures/--no-figures")] = True
-    json: OutputFile = None
+    json: plugins.OutputFile = None
     listing: Annotated[bool, typer.Option("--list")] = False
 
 
-@command(ReproduceOptions, {WRITE: "out force figures json"})
+@plugins.command(ReproduceOptions, {plugins.WRITE: "out force figures json"})
 def reproduce(options: ReproduceOptions) -> None:
     """Test published claims about attention: report prediction, measurement, verdict and figure.
 
@@ -67,92 +56,73 @@ def reproduce(options: ReproduceOptions) -> None:
     for folder in (out, *out.parents):  # before a long run, not after its first experiment
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise typer.BadParameter(f"{folder} is not a directory", param_hint="--out")
+    from rich.padding import Padding
     from rich.text import Text
 
-    from acutance.plugins import note
     from acutance_lab.record import SCHEMA
     from acutance_lab.run import EXPERIMENTS, missing, pick, run
 
+    notes = plugins.console()
+    status = notes.status("")
     try:
         chosen = pick(options.names or [], EXPERIMENTS)
+        if options.listing:
+            plugins.console(stderr=False).print(listing(chosen))
+            return
+        if os.path.isdir(out):
+            stored = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
+            plugins.check_outputs({**stored, "--json": options.json})
+        needs = {one.name: missing(one, quick=options.quick) for one in chosen}
+        # if none can run, the run says what to install
+        chosen = [one for one in chosen if not needs[one.name]] or chosen
+        given = plugins.keywords(run, options, note=lambda line: status.update(Text(line)))
+        outcomes = run(chosen, **given)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="NAME") from error
-    if options.listing:
-        console(stderr=False).print(listing(chosen))
-        return
-    if os.path.isdir(out):
-        stored = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
-        check_outputs({**stored, "--json": options.json})
-    notes = console()
-    status = notes.status("")
-    needs = {experiment.name: missing(experiment, quick=options.quick) for experiment in chosen}
-    if not all(needs.values()):  # otherwise the run says what to install
-        chosen = [experiment for experiment in chosen if not needs[experiment.name]]
-    try:
-        outcomes = run(
-            chosen, **keywords(run, options, note=lambda line: status.update(Text(line)))
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from error
+        raise typer.BadParameter(str(error)) from error
     for name, needed in needs.items():
         if needed:
             notes.print(Text(f"{name}: skipped, because it needs {needed}", style="yellow"))
     records: list[Record] = []
-    failure: Exception | None = None
-
-    def content() -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "complete": failure is None,
-            "asked_for": [experiment.name for experiment in chosen],
-            "records": [record.to_dict() for record in records],
-        }
-
     try:
         with status:
-            for record in _records(chosen, outcomes, status, quick=options.quick):
-                records.append(record)
-    except KeyboardInterrupt:
-        failure = typer.Exit(INTERRUPTED)
+            for number, experiment in enumerate(chosen, 1):
+                notes.print(Text(f"{experiment.name}: {experiment.title}", style="bold"))
+                notes.print(Padding(_predicted(experiment, options.quick), (0, 0, 0, 2)))
+                status.update(Text(f"{number}/{len(chosen)} {experiment.name}"))
+                outcome = next(outcomes)
+                records.append(outcome.record)
+                seconds = f"{outcome.record.seconds:.1f} s"
+                how = "read from an earlier run" if outcome.resumed else seconds
+                found = Text("found: ").append_text(verdict(outcome.record.judgements[0]))
+                notes.print(Padding(found.append(f"  ({how})", style="dim"), (0, 0, 1, 2)))
+    except KeyboardInterrupt as error:
         rest = (
             f" after {len(records)} of {len(chosen)} experiments; run the same command again to "
             "continue"
         )
-        notes.print(note(("interrupted", "yellow"), rest))
-    except Exception as error:  # what has finished is written first
-        failure = error
-    if records or options.json is not None:
-        write_and_show(lambda: summary(records), json=(options.json, content))
-        outputs = "records and figures" if options.figures else "records"
-        notes.print(note((f"{outputs} in", "dim"), f" {out}"))
-    if failure is not None:
-        raise failure
+        notes.print(plugins.note(("interrupted", "yellow"), rest))
+        raise typer.Exit(plugins.INTERRUPTED) from error
+    finally:  # whatever ended it, what has finished is written
+        if records or options.json is not None:
+            content = {
+                "schema": SCHEMA,
+                "complete": len(records) == len(chosen),
+                "asked_for": [experiment.name for experiment in chosen],
+                "records": [record.to_dict() for record in records],
+            }
+            plugins.write_and_show(lambda: summary(records), json=(options.json, lambda: content))
+            outputs = "records and figures" if options.figures else "records"
+            notes.print(plugins.note((f"{outputs} in", "dim"), f" {out}"))
     if not all(record.as_expected for record in records):
         raise typer.Exit(1)
 
 
-def _records(
-    chosen: "Sequence[Experiment]", outcomes: "Iterator[Outcome]", status: Any, *, quick: bool
-) -> "Iterator[Record]":
-    """The records as they finish; prints each prediction before, and what was found after."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    show = status.console.print
-    for index, experiment in enumerate(chosen, 1):
-        tested = experiment.tested(quick=quick)
-        lines = [f"predicted: {experiment.prediction}"]
-        if left := [claim.text for claim in experiment.claims if claim not in tested]:
-            lines.append(f"tested at full size only: {'; '.join(left)}")
-        show(Text(f"{experiment.name}: {experiment.title}", style="bold"))
-        show(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
-        status.update(Text(f"{index}/{len(chosen)} {experiment.name}"))
-        outcome = next(outcomes)
-        record = outcome.record
-        how = "read from an earlier run" if outcome.resumed else f"{record.seconds:.1f} s"
-        line = Text("found: ").append_text(verdict(record.judgements[0]))
-        show(Padding(line.append(f"  ({how})", style="dim"), (0, 0, 1, 2)))
-        yield record
+def _predicted(experiment: "Experiment", quick: bool) -> str:
+    """What an experiment predicts, and which of its claims this size does not test."""
+    tested = experiment.tested(quick=quick)
+    left = "; ".join(claim.text for claim in experiment.claims if claim not in tested)
+    untested = f"\ntested at full size only: {left}" if left else ""
+    return f"predicted: {experiment.prediction}{untested}"
 
 
 def verdict(judgement: "Judgement") -> "Text":
@@ -170,22 +140,22 @@ def verdict(judgement: "Judgement") -> "Text":
     return text
 
 
-def listing(experiments: "Iterable[Experiment]") -> "Table":
+def listing(experiments: "Iterable[Experiment]") -> "plugins.Table":
     """A table of experiments: name, title and number of claims."""
-    from acutance.plugins import Column, Table
+    column = plugins.Column
+    columns = (column("experiment", "name"), column("about", "words"), column("claims"))
+    return plugins.Table(
+        "", columns, [(one.name, one.title, len(one.claims)) for one in experiments]
+    )
 
-    columns = (Column("experiment", "name"), Column("about", "words"), Column("claims"))
-    return Table("", columns, [(one.name, one.title, len(one.claims)) for one in experiments])
 
-
-def summary(records: "Sequence[Record]") -> "Table":
+def summary(records: "Sequence[Record]") -> "plugins.Table":
     """Every claim with its verdict and the numbers of the row that is furthest off."""
-    from acutance.plugins import Cell, Column, Table
-
+    column = plugins.Column
     columns = (
-        Column("experiment", "name"), Column("claim", "words"), Column("predicted"),
-        Column("measured"), Column("rows"), Column("verdict", "words"),
-        Column("seconds", format=".1f", from_width=100),
+        column("experiment", "name"), column("claim", "words"), column("predicted"),
+        column("measured"), column("rows"), column("verdict", "words"),
+        column("seconds", format=".1f", from_width=100),
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = []
     for record in records:
@@ -197,11 +167,11 @@ def summary(records: "Sequence[Record]") -> "Table":
                 record.name if first else None, judgement.claim.text,
                 f"{_RELATIONS[worst.relation]}{worst.predicted:.4g}",
                 f"{worst.measured:.4g}{error}", f"{judgement.agree}/{judgement.rows}",
-                Cell(verdict(judgement).plain, _COLOURS[judgement.kind]),
+                plugins.Cell(verdict(judgement).plain, _COLOURS[judgement.kind]),
                 record.seconds if first else None,
             ))  # fmt: skip
     note = (
         "predicted and measured: the row that is furthest off for what it is allowed; "
         "rows: how many agree; theorem: follows by algebra, so agreement tests the code only"
     )
-    return Table("", columns, rows, notes=[note])
+    return plugins.Table("", columns, rows, notes=[note])

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 #: measurement (a number or an :class:`~acutance_lab.record.Estimate`), and condition.
 Measured: TypeAlias = tuple[str, str, Any, Any, Mapping[str, Any]]
 
-#: Seeds of models are up to a hundred times as large, and must fit 64 bits.
-MAX_SEED = 2**32 - 1
 _BLOCK = 1 << 17  # scores at a time: they stay in the cache
 
 
@@ -50,14 +48,14 @@ class Run:
     note: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, got {self.seed}")
+        # seeds of models are up to a hundred times as large, and must fit 64 bits
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be a whole number from 0 to {2**32 - 1}, got {self.seed}")
 
     def checkpoint(self, name: str) -> Path | None:
         """Path for a model's checkpoint, different for each seed and size; None stores none."""
-        if self.keep is None:
-            return None
-        return self.keep / f"{name}-{'quick' if self.quick else 'full'}-seed{self.seed}.checkpoint"
+        size = "quick" if self.quick else "full"
+        return self.keep and self.keep / f"{name}-{size}-seed{self.seed}.checkpoint"
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -70,8 +68,16 @@ class Run:
 
     def uniform(self, *shape: int) -> Tensor:
         """Independent numbers uniform on (0, 1), float64."""
-        tiny = torch.finfo(torch.float64).tiny
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64).clamp(min=tiny)
+        numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        return numbers.clamp(min=2**-54)
+
+    def even(self, *shape: int) -> Tensor:
+        """Independent numbers uniform on [−1, 1], float64."""
+        return 2 * self.uniform(*shape) - 1
+
+    def exponential(self, *shape: int) -> Tensor:
+        """Independent numbers with P(s > x) = exp(−x), float64."""
+        return -self.uniform(*shape).log()
 
     def size(self, quick: int, full: int) -> int:
         """``quick`` in a quick run, else ``full``."""

@@ -6,6 +6,7 @@ is a function of the rows alone (:func:`judge`).
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,6 @@ OFF = 0.05
 Relation = Literal["=", "<=", ">="]
 Kind = Literal["holds", "holds only where", "does not hold"]
 Value = float | int | str
-Where = dict[str, Value]
 
 
 class Estimate(NamedTuple):
@@ -45,6 +45,26 @@ class Estimate(NamedTuple):
     error: float
     samples: int = 0
     skewness: float = 0.0
+
+    def __sub__(self, other: Estimate) -> Estimate:
+        """This estimate less an independent one.
+
+        Example:
+            >>> Estimate(5.0, 0.3) - Estimate(2.0, 0.4)
+            Estimate(value=3.0, error=0.5, samples=0, skewness=0.0)
+        """
+        return Estimate(self.value - other.value, math.hypot(self.error, other.error))
+
+    def __truediv__(self, other: Estimate) -> Estimate:
+        """The ratio to an independent estimate.
+
+        Example:
+            >>> Estimate(6.0, 0.3) / Estimate(2.0, 0.0)
+            Estimate(value=3.0, error=0.15, samples=0, skewness=0.0)
+        """
+        ratio = self.value / other.value
+        share = math.hypot(self.error / self.value, other.error / other.value)
+        return Estimate(ratio, ratio * share)
 
 
 @dataclass(frozen=True)
@@ -121,17 +141,9 @@ class Claim:
 #: A claim that follows by algebra, one that is expected to fail, and those of inequalities.
 theorem, refuted = partial(Claim, theorem=True), partial(Claim, expected="does not hold")
 at_least, at_most = partial(Claim, relation=">="), partial(Claim, relation="<=")
-
-
-def partly(
-    key: str, text: str, source: str = "", *, below: str = "", above: str = "", among: str = "",
-    **how: Any,
-) -> Claim:  # fmt: skip
-    """A claim expected to hold only below or above a value of a condition, or among its kinds."""
-    sense: Literal["up to", "from", "in"] = "from" if above else "in" if among else "up to"
-    bound = below or above or among
-    return Claim(key, text, source, "holds only where", bound=bound, sense=sense, **how)
-
+#: Claims that are expected to hold only up to, or from, a value of ``bound``, or in some kinds.
+up_to = partial(Claim, expected="holds only where")
+beyond, among = partial(up_to, sense="from"), partial(up_to, sense="in")
 
 #: The claim of rows that test none: what they measure is recorded for the figure.
 UNTESTED = Claim("", "")
@@ -370,7 +382,8 @@ class Record:
         verdict = {"verdict": self.judgements[0].verdict, "as_expected": self.as_expected}
         plain = {"schema": SCHEMA, **asdict(self), **verdict}
         plain |= {"claims": claims, "rows": plain.pop("rows")}  # rows last, for who reads the file
-        return _encode(plain)  # type: ignore[no-any-return]
+        encoded = json.loads(json.dumps(plain), parse_constant=lambda name: str(float(name)))
+        return encoded  # type: ignore[no-any-return]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically; :func:`load` reads it back."""
@@ -389,17 +402,6 @@ def values(rows: Iterable[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(row.condition[key] for row in rows))
 
 
-def _encode(value: Any) -> Any:
-    """A value for JSON, with infinities and NaN as text."""
-    if isinstance(value, dict):
-        return {key: _encode(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encode(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def load(path: str | os.PathLike[str]) -> Record:
     """Read a record that :meth:`Record.save` wrote.
 
@@ -410,12 +412,10 @@ def load(path: str | os.PathLike[str]) -> Record:
         ValueError: if the file is not a record, is damaged, or has another schema.
     """
     try:
-        record = _record(read_json(path))
+        return _record(read_json(path))
     except ValueError as error:
-        raise ValueError(
-            f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
-        ) from error
-    return record
+        why = f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
+        raise ValueError(why) from error
 
 
 def _record(read: dict[str, Any]) -> Record:
@@ -424,13 +424,11 @@ def _record(read: dict[str, Any]) -> Record:
         raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
     for name in ("verdict", "as_expected"):  # judged again
         read.pop(name, None)
-    stored_claims = read.get("claims")
-    if not isinstance(stored_claims, list) or not all(isinstance(c, dict) for c in stored_claims):
-        raise ValueError(f"its claims must be a list of objects, got {stored_claims!r:.60}")
-    if not stored_claims:
-        raise ValueError("it has no claims")
-    names = [field.name for field in fields(Claim)]
-    read["claims"] = [{name: c[name] for name in names if name in c} for c in stored_claims]
+    stated = read.get("claims")
+    if not isinstance(stated, list) or not stated or not all(isinstance(c, dict) for c in stated):
+        raise ValueError(f"its claims must be a list of one or more objects, got {stated!r:.60}")
+    names = {field.name for field in fields(Claim)}
+    read["claims"] = [{name: c[name] for name in names & c.keys()} for c in stated]
     stored = checked(Record, read)
     claims = {claim.key: claim for claim in (*stored.claims, UNTESTED)}
     return replace(stored, rows=tuple(_compared(row, claims) for row in stored.rows))

@@ -7,7 +7,8 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -86,21 +87,21 @@ def run_one(
         measured = list(experiment.measure(Run(experiment.name, quick, seed, keep, note)))
     finally:
         torch.set_num_threads(threads)
-    seconds = round(time.perf_counter() - start, 3)
-    claims = experiment.tested(quick=quick)
-    tested = {"", *(claim.key for claim in claims)}
+    seconds, record = round(time.perf_counter() - start, 3), _without_rows(experiment, quick, seed)
+    tested = {"", *(claim.key for claim in record.claims)}
     # what this size cannot decide is recorded, and not judged
     rows = tuple(row if row.claim in tested else row.tested_by(UNTESTED) for row in measured)
+    return replace(record, rows=rows, seconds=seconds)
+
+
+def _without_rows(experiment: Experiment, quick: bool, seed: int) -> Record:
+    """The record of an experiment before it is measured, with versions and a hash of its code."""
+    about = {name: version(name) for name in ("acutance", "torch", "numpy", "scipy")}
+    about["code"] = source_hash(inspect.unwrap(experiment.measure))
     return Record(
-        experiment.name, experiment.title, experiment.prediction, claims, rows, seed, quick,
-        seconds, _about(experiment),
+        experiment.name, experiment.title, experiment.prediction, experiment.tested(quick=quick),
+        (), seed, quick, 0.0, about,
     )  # fmt: skip
-
-
-def _about(experiment: Experiment) -> dict[str, str]:
-    """Versions of the packages used, and a hash of the experiment's source file."""
-    versions = {name: version(name) for name in ("acutance", "torch", "numpy", "scipy")}
-    return versions | {"code": source_hash(inspect.unwrap(experiment.measure))}
 
 
 def run(
@@ -138,6 +139,7 @@ def run(
             where this run is quick.
     """
     experiments, folder = list(experiments), Path(out)
+    stored: dict[str, Record] = {}
     if figures and importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"drawing needs matplotlib; install it with: {install('plots')}, or skip figures with "
@@ -149,28 +151,26 @@ def run(
             raise ImportError(
                 f"the experiment {experiment.name} needs {needed}; install it with: {how}"
             )
-        earlier = None if force else _stored(experiment, folder)
+        path = folder / f"{experiment.name}.json"
+        if not force:
+            with suppress(OSError, ValueError):  # no file, or no record
+                stored[experiment.name] = load(path)
+        earlier = stored.get(experiment.name)
         # full size may replace quick
         if earlier and (earlier.seed != seed or (quick and not earlier.quick)):
             sizes = {True: "quick", False: "full"}
             raise ValueError(
-                f"{folder / experiment.name}.json is a record of seed {earlier.seed} at "
-                f"{sizes[earlier.quick]} size, but this run is for seed {seed} at {sizes[quick]} "
-                "size: write to another directory, or replace it with --force (in Python, "
-                "force=True)"
+                f"{path} is a record of seed {earlier.seed} at {sizes[earlier.quick]} size, but "
+                f"this run is for seed {seed} at {sizes[quick]} size: write to another directory, "
+                "or replace it with --force (in Python, force=True)"
             )
 
     def outcome(experiment: Experiment) -> Outcome:
         path, pictures = folder / f"{experiment.name}.json", _pictures(folder, experiment)
         for file in (path, *pictures):
             tidy(file)
-        record = None if force else _stored(experiment, folder)
-        resumed = record is not None and (
-            (record.name, record.quick, record.seed) == (experiment.name, quick, seed)
-            and (record.title, record.prediction) == (experiment.title, experiment.prediction)
-            and record.about == _about(experiment)
-            and record.claims == experiment.tested(quick=quick)
-        )
+        record, blank = stored.get(experiment.name), _without_rows(experiment, quick, seed)
+        resumed = record is not None and replace(record, rows=(), seconds=0.0) == blank
         if record is None or not resumed:
             record = run_one(experiment, quick=quick, seed=seed, keep=folder / "models", note=note)
             for old in pictures:
@@ -181,14 +181,6 @@ def run(
 
     folder.mkdir(parents=True, exist_ok=True)
     return map(outcome, experiments)
-
-
-def _stored(experiment: Experiment, folder: Path) -> Record | None:
-    """The record of an experiment in a folder; None if there is none that can be read."""
-    try:
-        return load(folder / f"{experiment.name}.json")
-    except (OSError, ValueError):
-        return None
 
 
 def draw(experiment: Experiment, record: Record, folder: Path) -> list[Path]:

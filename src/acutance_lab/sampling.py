@@ -83,39 +83,13 @@ def _flat(values: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
 
 
-def ratio(upper: Estimate, lower: Estimate) -> Estimate:
-    """The ratio of two independent estimates.
-
-    Example:
-        >>> ratio(Estimate(6.0, 0.3), Estimate(2.0, 0.0))
-        Estimate(value=3.0, error=0.15, samples=0, skewness=0.0)
-    """
-    value = upper.value / lower.value
-    return Estimate(value, value * math.hypot(upper.error / upper.value, lower.error / lower.value))
-
-
 def difference(first: Estimate, second: Estimate) -> Estimate:
-    """The first of two independent estimates less the second.
-
-    Example:
-        >>> difference(Estimate(5.0, 0.3), Estimate(2.0, 0.4))
-        Estimate(value=3.0, error=0.5, samples=0, skewness=0.0)
-    """
-    return Estimate(first.value - second.value, math.hypot(first.error, second.error))
+    """The first of two independent estimates less the second."""
+    return first - second
 
 
 #: From a run, a number of rows and n to scores of unit scale, (rows, n), as :meth:`Run.normal`.
 Draw = Callable[[Run, int, int], Tensor]
-
-
-def uniform(run: Run, rows: int, n: int) -> Tensor:
-    """Independent scores uniform on [-1, 1], (rows, n)."""
-    return 2 * run.uniform(rows, n) - 1
-
-
-def exponential(run: Run, rows: int, n: int) -> Tensor:
-    """Independent scores with P(s > x) = exp(-x), (rows, n)."""
-    return -run.uniform(rows, n).log()
 
 
 def cosine(d: int) -> Draw:

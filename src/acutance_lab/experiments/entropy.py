@@ -1,6 +1,7 @@
 """Entropy and gradient of rows at a scale: how far they fall, rise, or stay when n grows."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,17 +12,8 @@ from torch import Tensor
 from acutance import theory
 from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate, at_most, partly, refuted, theorem
-from acutance_lab.sampling import (
-    Draw,
-    cosine,
-    exponential,
-    mean,
-    median,
-    over_scales,
-    statistics,
-    uniform,
-)  # fmt: skip
+from acutance_lab.record import Claim, Estimate, among, at_most, refuted, theorem, up_to
+from acutance_lab.sampling import Draw, cosine, mean, median, over_scales, statistics
 
 SU = "Su Jianlin, kexue.fm/archives"
 N = 512
@@ -33,8 +25,8 @@ MEDIAN = "median λ(1 − Σp²)"
 @experiment(
     refuted("vanishes", "beyond its best scale the mean gradient λ(1 − Σp²) falls", f"{SU}/9812",
             relation="<="),
-    partly("surrogate", "E λ(1 − Σp²) = λ(1 − exp(λ²)/n), greatest at λ = 2.008 for n = 512",
-           f"{SU}/9812", within=0.02, below="λ"),
+    up_to("surrogate", "E λ(1 − Σp²) = λ(1 − exp(λ²)/n), greatest at λ = 2.008 for n = 512",
+          f"{SU}/9812", within=0.02, bound="λ"),
     Claim("exact", "E λ(1 − Σp²) = λ(1 − E Σp²), the exact integral, rising to M_n"),
     at_most("typical", "from 4 M_n on the median gradient is below half of its best"),
     Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral"),
@@ -114,14 +106,9 @@ def best_two_level(n: int, tau: float) -> tuple[float, int]:
         cosines = torch.where(keys < k, 1.0, -1.0).double()
         return float(statistics(cosines[None] / tau).information)
 
-    low, high = 1, n - 1
-    while low < high:  # information rises with k, then falls
-        middle = (low + high) // 2
-        if information(middle) < information(middle + 1):
-            low = middle + 1
-        else:
-            high = middle
-    return information(low), low
+    # it rises with k, then falls
+    k = bisect_left(range(n - 1), True, 1, key=lambda k: information(k) >= information(k + 1))
+    return information(k), k
 
 
 @experiment(
@@ -132,8 +119,8 @@ def best_two_level(n: int, tau: float) -> tuple[float, int]:
     theorem("exact", "the least entropy at finite n is that of two levels", within=1e-9),
     theorem("widens", "the τ for 50, 90, 99 % of log n allows it", f"{SU}/9593", within=1e-6),
     Claim("random", "random keys: the exact integral over cosines in R^d"),
-    partly("linear", f"random keys at scale λd lose 0.24·λd nat (d = {WIDTH})", f"{SU}/8823",
-           within=0.02, among="λ"),
+    among("linear", f"random keys at scale λd lose 0.24·λd nat (d = {WIDTH})", f"{SU}/8823",
+          within=0.02, bound="λ"),
     figure=[
         Panel(Axis("temperature τ", log=True, ticks=(0.05, 0.1, 0.2, 0.5, 1, 2)),
               Axis("most information log n − H, nat", True, (0.1, 0.4745, 1, 3, 10), (0.07, 20)),
@@ -167,7 +154,7 @@ def temperature(run: Run) -> Iterator[Measured]:
                 if n >= 4096:
                     top = (2 / -math.expm1(-2) - 1) / math.expm1(2)
                     yield "share", "k / n", top, k / n, {"n": n}
-        z = 2 * run.uniform(run.size(64, 512), n) - 1
+        z = run.even(run.size(64, 512), n)
         corners = torch.where(run.uniform(*z.shape) < 0.2055, 1.0, -1.0).double()
         for name, cosines in {"even": z, "corners": corners}.items():
             said = float(statistics(cosines).information.max())
@@ -189,8 +176,8 @@ START = 512
 #: Families of independent logits, with what theory calls them.
 LAWS: dict[str, tuple[Draw, str, dict[str, Any]]] = {
     "Gaussian": (Run.normal, "gaussian", {}),
-    "uniform": (uniform, "uniform", {}),
-    "exponential": (exponential, "exponential", {}),
+    "uniform": (Run.even, "uniform", {}),
+    "exponential": (Run.exponential, "exponential", {}),
     "cosine, d = 64": (cosine(64), "cosine", {"d": 64}),
 }
 ONE = "one key above the rest"
@@ -229,13 +216,9 @@ def mean_given(values: Tensor, control: Tensor, expected: float) -> Estimate:
     return mean(values - slope * (control - expected))
 
 
-def scale_of_entropy(row: Tensor, entropy: float) -> float:
-    """The scale at which a row of scores has a given entropy in nats, by bisection."""
-
-    def excess(scale: float) -> float:
-        return float(statistics(scale * row).entropy) - entropy
-
-    return float(brentq(excess, 0.0, 100.0, xtol=1e-12))
+def entropy_above(scale: float, least: float, row: Tensor) -> float:
+    """Entropy in nats of a row of scores times a scale, less ``least``."""
+    return float(statistics(scale * row).entropy) - least
 
 
 _N = Axis("keys n", log=True, ticks=(512, 2048, 8192, 65536))
@@ -244,8 +227,8 @@ _N = Axis("keys n", log=True, ticks=(512, 2048, 8192, 65536))
 @experiment(
     refuted("entropy", "λ ∝ log n keeps H what it was at n = 512", f"{SU}/8823 and 9034",
             within=0.01, bound="logits", sense="in"),
-    partly("effective keys", "λ ∝ log n keeps Σp² what it was at n = 512", within=0.03,
-           among="logits"),
+    among("effective keys", "λ ∝ log n keeps Σp² what it was at n = 512", within=0.03,
+          bound="logits"),
     refuted("deviation", "Gaussian logits of deviation log n / log 512 keep H",
             f"{SU}/8823 and 9034", within=0.03),
     Claim("collision", "under that law E Σp² is the exact integral"),
@@ -289,11 +272,12 @@ def invariance(run: Run) -> Iterator[Measured]:
         under = statistics(lam * needle)
         kept = 0.25 * START / (START - 1)  # ¼ + ¼/(n − 1)
         start = math.log(2) + math.log(START - 1) / 2  # half on one key, half spread evenly
-        scale = theory.needle_scale_for_entropy(n, start)
         where = {"n": n, "λ": lam, "logits": ONE}
         yield "entropy", "H, nat", start, float(under.entropy), where
         yield "effective keys", "Σp²", kept, float(under.collision), where
-        yield "match", "λ that keeps H", scale, scale_of_entropy(needle, start), {"n": n}
+        scale = theory.needle_scale_for_entropy(n, start)
+        keeps = brentq(entropy_above, 0.0, 100.0, (start, needle), xtol=1e-12)
+        yield "match", "λ that keeps H", scale, keeps, {"n": n}
 
 
 def _of_family(run: Run, name: str, n: int) -> Iterator[Measured]:
@@ -329,19 +313,13 @@ FAMILIES = ("Gaussian", "uniform", "one-hot")
 DEPTH = "λ(s_max − s̄)/log n"
 
 
-def entropy_by_definition(scores: Tensor) -> Tensor:
-    """Entropy −Σ p log p (rows,) in nats, from the weights themselves and not acutance's sums."""
-    log_p = torch.log_softmax(scores, -1)
-    return -(log_p.exp() * log_p).sum(-1)
-
-
 def _lines(claim: str, name: str, family: str, **shown: Any) -> Lines:
     """A curve of a family of logits, at the largest n."""
     return Lines(claim, "λ", name, where={"logits": family}, last="n", **shown)
 
 
 @experiment(
-    partly("approximate", "H ≈ log n − λ(s_max − s̄)", f"{SU}/9034", within=0.02, below=DEPTH),
+    up_to("approximate", "H ≈ log n − λ(s_max − s̄)", f"{SU}/9034", within=0.02, bound=DEPTH),
     theorem("identity", "H = H_mf + J + G in every row", rounding=1e-9),
     theorem("lower", "H_mf ≤ H in every row", relation="<=", rounding=1e-9),
     Claim("jensen", "E J = E log Z − log n − λE s̄, exactly"),
@@ -376,7 +354,7 @@ def mean_field(run: Run) -> Iterator[Measured]:
                 scores = torch.zeros(1, n, dtype=torch.float64)
                 scores[0, 0] = 1.0
             else:
-                law: Draw = Run.normal if family == "Gaussian" else uniform
+                law: Draw = Run.normal if family == "Gaussian" else Run.even
                 scores = torch.cat([law(run, size, n) for size in run.blocks(count, n)])
             for lam in (0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0):
                 yield from _of_scores(family, scores, lam)
@@ -400,7 +378,9 @@ def _of_scores(family: str, scores: Tensor, lam: float) -> Iterator[Measured]:
         law = family.lower()
         exact_J = theory.expected_logsumexp(n, lam, law) - math.log(n)
         exact_G = lam * (theory.expected_max(n, law) - theory.expected_weighted_mean(n, lam, law))
-    defined = torch.cat([entropy_by_definition(block) for block in blocks])
+    # −Σ p log p, from the weights themselves and not acutance's sums
+    log_p = [torch.log_softmax(block, -1) for block in blocks]
+    defined = torch.cat([-(x.exp() * x).sum(-1) for x in log_p])
     total, field = H_mf + J + G, float(H_mf.mean())
     furthest = int((total - defined).abs().argmax())
     sums = float(total[furthest]), float(defined[furthest])

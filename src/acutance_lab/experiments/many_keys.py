@@ -11,18 +11,8 @@ from torch.nn.functional import cosine_similarity
 from acutance import attention, row_statistics, theory
 from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import GREY, Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate, partly, refuted, theorem
-from acutance_lab.sampling import (
-    Draw,
-    exponential,
-    gaussian_collision,
-    mean,
-    median,
-    over_scales,
-    ratio,
-    statistics,
-    uniform,
-)  # fmt: skip
+from acutance_lab.record import Claim, Estimate, among, beyond, refuted, theorem, up_to
+from acutance_lab.sampling import Draw, gaussian_collision, mean, median, over_scales, statistics
 
 SU = "Su Jianlin, kexue.fm/archives/8823 and 9889, in the limit of many keys"
 _GAMMA = Axis("logit deviation γ, nat")
@@ -31,8 +21,8 @@ _GAMMA = Axis("logit deviation γ, nat")
 @experiment(
     Claim("entropy", "E H is the exact integral, for every n and γ"),
     Claim("collision", "E Σp² is the exact integral, for every n and γ"),
-    partly("population entropy", "H = log n − γ²/2", SU, within=0.02, below="γ/√(2 log n)"),
-    partly("population collision", "Σp² = exp(γ²)/n", SU, within=0.02, below="γ/√(2 log n)"),
+    up_to("population entropy", "H = log n − γ²/2", SU, within=0.02, bound="γ/√(2 log n)"),
+    up_to("population collision", "Σp² = exp(γ²)/n", SU, within=0.02, bound="γ/√(2 log n)"),
     figure=[
         Panel(_GAMMA, Axis("entropy H, nat", limits=(0.0, 11.6)),
               [Lines("population entropy", "γ", by="n", marks="", style=GREY),
@@ -82,8 +72,8 @@ def one_gap(run: Run, rows: int, n: int) -> Tensor:
 FAMILIES: dict[str, tuple[Draw, str, Callable[[int, int], float]]] = {
     "normal": (Run.normal, "√log n", lambda n, N: math.sqrt(math.log(N) / math.log(n))),
     "one gap": (one_gap, "log n", lambda n, N: math.log(N) / math.log(n)),
-    "uniform": (uniform, "n", lambda n, N: N / n),
-    "exponential": (exponential, "constant", lambda n, N: 1.0),
+    "uniform": (Run.even, "n", lambda n, N: N / n),
+    "exponential": (Run.exponential, "constant", lambda n, N: 1.0),
 }
 _GROWTHS = {family: f"{family}: {grows}" for family, (_, grows, _) in FAMILIES.items()}
 HAYASE = "Hayase & Karakida (2026), arXiv:2605.12697"
@@ -120,12 +110,12 @@ def critical_scale(run: Run, family: str, n: int) -> Estimate:
 
 
 @experiment(
-    partly("growth", "Λ grows as √log n (normal), log n (one gap), n (uniform), 1 (exponential)",
-           HAYASE, within=0.02, among="logits"),
+    among("growth", "Λ grows as √log n (normal), log n (one gap), n (uniform), 1 (exponential)",
+          HAYASE, within=0.02, bound="logits"),
     theorem("one gap", "one key Δ above the rest: Λ = log n / Δ", HAYASE, within=1e-9),
     refuted("level", "Λ = √(2 log n) for normal logits", HAYASE, within=0.02),
-    partly("limit", "median Λ = c·h(b_n), h the hazard rate at the top, c of the Poisson limit",
-           within=0.01, among="logits"),
+    among("limit", "median Λ = c·h(b_n), h the hazard rate at the top, c of the Poisson limit",
+          within=0.01, bound="logits"),
     figure=[Panel(
         Axis("keys n", log=True, ticks=(64, 256, 1024, 4096, 16384)),
         Axis("critical scale Λ, 1/nat", log=True, limits=(0.8, None)),
@@ -165,8 +155,7 @@ def gap_law(run: Run) -> Iterator[Measured]:
             if family == "normal":
                 yield "level", "median Λ, 1/nat", math.sqrt(2 * math.log(n)), scale, where
             if n > ns[0]:
-                grown = ratio(scale, scales[0])
-                yield "growth", f"Λ(n)/Λ({ns[0]})", growth(ns[0], n), grown, where
+                yield "growth", f"Λ(n)/Λ({ns[0]})", growth(ns[0], n), scale / scales[0], where
 
 
 CHEN = "Chen, Lin, Polyanskiy & Rigollet (2025), arXiv:2510.05554"
@@ -193,10 +182,10 @@ def outputs_cosine(n: int, rho: float, gamma: float) -> float:
 
 
 @experiment(
-    partly("critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", CHEN,
-           within=0.01, above="n"),
-    partly("phases", "away from γ(1 − ρ) = 1: outputs' cosine → 1 below, ρ above", CHEN,
-           within=0.02, above="|γ(1 − ρ) − 1|·log n"),
+    beyond("critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", CHEN,
+           within=0.01, bound="n"),
+    beyond("phases", "away from γ(1 − ρ) = 1: outputs' cosine → 1 below, ρ above", CHEN,
+           within=0.02, bound="|γ(1 − ρ) − 1|·log n"),
     theorem("exact", "the cosine at finite n is the closed form", within=1e-9),
     figure=[Panel(
         Axis("scale over its critical value, γ(1 − ρ)"), Axis("cosine of two outputs"),
@@ -315,8 +304,8 @@ def weight_of_top(n: int, scale: float) -> float:
     theorem("ssmax", "with SSMax its weight is 1/(1 + (n − 1)·n^(−2.15))", NAKANISHI, within=1e-9),
     theorem("softmax", "with softmax it is e⁵/(e⁵ + n − 1)", NAKANISHI, within=1e-9),
     theorem("least", "with SSMax it stays above 0.8", NAKANISHI, relation=">="),
-    partly("fades", "softmax leaves the one key half of the weight", "what one would expect of it",
-           relation=">=", below="n"),
+    up_to("fades", "softmax leaves the one key half of the weight", "what one would expect of it",
+          relation=">=", bound="n"),
     theorem("critical", "a smaller s fails at some length: what counts is s·gap > 1", within=1e-9),
     figure=[Panel(
         Axis("keys n", log=True), Axis("weight of the one key", limits=(None, 1.5)),
@@ -358,8 +347,8 @@ _RATIO = Axis("scale in units of the maximum, γ/M_n", limits=(0.0, 6.3))
 
 
 @experiment(
-    partly("collision", "frozen: Σp² = 1 − m, m = M_n/γ", DERRIDA, within=0.02, above="γ/M_n"),
-    partly("entropy", "frozen: H = ψ(1) − ψ(1 − m)", DERRIDA, within=0.03, above="γ/M_n"),
+    beyond("collision", "frozen: Σp² = 1 − m, m = M_n/γ", DERRIDA, within=0.02, bound="γ/M_n"),
+    beyond("entropy", "frozen: H = ψ(1) − ψ(1 − m)", DERRIDA, within=0.03, bound="γ/M_n"),
     Claim("exact collision", "E Σp² at finite n is the exact integral"),
     Claim("exact entropy", "E H at finite n is the exact integral"),
     figure=[

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributions
 
 from acutance import attention, theory
 from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import GREY, Axis, Lines, Panel
-from acutance_lab.record import Claim, Estimate, partly
-from acutance_lab.sampling import mean, ratio, statistics
+from acutance_lab.record import Claim, Estimate, beyond, up_to
+from acutance_lab.sampling import mean, statistics
 
 Kind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 
@@ -32,27 +32,20 @@ TAILS: tuple[tuple[Kind, float, float], ...] = (
 )  # fmt: skip
 
 
+def density(kind: Kind, scale: float) -> Any:
+    """The distribution of unbounded noise of a kind and scale, float64."""
+    law = {"gaussian": "Normal", "laplace": "Laplace", "gumbel": "Gumbel"}[kind]
+    return getattr(distributions, law)(*torch.tensor([0.0, scale], dtype=torch.float64))
+
+
 def sample(run: Run, kind: Kind, scale: float, rows: int, n: int) -> Tensor:
-    """Noise (rows, n) of a kind and scale, by inverting its distribution function."""
+    """Noise (rows, n) of a kind and scale."""
     if kind == "gaussian":
         return scale * run.normal(rows, n)
-    u = run.uniform(rows, n)
     if kind == "uniform":
-        return scale * (2 * u - 1)
-    if kind == "gumbel":
-        return -scale * (-u.log()).log()
-    side = u - 0.5
-    return -scale * side.sign() * torch.log1p(-2 * side.abs().clamp(max=0.5 - 2**-54))
-
-
-def log_density_ratio(kind: Kind, scale: float, wide: float, noise: Tensor) -> Tensor:
-    """Log g(ε)/f(ε) at ε = ``noise``, f and g the noise densities at ``scale`` and ``wide``."""
-    k, z = wide / scale, noise / scale
-    if kind == "gaussian":
-        return z.square() / 2 * (1 - k**-2) - math.log(k)
-    if kind == "gumbel":
-        return z - z / k + (-z).exp() - (-z / k).exp() - math.log(k)
-    return z.abs() * (1 - 1 / k) - math.log(k)
+        return scale * run.even(rows, n)
+    noise: Tensor = density(kind, scale).icdf(run.uniform(rows, n))
+    return noise
 
 
 def output_error(
@@ -82,7 +75,8 @@ def output_error(
             keys = torch.multinomial(chance.expand(len(rows), n), 1, generator=run.generator)[:, 0]
             noise[rows, keys] = sample(run, kind, wide, len(rows), 1)[:, 0]
             share = len(rows) / size
-            mixed = log_density_ratio(kind, scale, wide, noise).exp() @ chance
+            wider, narrow = (density(kind, b).log_prob(noise) for b in (wide, scale))
+            mixed = (wider - narrow).exp() @ chance
             weight = 1 / (1 - share + share * mixed)
         query = torch.zeros(1, 1, size, 1, dtype=torch.float64)
         output = attention(query, key, value[None, None], bias=(logits + noise)[None, None])
@@ -99,17 +93,17 @@ _ERROR = "mean square error of the output, value²"
 
 
 @experiment(
-    partly("unchanged",
-           "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
-           "Su Jianlin, kexue.fm/archives/9593", relation="<=", below="ν/N_eff"),
+    up_to("unchanged",
+          "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
+          "Su Jianlin, kexue.fm/archives/9593", relation="<=", bound="ν/N_eff"),
     *(
-        partly(f"first order, {name.lower()}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
-               within=0.02, below="ν/N_eff")
+        up_to(f"first order, {name.lower()}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
+              within=0.02, bound="ν/N_eff")
         for name in ("Gaussian", "uniform", "Laplace", "Gumbel")
     ),
     Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row"),
-    partly("averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
-           within=0.01, above="tail rate r"),
+    beyond("averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
+           within=0.01, bound="tail rate r"),
     Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01),
     figure=[
         Panel(Axis("standard deviation b of Gaussian noise, nat", log=True, ticks=GAUSSIAN),
@@ -185,7 +179,7 @@ def _of_lengths(run: Run, kind: Kind, b: float, rate: float) -> Iterator[Measure
         exact = theory.exact_noise_mse(np.full(n, 1 / n), v.numpy(), kind, b)
         yield "exact", "E‖õ − o‖²", exact, error, where
         if before is not None:
-            yield "averages", "error here / at n/16", 1 / 16, ratio(error, before), where
+            yield "averages", "error here / at n/16", 1 / 16, error / before, where
         if rate < 1:
             rolls = run.size(10000 if n == 256 else 2000, 20000 if n <= 4096 else 2000)
             draws = (sample(run, kind, b, size, n) for size in run.blocks(rolls, n))

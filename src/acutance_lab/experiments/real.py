@@ -23,7 +23,7 @@ from acutance.scores import Cosine, ScaleInvariant
 from acutance_lab import language, texts
 from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Curve, Level, Lines, Panel, Points
-from acutance_lab.record import Claim, Record, at_least, at_most, partly, refuted, theorem
+from acutance_lab.record import Claim, Record, at_least, at_most, refuted, theorem, up_to
 from acutance_lab.sampling import mean
 from acutance_lab.trained import TRAIN_LENGTH, decoder
 
@@ -81,10 +81,10 @@ def r_squared(predicted: Tensor, measured: Tensor) -> float:
 
 
 @experiment(
-    partly("gauss", "a head's entropy is that of Gaussian logits of its n and deviation",
-           within=0.03, below=SPREAD),
-    partly("four", "a head's entropy follows from gap of the first key, its deviation over rows, "
-           "and deviation and Jensen gap of the other logits", within=0.05, below=SPREAD),
+    up_to("gauss", "a head's entropy is that of Gaussian logits of its n and deviation",
+          within=0.03, bound=SPREAD),
+    up_to("four", "a head's entropy follows from gap of the first key, its deviation over rows, "
+          "and deviation and Jensen gap of the other logits", within=0.05, bound=SPREAD),
     theorem("floor", "H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4),
     theorem("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3),
     figure=[
@@ -287,8 +287,8 @@ _SPREAD = Axis("deviation of the logits")
 
 
 @experiment(
-    partly("rule", "k/n = Φ_c(σ + Φ⁻¹(ε)) keys hold all but ε = 1 % of a row", TOPK, within=0.03,
-           below=SPREAD),
+    up_to("rule", "k/n = Φ_c(σ + Φ⁻¹(ε)) keys hold all but ε = 1 % of a row", TOPK, within=0.03,
+          bound=SPREAD),
     # Expected to hold before the first look: a head with a sink needs fewer keys than it says.
     refuted("enough", "in 95 % of the heads the rule's k is not too small", TOPK, relation=">="),
     theorem("certificate", "keeping the k largest keys is 1 − exp(−KL) away in variation", TOPK),

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from acutance import row_statistics, theory
 from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, Estimate, partly, refuted, theorem, values
+from acutance_lab.record import Claim, Estimate, among, beyond, refuted, theorem, values
 from acutance_lab.sampling import mean, statistics
 
 N = 1024
@@ -36,8 +36,8 @@ def power_entropy(n: int, k: float, share: float) -> float:
 
 
 @experiment(
-    partly("sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
-           relation="<=", among="weights"),
+    among("sharpens", "multiplying the scores by λ > 1 lowers the entropy", "common practice",
+          relation="<=", bound="weights"),
     theorem("cancels", "λ leaves relu² and |x|^k unchanged", "Su Jianlin, kexue.fm/archives/9019",
             within=1e-9),
     Claim("entropy", "there H = log n + log E|x|^k − E|x|^k log|x|^k / E|x|^k", within=0.005),
@@ -113,11 +113,11 @@ def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
 @experiment(
     Claim("variance", "q·k has variance d", "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"),
     Claim("kurtosis", "and fourth moment (3 + 6/d)·d²: excess kurtosis 6/d"),
-    partly("half", "scaled dot products start at H = log n − ½", within=0.005, above="n"),
-    partly("almost none", "cosines start with log n − H = 1/(2d)", within=0.03, above="d"),
+    beyond("half", "scaled dot products start at H = log n − ½", within=0.005, bound="n"),
+    beyond("almost none", "cosines start with log n − H = 1/(2d)", within=0.03, bound="d"),
     Claim("entropy", "E H is the exact integral over logits and ‖q‖"),
-    partly("sharp", "dot products start with H below a fifth of log n", relation="<=",
-           above="d/(2 log n)"),
+    beyond("sharp", "dot products start with H below a fifth of log n", relation="<=",
+           bound="d/(2 log n)"),
     theorem("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays"),
     refuted("key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
             "cosine read as a normalised dot product"),

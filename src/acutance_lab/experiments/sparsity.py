@@ -10,15 +10,8 @@ from scipy.special import ndtr
 from acutance import theory
 from acutance_lab.experiment import Measured, Run, experiment
 from acutance_lab.figure import Axis, Level, Lines, Panel
-from acutance_lab.record import Claim, at_least, at_most, partly, refuted, theorem, values
-from acutance_lab.sampling import (
-    difference,
-    gaussian_collision,
-    mean,
-    over_scales,
-    sparsity,
-    statistics,
-)  # fmt: skip
+from acutance_lab.record import Claim, among, at_least, beyond, refuted, theorem, up_to, values
+from acutance_lab.sampling import gaussian_collision, mean, over_scales, sparsity, statistics
 
 SU = "Su Jianlin, kexue.fm/archives/9889"
 _S = partial(Axis, "sparsity S = E|a| / √E[a²]")
@@ -26,7 +19,7 @@ _SCORES = Axis("standard deviation of the scores γ = σ‖q‖", True, (0.25, 0
 
 
 @experiment(
-    partly("formula", "S = exp(−γ²/2)", f"{SU}, eq. 5", within=0.02, below="γ/√(log n / 2)"),
+    up_to("formula", "S = exp(−γ²/2)", f"{SU}, eq. 5", within=0.02, bound="γ/√(log n / 2)"),
     Claim("exact", "E Σp² at finite n is the exact integral"),
     theorem("floor", "S ≥ 1/√n in every row", relation=">="),
     figure=[Panel(
@@ -71,12 +64,12 @@ def printed(beta: float, gamma: float) -> float:
 
 
 @experiment(
-    partly("formula", "S = M₂/√M₄, a function of u = β/γ alone", f"{SU}, eq. 6", within=0.02,
-           above="n·Φ(u)"),
+    beyond("formula", "S = M₂/√M₄, a function of u = β/γ alone", f"{SU}, eq. 6", within=0.02,
+           bound="n·Φ(u)"),
     theorem("printed", "eq. 6, typeset rightly, is M₂/√M₄", f"{SU}, eq. 6", rounding=0.0,
             within=1e-9),
     at_least("bounded", "for β ≥ 0, S ≥ 1/√6", f"{SU}, eq. 6", within=0.005),
-    at_most("opposite", "for β < 0, a smaller γ is sparser", f"{SU}, eq. 6"),
+    Claim("opposite", "for β < 0, a smaller γ is sparser", f"{SU}, eq. 6", relation="<="),
     theorem("floor", "S ≥ 1/√n in every row", relation=">="),
     figure=[Panel(_SCORES, _S(), [Lines("formula", "γ", "β = {:g}", by="β")],
                   levels=[Level(y=6**-0.5)])],
@@ -112,16 +105,15 @@ def sparsity_relu2(run: Run) -> Iterator[Measured]:
             if beta >= 0:
                 yield "bounded", "mean S", 1 / math.sqrt(6), estimate, where
             elif before is not None:
-                rise = difference(before, estimate)
-                yield "opposite", "S here − S at next γ", 0, rise, where
+                yield "opposite", "S here − S at next γ", 0, before - estimate, where
             before = estimate
 
 
 @experiment(
     Claim("formula", "S = (√(2/π)·e^(−u²/2) + u·erf(u/√2)) / √(1 + u²), u = β/γ", f"{SU}, eq. 7",
           within=0.001),
-    partly("bounded", "linear attention has S ≥ √(2/π) whatever the query", f"{SU}, eq. 7",
-           relation=">=", within=0.001, among="keys"),
+    among("bounded", "linear attention has S ≥ √(2/π) whatever the query", f"{SU}, eq. 7",
+          relation=">=", within=0.001, bound="keys"),
     figure=[Panel(
         _SCORES, _S(), [Lines("formula", "γ", "β = {:g}", by="β")],
         levels=lambda record: [Level(y=row.measured) for row in record.of("bounded")[-2:]],
@@ -150,7 +142,7 @@ def sparsity_identity(run: Run) -> Iterator[Measured]:
     # one component of the query matters, and the keys' distribution is seen as it is
     laplace, sparse = [], []
     for z in blocks:
-        u = 2 * run.uniform(*z.shape) - 1
+        u = run.even(*z.shape)
         laplace.append(sparsity(-u.sign() * (1 - u.abs()).log()))
         sparse.append(sparsity(z * (run.uniform(*z.shape) < 0.1)))
     yield "bounded", "mean S", bound, mean(laplace), {"n": n, "keys": "Laplace"}
@@ -200,8 +192,7 @@ def sparsity_linear(run: Run) -> Iterator[Measured]:
             where, dense = {"d": d, "σ'/μ'": spread, "n": n}, torch.ones(d, dtype=torch.float64)
             yield "iid", "mean S", theory.sparsity_linear_iid(dense, 1.0, spread), estimate, where
             if before is not None:
-                gain = difference(estimate, before)
-                yield "wider", "S at d − S at the d before", 0.0, gain, where
+                yield "wider", "S at d − S at the d before", 0.0, estimate - before, where
             before = estimate
             q = run.uniform(1000, d)
             norms = q.norm(dim=1) / q.sum(1)
@@ -218,7 +209,7 @@ _N = Axis("keys n", log=True, ticks=(16, 256, 4096, 65536))
     theorem("vanishes", "S → 0 as n grows", _RNN, relation="<="),
     refuted("keys", "so it attends to ever fewer keys: 1/Σp² falls as S does",
             "a reading of article 9889", within=0.02),
-    partly("limit", "1/Σp² → (1 + λ)/(1 − λ), whatever n", within=0.01, above="n·(1 − λ)"),
+    beyond("limit", "1/Σp² → (1 + λ)/(1 − λ), whatever n", within=0.01, bound="n·(1 − λ)"),
     figure=[
         Panel(_N, _S(log=True), [Lines("formula", "n", "λ = {:g}", by="λ")], "sparsity"),
         Panel(_N, Axis("effective keys 1/Σp²", log=True), [Lines("limit", "n", by="λ")],
