@@ -440,14 +440,9 @@ def _compared(row: Row, claims: Mapping[str, Claim]) -> Row:
         raise ValueError(
             f"error and samples of a row must be at least 0, got {row.error} and {row.samples}"
         )
-    if row.claim not in claims:
-        raise ValueError(
-            f"a row of {row.quantity!r:.60} tests the claim {row.claim!r:.60}, but the "
-            f"record has only {', '.join(filter(None, claims)):.60}"
-        )
-    claim = claims[row.claim]
+    claim = claims.get(row.claim)
+    if claim is None:
+        raise ValueError(f"a row tests the claim {row.claim!r:.60}, which the record does not have")
     if claim.bound and claim.bound not in row.condition:
-        raise ValueError(
-            f"a row of the claim {row.claim!r:.60} lacks the condition {claim.bound!r:.60}"
-        )
+        raise ValueError(f"a row of {claim.key!r:.60} lacks the condition {claim.bound!r:.60}")
     return row.tested_by(claim)

