@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 
 from acutance import attention, row_statistics, theory
 from acutance_lab.experiment import Measured, Run, experiment
@@ -225,7 +225,7 @@ RANDOM, DESCENDED = "least H of random rows, nat", "least H of descended rows, n
 def one_above_rest(n: int, norm: float) -> Tensor:
     """A row of n logits, (1, n), with mean 0 and a given norm, all equal but the first."""
     logits = torch.eye(1, n, dtype=torch.float64) - 1 / n
-    return norm * logits / logits.norm()
+    return norm * normalize(logits)
 
 
 def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
@@ -234,15 +234,15 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
     Returns:
         Entropies in nats after ``steps`` steps, (rows,).
     """
-    logits = logits / logits.norm(dim=1, keepdim=True) * norm
+    logits = normalize(logits) * norm
     for step in range(steps):
         logits.requires_grad_()
         (slope,) = torch.autograd.grad(statistics(logits).entropy.sum(), logits)
         logits = logits.detach()
         along = slope - (slope * logits).sum(1, keepdim=True) / norm**2 * logits
         pace = 0.3 * norm * (1 - step / steps)
-        logits = logits - pace * along / along.norm(dim=1, keepdim=True).clamp(min=1e-300)
-        logits = logits / logits.norm(dim=1, keepdim=True) * norm
+        length = along.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        logits = normalize(logits - pace * along / length) * norm
     entropy: Tensor = statistics(logits).entropy
     return entropy
 
@@ -278,8 +278,8 @@ def entropy_floor(run: Run) -> Iterator[Measured]:
             H = float(statistics(one_above_rest(n, norm)).entropy)
             yield "attained", "H of one above rest, nat", least, H, where
             z = run.normal(starts, n)
-            z = z - z.mean(1, keepdim=True)
-            H = float(statistics(z / z.norm(dim=1, keepdim=True) * norm).entropy.min())
+            z = normalize(z - z.mean(1, keepdim=True)) * norm
+            H = float(statistics(z).entropy.min())
             yield "floor", RANDOM, least, H, where
             if n == 16:
                 H = float(descend(z, norm, steps).min())

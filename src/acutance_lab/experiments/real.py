@@ -560,11 +560,11 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     small = language.small_reader(run, windows=run.size(32, 64), length=length + 1)
     far = paired(small, LAWS, TRAIN_LENGTH, length + 1)
     none, log_n, info = (far[name][:, -LAST:].mean(1) for name in ("none", *LAWS))
-    at = {"model": small.name, "n": length}
-    yield "beyond", LESS_NONE, 0.0, mean(info - none), at
-    yield "log_n", "loss less log n, nat", 0.0, mean(info - log_n), at
-    yield untested("loss of log n less none, nat", mean(log_n - none), at)
-    yield untested("loss of none, nat", mean(none), at)
+    where = {"model": small.name, "n": length}
+    yield "beyond", LESS_NONE, 0.0, mean(info - none), where
+    yield "log_n", "loss less log n, nat", 0.0, mean(info - log_n), where
+    yield untested("loss of log n less none, nat", mean(log_n - none), where)
+    yield untested("loss of none, nat", mean(none), where)
     near = {small.name: paired(small, SCORES, TRAIN_LENGTH, TRAIN_LENGTH + 1)}
     if not run.quick:
         large = language.reader(run, windows=6, length=2048)
