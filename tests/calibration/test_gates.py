@@ -27,7 +27,7 @@ def test_windows_and_factors_are_one_law(tmp_path: Path) -> None:
     assert any(law.reads)
     _, laws = law.layers[0]
     assert laws.whole is not None
-    assert laws.all_windows()
+    assert laws.all_windows
     ones = replace(law, factors=((1.0,) * len(law.factors[0]),) * 12)
     said = " ".join(ones.sentences())
     assert "Every head has the factor 1" in said

@@ -22,7 +22,7 @@ from acutance.caching.planned_cache import (
     take_pending,
 )
 from acutance.caching.stores import Attend
-from acutance.calibration.apply_law import ApplyError, InForce
+from acutance.calibration.apply_law import AppliedChange, ApplyError
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import class_name, named_modules, unwrap
 from acutance.capture.intercept import Running, eager, forget_compiled, module_of_method
@@ -33,7 +33,7 @@ from acutance.capture.readers.huggingface import InterfaceCall, base_name
 from acutance.masks import hides
 
 
-class AppliedPlan(InForce):
+class AppliedPlan(AppliedChange):
     """A plan applied to a model: what :func:`acutance.apply` returns for a :class:`CachePlan`.
 
     Attributes:

@@ -6,9 +6,9 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from acutance.capture.readers.torch_multihead import (
 from acutance.capture.readers.torch_sdpa import sdpa_arguments, sdpa_call
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
-from acutance.scaling import AnyScaling, Scaling, visible_keys
+from acutance.scaling import AnyScaling, visible_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,18 +56,30 @@ class ApplyError(RuntimeError):
     """A law could not be applied where it should have been."""
 
 
-class InForce:
-    """A change that a subclass installs when it is created, in force until it is removed.
+class AppliedChange:
+    """A change in force on a model until it is removed: what :func:`acutance.apply` returns.
+
+    Args:
+        name: of the change, in messages.
+        context: in which the model is changed; it is entered at once.
 
     Attributes:
         calls: number of changed calls by module name; None if they are not counted.
     """
 
     calls: dict[str, int] | None = None
-    #: What removes it; None once that was done.
-    _context: ExitStack | None
     #: What it is, in messages.
     _noun = "this law"
+
+    def __init__(self, name: str, context: AbstractContextManager[Any]) -> None:
+        self._noun = name
+        with ExitStack() as stack:
+            stack.enter_context(context)
+            #: what removes it; None once that was done
+            self._context: ExitStack | None = stack.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<{self._noun}, {'removed' if self._context is None else 'applied'}>"
 
     def restore(self) -> None:
         """Remove the change from the model with all its hooks. Later calls have no effect.
@@ -111,28 +123,27 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
         >>> count(query, key, {"is_causal": True, "query_offset": 2})
         tensor([[[3, 4, 5]]])
     """
-    given = {name: value for name, value in masks.items() if value is not None}
     queries, keys = query.shape[2], key.shape[2]
-    mask: Tensor | None = given.get("attn_mask")
-    if mask is not None and not given.get("is_causal") and set(given) <= _PLAIN:
+    mask: Tensor | None = masks.get("attn_mask")
+    causal = bool(masks.get("is_causal"))
+    plain = mask is None or not causal
+    for name in _OTHER_MASKS:
+        plain &= masks.get(name) is None
+    if not plain:
+        return visible_keys(check_masking(query, key, **masks))
+    if mask is not None:
         while mask.dim() < 4:
             mask = mask.unsqueeze(0)
         seen: Tensor = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
-        if seen.shape[3] == 1:
-            seen = seen.expand(-1, -1, -1, keys)
-        return seen.sum(-1)
-    if mask is None and set(given) <= _PLAIN:
-        if not given.get("is_causal"):
-            return torch.full((1, 1, queries), keys, device=query.device)
-        position = torch.arange(1, queries + 1, device=query.device)
-        offset = int(given.get("query_offset", 0))
-        return (position + offset).clamp(min=0, max=keys)[None, None]
-    masking = check_masking(query, key, **given)
-    return visible_keys(masking)
+        return seen.expand(-1, -1, -1, keys).sum(-1)
+    if not causal:
+        return torch.full((1, 1, queries), keys, device=query.device)
+    position = torch.arange(1, queries + 1, device=query.device)
+    return (position + int(masks.get("query_offset", 0))).clamp(min=0, max=keys)[None, None]
 
 
-_PLAIN = {"attn_mask", "is_causal", "query_offset"}
-_MASKS = (*sorted(_PLAIN), "window", "key_mask", "cu_seqlens", "bias")
+_OTHER_MASKS = ("window", "key_mask", "cu_seqlens", "bias")
+_MASKS = ("attn_mask", "is_causal", "query_offset", *_OTHER_MASKS)
 
 
 def query_factor(
@@ -160,33 +171,32 @@ def query_factor(
                 [2.0794]])
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if laws.scalings():
+    if laws.scalings and laws.all_windows:
         n = _read(laws, n, heads)
-
-    def of(scaling: AnyScaling) -> Tensor:
-        factor = scaling.factor(n, entropy=entropy, dtype=wide)
-        if factor.dim() < 3 or factor.shape[-2] not in (1, heads):
-            raise ValueError(
-                f"the scaling has parameters for {factor.shape[-2]} heads, but the call has {heads}"
-            )
-        return factor
-
+    factors: dict[AnyScaling, Tensor] = {}
+    for scaling in laws.scalings:
+        if scaling not in factors:
+            factor = scaling.factor(n, entropy=entropy, dtype=wide)
+            if factor.dim() < 3 or factor.shape[-2] not in (1, heads):
+                raise ValueError(
+                    f"the scaling has parameters for {factor.shape[-2]} heads, but the call has "
+                    f"{heads}"
+                )
+            factors[scaling] = factor
     if laws.whole is not None:
-        return of(laws.whole).to(dtype)
-    wrong = [head for head, _ in laws.heads if head >= heads]
-    if wrong:
+        return factors[laws.whole].to(dtype)
+    by_head = dict(laws.heads)
+    if wrong := [head for head in by_head if head >= heads]:
         raise ValueError(f"the law has head {wrong[0]}, but the call has {heads} heads")
-    own = dict(laws.heads)
-    made = {scaling: of(scaling) for scaling in set(own.values())}
     columns = []
     for head in range(heads):
-        if head not in own:
+        if head in by_head:
+            factor = factors[by_head[head]]
+            columns.append(factor[:, head if factor.shape[1] > 1 else 0])
+        else:
             columns.append(torch.ones_like(n[:, 0], dtype=wide))
-            continue
-        factor = made[own[head]]
-        columns.append(factor[:, head if factor.shape[1] > 1 else 0])
     batch = max(column.shape[0] for column in columns)
-    return torch.stack([c.expand(batch, -1) for c in columns], 1).to(dtype)
+    return torch.stack([column.expand(batch, -1) for column in columns], 1).to(dtype)
 
 
 def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
@@ -226,8 +236,23 @@ def scaled_scores(scores: Tensor, laws: HeadLaws, heads: int | None, narrow: tor
     """
     if scores.dim() == 2:  # rows of one query each
         return scaled_scores(scores[:, None], laws, heads, narrow).squeeze(1)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     with torch._C.DisableTorchFunction():
-        factor, hidden = _factor(scores, laws, heads, narrow)
+        hidden = hidden_scores(scores, narrow)
+        with torch.no_grad():
+            seen = torch.logical_not(hidden).sum(-1, keepdim=True)
+            n = fold(seen, heads).squeeze(-1)
+            entropy = None
+            if laws.needs_entropy:
+                weights = scores.detach().to(wide).masked_fill(hidden, -torch.inf).softmax(-1)
+                of_rows = torch.special.entr(weights).sum(-1, keepdim=True).nan_to_num()
+                entropy = fold(of_rows, heads).squeeze(-1)
+            places = torch.arange(seen.numel(), device=scores.device)
+            order = fold(places.view(seen.shape), heads).flatten()
+            row = torch.empty_like(order)
+            row[order] = places  # where each row of the scores lies among the folded ones
+        factor = query_factor(laws, n, n.shape[1], wide, entropy).expand(n.shape)
+        factor = factor.flatten()[row].view(seen.shape)  # (..., L, 1)
     # seen by what is around this: another law follows these to the softmax too
     products = scores.masked_fill(hidden, 0.0).to(factor.dtype)
     return scores + (products * (factor - 1)).to(scores.dtype)
@@ -264,40 +289,6 @@ def warn_of_shallow_mask(name: str, scores: Tensor, narrow: torch.dtype) -> None
         )
 
 
-def _factor(
-    scores: Tensor, laws: HeadLaws, heads: int | None, narrow: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Factor of each row of scores (..., L, S), of shape (..., L, 1), and which keys are hidden."""
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    hidden = hidden_scores(scores, narrow)
-    with torch.no_grad():
-        count = torch.logical_not(hidden).sum(-1, keepdim=True)
-        n = fold(count, heads).squeeze(-1)
-        entropy = None
-        if laws.needs_entropy:
-            weights = scores.detach().to(wide).masked_fill(hidden, -torch.inf).softmax(-1)
-            entropy = fold(torch.special.entr(weights).sum(-1, keepdim=True).nan_to_num(), heads)
-            entropy = entropy.squeeze(-1)
-        places = torch.arange(count.numel(), device=scores.device)
-        order = fold(places.view(count.shape), heads).flatten()
-    factor = query_factor(laws, n, n.shape[1], wide, entropy).expand(n.shape)
-    row = torch.empty_like(order)
-    row[order] = places  # where each row of the scores lies among the folded ones
-    return factor.flatten()[row].view(count.shape), hidden
-
-
-def as_query(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
-    """A factor (B or 1, Hq or 1, L), reshaped to multiply a query of any rank."""
-    if query.dim() == 4:
-        return factor.unsqueeze(-1)
-    if query.dim() == 3:
-        return factor.squeeze(1).unsqueeze(-1)
-    if query.dim() == 2:
-        return factor[0, 0].unsqueeze(-1)
-    whole = factor.expand(four.shape[:3])
-    return whole.reshape(*query.shape[:-3], *four.shape[1:3]).unsqueeze(-1)
-
-
 def factor_of_call(laws: HeadLaws, call: AttentionCall) -> Tensor:
     """:func:`query_factor` of a captured call, (B or 1, Hq or 1, L)."""
     n = count(call.query, call.key, {name: getattr(call, name) for name in _MASKS})
@@ -321,37 +312,37 @@ class KnownFactors(threading.local):
     def __init__(self) -> None:
         #: by situation, what is known; its mask, held so that no other gets its identity; and what
         #: was in the mask, where writing to it leaves no trace
-        self._known: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
+        self.known: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
 
     def get(self, situation: tuple[Any, ...]) -> Any:
         """The value of a :func:`situation_of`; None if there is none or its mask changed."""
-        known = self._known.get(situation)
-        if known is None:
-            return None
-        value, mask, before = known
+        value, mask, before = self.known.get(situation, (None, None, None))
         if mask is not None and before is not None and not torch.equal(mask, before):
             return None
         return value
 
     def put(self, situation: tuple[Any, ...], mask: Tensor | None, value: Any) -> None:
         """Store the value of a situation that has this mask."""
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
+        if len(self.known) >= _MOST_KNOWN:
+            self.known.clear()
         before = mask.clone() if mask is not None and mask.is_inference() else None
-        self._known[situation] = value, mask, before
+        self.known[situation] = value, mask, before
 
     def forget_masks(self) -> None:
         """Drop references to the masks of a pass."""
-        self._known = {key: each for key, each in self._known.items() if each[1] is None}
+        for situation, (_, mask, _) in list(self.known.items()):
+            if mask is not None:
+                del self.known[situation]
 
 
-def situation_of(laws: HeadLaws, call: InterfaceCall) -> tuple[Any, ...] | None:
+def situation_of(
+    laws: HeadLaws, call: InterfaceCall, module: Any, query: Tensor, key: Tensor, mask: Any
+) -> tuple[Any, ...] | None:
     """Everything that the factors of a call depend on, as a dictionary key; None if undecidable.
 
     It is undecidable with a cache object, packed documents, vmap, tensor subclasses, or a mask on
     a GPU in inference mode, whose comparison would make the host wait.
     """
-    module, query, key, _, mask = call.positional()
     if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
         return None
     given = call.kwargs
@@ -385,18 +376,12 @@ class Plan:
         name: name of the attention module: the parent if the module itself is only a softmax.
         laws: scalings and windows of its heads; None if the law does not change it.
         windowed: whether the layer has a sliding window of its own.
-        by_count: whether factors are constants that depend only on the number of visible keys.
-        scales: whether the law scales it, rather than only giving it windows.
     """
 
     name: str
     laws: HeadLaws | None
     windowed: bool
-    by_count: bool
-    scales: bool
 
-
-T = TypeVar("T")
 
 _HINT = "; to exclude it, give the law by layer; to scale it, use F.scaled_dot_product_attention"
 _NO_PRODUCT = "its scores are not a product of queries and keys"
@@ -409,11 +394,7 @@ _WINDOWED = "its rows see only a window (windowed=True scales it)"
 _CROSS = "its rows have no distance from their keys: it is cross-attention"
 
 
-@overload
-def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied: ...
-@overload
-def apply(model: torch.nn.Module, law: Change[T], *, windowed: bool = False) -> T: ...
-def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
+def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Applied:
     """Apply a law to a model: :func:`acutance.apply` for everything but files and names of windows.
 
     Args:
@@ -440,11 +421,12 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
         {'MultiheadAttention': 1}
     """
     if isinstance(law, Change):
-        return law.applied(model)
+        applied: Applied = law.applied(model)
+        return applied
     return Applied(model, law, windowed=windowed)
 
 
-class Applied(Interception, InForce):
+class Applied(Interception, AppliedChange):
     """A law applied to a model: what :func:`apply` returns.
 
     Attributes:
@@ -463,35 +445,30 @@ class Applied(Interception, InForce):
         self._plans: dict[str, Plan] = {}
         self.modules.read_names()
         self._elsewhere, self._layers = by_layer(model, law)
+        self._has_windows = self._elsewhere is not None and bool(self._elsewhere.all_windows)
+        for laws in self._layers.values():
+            self._has_windows |= bool(laws.all_windows)
+        self._asking: set[str] = set()
+        moving = []
         known = attention_layers(model)
-        self._asking = {name for name, module in known.items() if uses_interface(module)}
-        # made before a compiler traces what asks for them
-        asking = {known[name]: self._plan_of(name) for name in self._asking}
-        laws = [*self._layers.values(), *([self._elsewhere] if self._elsewhere else [])]
-        self._has_windows = any(one.all_windows() for one in laws)
-        moving = [
-            layer
-            for layer, plan in asking.items()
-            if plan.laws is not None and plan.laws.moves and not plan.windowed
-        ]
+        for name, module in known.items():
+            if uses_interface(module):
+                self._asking.add(name)
+                plan = self._plan_of(name)  # made before a compiler traces what asks for it
+                if self._has_windows and plan.laws and plan.laws.moves and not plan.windowed:
+                    moving.append(module)
         self._rotary: dict[torch.nn.Module, Rotary] = {}
         if moving:
             self._rotary.update(zip(moving, find_rotary(model, moving), strict=True))
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
-        # the interface, by the code of libraries or as a pass of all modules showed
-        self._traces = bool(known) and set(known) == self._asking and classes_are_library(model)
-        self._traces &= not self._has_windows
+        # the interface, by the code of libraries or as a pass of all modules showed. Windows
+        # choose their calls by what a mask holds
+        self._traces = bool(known) and len(known) == len(self._asking)
+        self._traces &= not self._has_windows and classes_are_library(model)
         kinds = {type(module).__name__ for module in model.modules()}
-        self._compiled = "OptimizedModule" in kinds
-        self._compiled &= not self._has_windows  # which choose their calls by what a mask holds
+        self._compiled = "OptimizedModule" in kinds and not self._has_windows
         self._uncompiled = ExitStack()
-        self._context: ExitStack | None = None
-        self._install()
-
-    # -- in force or not --------------------------------------------------------------------------
-
-    def _install(self) -> None:
-        """Install the hooks that scale attention calls."""
+        self._context = None
         with ExitStack() as context:
             context.callback(self._leave_model)
             context.callback(forget_compiled)
@@ -545,9 +522,7 @@ class Applied(Interception, InForce):
         while around and around not in self._layers:
             around = around.rpartition(".")[0]
         laws = self._layers.get(around) or self._elsewhere
-        scalings = [] if laws is None else laws.scalings()
-        by_count = all(isinstance(one, Scaling) and not one.needs_entropy for one in scalings)
-        plan = self._plans[full] = Plan(name, laws, windowed, by_count, bool(scalings))
+        plan = self._plans[full] = Plan(name, laws, windowed)
         return plan
 
     def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
@@ -556,43 +531,46 @@ class Applied(Interception, InForce):
         Raises:
             ApplyError: if the law does not fit the call.
         """
-        module, compiling = call.positional()[0], torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
+        module, query, key, _, mask = call.positional()
         if (name := self.modules.name_of(module)) is not None:
             if not compiling:
                 self.note_interface(module)
             plan = self._plans.get(name) or self._plan_of(name)
+            laws = plan.laws
             sliding = plan.windowed or call.kwargs.get("sliding_window") is not None
-            if plan.laws is not None and sliding and not self._windowed:
+            if laws is not None and sliding and not self._windowed:
                 self.skip(plan.name)
-            elif plan.laws is not None:
-                situation = None if compiling else situation_of(plan.laws, call)
-                if plan.scales:
-                    self._scale(call, plan, plan.laws, situation if plan.by_count else None)
+            elif laws is not None:
+                situation = None
+                if not compiling:
+                    situation = situation_of(laws, call, module, query, key, mask)
+                if laws.scalings:
+                    known = situation is not None and laws.by_count
+                    factor = self._factors.get(situation) if known and situation else None
+                    if factor is None:
+                        factor = self._factor(call, plan.name, laws, query, key)
+                        if known and situation:
+                            self._factors.put(situation, mask, factor)
+                    call.set_query(query * factor)
                 self._count(plan.name)
-                if self._has_windows and plan.laws.all_windows():
-                    self._window(call, plan, plan.laws, situation, sliding)
+                if self._has_windows and laws.all_windows:
+                    self._window(call, plan, laws, situation, sliding)
         if compiling:
             return run()
         with self.modules.thread.mute:
             return run()
 
-    def _scale(
-        self, call: InterfaceCall, plan: Plan, laws: HeadLaws, situation: tuple[Any, ...] | None
-    ) -> None:
-        """Multiply the query of a call by the factor of each row, known or not in its situation."""
-        _, query, key, _, mask = call.positional()
-        factor = None if situation is None else self._factors.get(situation)
-        if factor is None:
-            try:
-                n = count(query, key, call.masks())
-                entropy = entropy_of(call.read(plan.name)) if laws.needs_entropy else None
-                factor = query_factor(laws, n, query.shape[1], query.dtype, entropy)
-            except ValueError as error:
-                raise self.unreachable(plan.name, str(error)) from error
-            factor = factor.unsqueeze(-1)
-            if situation is not None:
-                self._factors.put(situation, mask, factor)
-        call.set_query(query * factor)
+    def _factor(
+        self, call: InterfaceCall, name: str, laws: HeadLaws, query: Tensor, key: Tensor
+    ) -> Tensor:
+        """The factor of each row of a call, (B or 1, Hq or 1, L, 1)."""
+        try:
+            n = count(query, key, call.masks())
+            entropy = entropy_of(call.read(name)) if laws.needs_entropy else None
+            return query_factor(laws, n, query.shape[1], query.dtype, entropy).unsqueeze(-1)
+        except ValueError as error:
+            raise self.unreachable(name, str(error)) from error
 
     def _window(
         self,
@@ -638,31 +616,16 @@ class Applied(Interception, InForce):
 
     # -- what attention by plain PyTorch functions asks: SDPA, nn.MultiheadAttention, softmaxes ----
 
-    def _running_name(self) -> str | None:
-        """Name of the innermost module that this thread runs; None outside the model."""
-        return self.modules.running() if self.modules.thread.stack else None
-
-    def _running(self) -> Plan | None:
-        """The plan of the innermost module that this thread runs; None outside the model."""
-        name = self._running_name()
-        return None if name is None else self._plan_of(name)
-
-    def _running_laws(self) -> HeadLaws:
-        """The laws of the running module, one that :meth:`module_to_change` names."""
-        plan = self._running()
-        laws = None if plan is None else plan.laws
-        assert laws is not None
-        return laws
-
-    def module_to_change(self) -> str | None:
-        """Name of the running module if the law changes its attention; None if not."""
-        plan = self._running()
+    def plan_to_change(self) -> Plan | None:
+        """The plan of the innermost module that this thread runs; None if its attention stays."""
+        name = self.modules.running() if self.modules.thread.stack else None
+        plan = None if name is None else self._plan_of(name)
         if plan is None or plan.laws is None or self._holds(plan.name):
             return None
         if plan.windowed and not self._windowed:
             self.skip(plan.name)
             return None
-        return plan.name
+        return plan
 
     def _holds(self, name: str) -> bool:
         """Whether a submodule uses transformers' interface and the module itself does not.
@@ -675,20 +638,20 @@ class Applied(Interception, InForce):
         start = "" if name == class_name(self.model) else f"{name}."
         return any(one.startswith(start) and one != name for one in self._asking)
 
-    def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    def changed_arguments(self, plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of SDPA with the query scaled and the keys outside the windows hidden.
 
         Args:
-            name: name of the running module.
+            plan: of the running module.
             given: SDPA's arguments by name.
 
         Raises:
             ApplyError: if the law does not fit the call.
         """
-        changed = {**given, "query": given["query"] * self.factor_of_arguments(name, given)}
-        return self.masked_arguments(name, changed)
+        changed = {**given, "query": given["query"] * self.factor_of_arguments(plan, given)}
+        return self.masked_arguments(plan, changed)
 
-    def masked_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    def masked_arguments(self, plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of SDPA with the keys outside the layer's windows hidden.
 
         Returns:
@@ -697,16 +660,15 @@ class Applied(Interception, InForce):
         Raises:
             ApplyError: if the windows cannot be applied to the call.
         """
-        laws = self._running_laws()
-        if not laws.all_windows():
+        if plan.laws is None or not plan.laws.all_windows:
             return given
         with self.mute(), torch._C.DisableTorchFunction():
             try:
-                return masked_arguments(laws, sdpa_call(given, name), given)
+                return masked_arguments(plan.laws, sdpa_call(given, plan.name), given)
             except ValueError as error:
-                raise self.unreachable(name, str(error)) from error
+                raise self.unreachable(plan.name, str(error)) from error
 
-    def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
+    def factor_of_arguments(self, plan: Plan, given: dict[str, Any]) -> Tensor:
         """Factor to multiply the query with, in a call of SDPA with these arguments.
 
         Returns:
@@ -715,15 +677,21 @@ class Applied(Interception, InForce):
         Raises:
             ApplyError: if the law does not fit the call.
         """
-        laws = self._running_laws()
+        assert plan.laws is not None
         with self.mute():
             try:
-                call = sdpa_call(given, name)
-                factor = factor_of_call(laws, call)
+                call = sdpa_call(given, plan.name)
+                factor = factor_of_call(plan.laws, call).unsqueeze(-1)
             except ValueError as error:
-                raise self.unreachable(name, str(error)) from error
-            self._count(name)
-            return as_query(factor, given["query"], call.query)
+                raise self.unreachable(plan.name, str(error)) from error
+            self._count(plan.name)
+            query = given["query"]
+            if query.dim() == 3:  # one head each
+                return factor.squeeze(1)
+            if query.dim() < 5:
+                return factor if query.dim() == 4 else factor[0, 0]
+            every = factor.expand(*call.query.shape[:3], 1)
+            return every.reshape(*query.shape[:-3], *call.query.shape[1:3], 1)
 
     def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Run a call of a kernel function or operator with its queries scaled.
@@ -732,56 +700,50 @@ class Applied(Interception, InForce):
             ApplyError: if the law has windows, the call is not understood or does not fit the law.
         """
         self.on_function()
-        name = None if self.muted() else self.module_to_change()
-        if name is not None:
+        plan = None if self.muted() else self.plan_to_change()
+        if plan is not None and plan.laws is not None:
             self.note_function()
-            laws = self._plan_of(name).laws
-            assert laws is not None
             try:
-                if laws.all_windows():
+                if plan.laws.all_windows:
                     raise ValueError("a law's windows cannot be passed to it")
                 with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-                    factor = factor_of_call(laws, call.read(name))
+                    factor = factor_of_call(plan.laws, call.read(plan.name))
                 call.scale_queries(factor.unsqueeze(-1))
             except ValueError as error:
-                raise self.unreachable(name, call.refusal(str(error))) from error
-            self._count(name)
+                raise self.unreachable(plan.name, call.refusal(str(error))) from error
+            self._count(plan.name)
         with self.mute():
             return run()
 
-    def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
-        """Whether a softmax over ``dim`` in the running module could be attention over keys."""
-        name = self._running_name()
-        return name is not None and could_be_over_keys(scores, dim, self._heads(name))
-
-    def _heads(self, name: str) -> int | None:
-        """Number of heads of a module, or of the module around it; None if neither states it."""
+    def heads_running(self) -> int | None:
+        """Heads of the running module, or of that around it; None if neither states them."""
+        name = self.modules.running() or ""
         above = self.modules.module_of(name.rpartition(".")[0])
         return heads_of(self.modules.module_of(name)) or heads_of(above)
 
-    def changed_scores(self, name: str, scores: Tensor, narrow: torch.dtype) -> Tensor:
+    def changed_scores(self, plan: Plan, scores: Tensor, narrow: torch.dtype) -> Tensor:
         """The scores of a hand-written softmax over the last dimension as the law changes them.
 
         Args:
-            name: name of the attention module.
+            plan: of the attention module.
             scores: input of the softmax, products of queries and keys with nothing but masks added.
             narrow: dtype whose most negative numbers count as hiding a key.
 
         Raises:
             ApplyError: if the law cannot be applied to them.
         """
-        laws, changed = self._running_laws(), scores
-        heads = self._heads(self._running_name() or "")
+        assert plan.laws is not None
+        heads, changed = self.heads_running(), scores
         try:
-            if laws.scalings():
-                changed = scaled_scores(scores, laws, heads, narrow)
-            if laws.all_windows():
-                changed = masked_scores(laws, changed, heads, narrow)
+            if plan.laws.scalings:
+                changed = scaled_scores(scores, plan.laws, heads, narrow)
+            if plan.laws.all_windows:
+                changed = masked_scores(plan.laws, changed, heads, narrow)
         except ValueError as error:
-            raise self.unreachable(name, str(error)) from error
-        if name not in self.calls:
-            warn_of_shallow_mask(name, scores, narrow)
-        self._count(name)
+            raise self.unreachable(plan.name, str(error)) from error
+        if plan.name not in self.calls:
+            warn_of_shallow_mask(plan.name, scores, narrow)
+        self._count(plan.name)
         return changed
 
     # -- bookkeeping ------------------------------------------------------------------------------
@@ -821,7 +783,7 @@ class Applied(Interception, InForce):
     def _leave_model(self) -> None:
         """Reset what this thread holds about a pass; an interrupt may have left modules running."""
         self.modules.thread.stack.clear()
-        self._factors.forget_masks()
+        self._factors.known.clear()
 
 
 class FunctionChange(FunctionMode):
@@ -854,11 +816,11 @@ class FunctionChange(FunctionMode):
             return self._multi_head(func, args, kwargs)
         if kind in ("softmax", "log softmax"):
             return self._softmax(func, args, kwargs)
-        name = self._applied.module_to_change() if kind in ("sdpa", "flex") else None
-        if name is not None and kind == "flex":
-            raise self._applied.unreachable(name, "it calls flex_attention itself")
-        if name is not None:
-            return func(**self._applied.changed_arguments(name, sdpa_arguments(args, kwargs)))
+        plan = self._applied.plan_to_change() if kind in ("sdpa", "flex") else None
+        if plan is not None and kind == "flex":
+            raise self._applied.unreachable(plan.name, "it calls flex_attention itself")
+        if plan is not None:
+            return func(**self._applied.changed_arguments(plan, sdpa_arguments(args, kwargs)))
         return self.follow(func, args, kwargs)
 
     def _softmax(
@@ -871,31 +833,34 @@ class FunctionChange(FunctionMode):
         scores, dim = scores_of(args, kwargs)
         if scores is None or dim is None:
             return func(*args, **kwargs)
-        name, known = self._applied.module_to_change(), self._tracker.of(scores)
+        plan, known = self._applied.plan_to_change(), self._tracker.of(scores)
         active = known is not None and known.active
         if not _may_be_attention(scores, 2 if active else FEWEST):
             return func(*args, **kwargs)
         reason = ""
-        if name is not None and (active or self._applied.could_be_over_keys(scores, dim)):
+        if plan is not None and (
+            active or could_be_over_keys(scores, dim, self._applied.heads_running())
+        ):
             reason = _why_not_scaled(scores, dim, known)
             if not reason:
                 assert known is not None
-                changed = self._applied.changed_scores(name, scores, known.narrow)
+                changed = self._applied.changed_scores(plan, scores, known.narrow)
                 kwargs = {key: value for key, value in kwargs.items() if value is not scores}
                 args = (changed, *args[1:])
         result = func(*args, **kwargs)
         self._tracker.mark_weights(result)
-        if name is not None and reason:
+        if plan is not None and reason:
             log = func in LOG_SOFTMAX
             with torch._C.DisableTorchFunction():
-                self.softmaxes.add(scores, result, name, dim=dim, log=log, unreadable_reason=reason)
+                self.softmaxes.add(
+                    scores, result, plan.name, dim=dim, log=log, unreadable_reason=reason
+                )
         return result
 
     def on_written_out(self) -> None:
         """Raise for weights computed without a softmax call that a matrix product uses."""
-        name = self._applied.module_to_change()
-        if name is not None:
-            raise self._applied.unreachable(name, _WRITTEN_OUT + _HINT)
+        if (plan := self._applied.plan_to_change()) is not None:
+            raise self._applied.unreachable(plan.name, _WRITTEN_OUT + _HINT)
 
     def on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
         """Raise for a matrix product with the softmax of scores that could not be scaled."""
@@ -911,18 +876,17 @@ class FunctionChange(FunctionMode):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Scale the inner SDPA call of multi-head attention, or its scores if it forms weights."""
-        name = self._applied.module_to_change()
-        if name is None:
+        plan = self._applied.plan_to_change()
+        if plan is None:
             return func(*args, **kwargs)
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         if not bound.arguments["need_weights"]:
-            with changing_sdpa(lambda inner: self._applied.changed_arguments(name, inner)):
+            with changing_sdpa(lambda inner: self._applied.changed_arguments(plan, inner)):
                 return func(*args, **kwargs)
         arguments = equivalent_sdpa_arguments(func, bound.arguments)
-        factor = self._applied.factor_of_arguments(name, arguments)
-
-        masked = self._applied.masked_arguments(name, arguments)
+        factor = self._applied.factor_of_arguments(plan, arguments)
+        masked = self._applied.masked_arguments(plan, arguments)
 
         def query(inner: dict[str, Any]) -> dict[str, Any]:  # of a probe, which runs it without
             scaled = {**inner, "query": inner["query"] * factor}

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -16,15 +17,13 @@ from acutance.capture.find_layers import attention_layers, heads_of, named_modul
 from acutance.capture.layer_choice import choose_layers
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
-from acutance.scaling import SCALINGS, AnyScaling, NoScaling, Scaling, Window, from_dict, get
+from acutance.scaling import SCALINGS, AnyScaling, Scaling, Window, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count, did_you_mean
 from acutance.summary.layer import NOT_LOADED
 
 #: What a law has for one head, one layer or all: a scaling or its name, a window, or both.
 LawPart: TypeAlias = "str | AnyScaling | Window | tuple[str | AnyScaling, Window]"
-#: The same in a file.
-LawRecord: TypeAlias = "dict[str, Any] | list[dict[str, Any]]"
 
 
 @dataclass(frozen=True)
@@ -37,30 +36,34 @@ class HeadLaws:
         heads: head and scaling; heads left out are not scaled.
         window: the layer's window, None where it has none or heads have their own.
         windows: head and window, by head; heads left out read all their keys.
+        scalings: all scalings of the layer: its single one, or those of its heads.
+        all_windows: all its windows, likewise.
+        needs_entropy: whether a scaling reads the measured entropy of each row.
+        by_count: whether factors are constants that depend on the number of visible keys alone.
+        moves: whether a window reads some keys at other positions than their actual ones.
     """
 
     whole: AnyScaling | None = None
     heads: tuple[tuple[int, AnyScaling], ...] = ()
     window: Window | None = None
     windows: tuple[tuple[int, Window], ...] = ()
+    scalings: tuple[AnyScaling, ...] = field(init=False, repr=False, compare=False)
+    all_windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
+    needs_entropy: bool = field(init=False, repr=False, compare=False)
+    by_count: bool = field(init=False, repr=False, compare=False)
+    moves: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether a scaling reads the measured entropy of each row."""
-        return any(part.needs_entropy for part in self.scalings())
-
-    def scalings(self) -> list[AnyScaling]:
-        """All scalings of the layer: its single one, or those of its heads."""
-        return [self.whole] if self.whole is not None else [part for _, part in self.heads]
-
-    def all_windows(self) -> list[Window]:
-        """All windows of the layer: its single one, or those of its heads."""
-        return [self.window] if self.window is not None else [one for _, one in self.windows]
-
-    @property
-    def moves(self) -> bool:
-        """Whether a window reads some keys at other positions than their actual ones."""
-        return any(window.moves for window in self.all_windows())
+    def __post_init__(self) -> None:
+        scalings = dict(self.heads).values() if self.whole is None else (self.whole,)
+        windows = dict(self.windows).values() if self.window is None else (self.window,)
+        needs_entropy = any(map(attrgetter("needs_entropy"), scalings))
+        vars(self).update(
+            scalings=tuple(scalings),
+            all_windows=tuple(windows),
+            needs_entropy=needs_entropy,
+            by_count=not needs_entropy and all(isinstance(one, Scaling) for one in scalings),
+            moves=any(map(attrgetter("moves"), windows)),
+        )
 
     def windows_by_head(self, heads: int) -> list[Window | None]:
         """The window of each head; None for one that reads all its keys.
@@ -109,7 +112,7 @@ class HeadLaws:
                 by_head = dict(several) | {head: value}
                 changes[of_heads] = tuple((head, by_head[head]) for head in sorted(by_head))
         changed = replace(self, **changes)
-        if changed.needs_entropy and changed.all_windows():
+        if changed.all_windows and changed.needs_entropy:
             raise ValueError(
                 f"{name} has a scaling that reads the entropy of rows, which its window changes"
             )
@@ -179,7 +182,7 @@ def scaling_and_window(part: LawPart) -> tuple[AnyScaling | None, Window | None]
     return get(part), None
 
 
-def part_record(scaling: AnyScaling | None, window: Window | None) -> LawRecord:
+def part_record(scaling: AnyScaling | None, window: Window | None) -> Any:
     """A scaling, a window or both as JSON values; None for what there is not."""
     parts = [] if scaling is None else [_constant(scaling).to_dict()]
     parts += [] if window is None else [window.to_dict()]
@@ -207,21 +210,15 @@ def read_part(place: str, record: object) -> LawPart:
         raise ValueError(f"the scaling of {place!r:.60} must be a JSON object")
     is_window = record.get("name") == Window.name
     try:
-        if is_window:
-            return Window.from_dict(record)
-        found = from_dict(record)
+        return Window.from_dict(record) if is_window else from_dict(record)
     except (TypeError, ValueError) as error:
         kind = "window" if is_window else "scaling"
         raise ValueError(f"the {kind} of {place!r:.60} is invalid: {error}") from error
-    return NoScaling() if isinstance(found, NoScaling) else found
 
 
 def _constant(scaling: AnyScaling) -> Scaling:
     """A scaling with constant parameters: itself, or the current values of a learned one."""
-    if isinstance(scaling, LearnedScaling):
-        record: Scaling = scaling.record()
-        return record
-    return scaling
+    return scaling.record() if isinstance(scaling, LearnedScaling) else scaling
 
 
 SCHEMA = "acutance.law/1"
@@ -235,9 +232,6 @@ _KINDS = (
     (NOT_LOADED, str | None, "a string"),
 )
 
-#: Layers by block number, range, name or pattern, as
-#: :class:`acutance.capture.layer_choice.LayerChoice` reads them.
-LayerName: TypeAlias = int | str
 #: One scaling, window or pair of them for all, or one for each layer or head.
 AnyLaw: TypeAlias = "LawPart | Law | Mapping[Any, LawPart]"
 
@@ -365,16 +359,15 @@ class Law:
         Raises:
             LawError: if a layer is not a module of the model.
         """
-        found = {}
-        for (name, laws), place in zip(
-            self.layers, names_in(model, [name for name, _ in self.layers]).values(), strict=True
-        ):
+        placed: dict[str, HeadLaws] = {}
+        names = names_in(model, [name for name, _ in self.layers])
+        for name, laws in self.layers:
             try:
-                places = choose_layers(model, name if place is None else place, "layer")
+                layers = choose_layers(model, names[name] or name, "layer")
             except ValueError as error:
                 raise LawError(f"this law does not match the model: {error}") from error
-            found.update(dict.fromkeys(places, laws))
-        return found
+            placed.update(dict.fromkeys(layers, laws))
+        return placed
 
     def record(self) -> dict[str, Any]:
         """The law as JSON-serialisable values."""
@@ -530,12 +523,15 @@ def check_head(name: str, module: torch.nn.Module | None, head: int) -> None:
 
 #: Parameters of a window that are words.
 _WORDS = ("sink_positions", "far")
-#: Scalings that need parameters, with some as an example.
-_EXAMPLES = {
-    "log_n": "log_n:train_length=512",
-    "clip_log_n": "clip_log_n:train_length=512",
-    "head_table": "head_table:factors=[1.0,1.2], one factor for each head",
+#: What laws need that have no default, with an example.
+_NEEDS = {
+    "log_n": "parameters, for example log_n:train_length=512",
+    "clip_log_n": "parameters, for example clip_log_n:train_length=512",
+    "head_table": "parameters, for example head_table:factors=[1.0,1.2], one factor for each head",
+    "window": "size, for example window:size=1024,sinks=4",
 }
+#: A plus sign between two laws of a text.
+JOINED = re.compile(r"\+(?=[a-z])")
 
 
 def named_law(text: str) -> AnyLaw:
@@ -555,76 +551,44 @@ def named_law(text: str) -> AnyLaw:
         >>> named_law("ssmax+window:size=64,far=clamp")[1].far
         'clamp'
     """
-    if os.path.exists(text) or len(joined := joined_parts(text)) == 1:
-        return _named(text)
-    parts = [_named(part) for part in joined]
-    scalings = [part for part in parts if isinstance(part, Scaling)]
-    windows = [part for part in parts if isinstance(part, Window)]
-    if len(parts) != 2 or len(scalings) != 1 or len(windows) != 1:
-        raise ValueError(f"law: a plus sign joins one scaling and one window, got {text!r}")
-    return scalings[0], windows[0]
-
-
-def joined_parts(text: str) -> list[str]:
-    """The laws of a text that plus signs join.
-
-    Example:
-        >>> joined_parts("ssmax+window:size=64")
-        ['ssmax', 'window:size=64']
-    """
-    return re.split(r"\+(?=[a-z])", text)
-
-
-def unknown_law(text: str) -> ValueError:
-    """The error for a text that is neither a file nor a law: it lists what a law can be."""
-    if os.sep in text or text.endswith(".json"):
-        return ValueError(f"law: there is no file {text}")
-    hint = did_you_mean(text.partition(":")[0], (*SCALINGS, *_OTHERS)) or "."
-    return ValueError(
-        f"law: {text!r} is neither a file nor a law{hint} A law is a file written by "
-        "'calibrate -o', 'probe --write-law' or 'budget -o'; a cache plan of another tool, such as "
-        "duo_attention:DIR; a scaling, "
-        f"with parameters as in log_n:train_length=512 ({', '.join(SCALINGS)}); a window, such as "
-        "window:size=1024,sinks=4; a scaling and a window joined by +; RoPE settings, such as "
-        "rope:yarn,factor=2; or heads to switch off, such as off:3.1,4.0"
-    )
-
-
-_OTHERS = (Window.name, "rope", "off")
-
-
-def _named(text: str) -> AnyLaw:
-    """The law of a text without a plus sign."""
-    name, _, rest = text.partition(":")
     if os.path.isdir(text):
         raise ValueError(f"law: {text} is a directory; pass the file that calibrate -o wrote")
     if os.path.exists(text):
         return Law.load(text)
-    if name not in SCALINGS and name != Window.name:
-        raise unknown_law(text)
-    return _from_parameters(name, rest)
+    laws = list(map(_from_parameters, JOINED.split(text)))
+    if len(laws) == 1:
+        return laws[0]
+    scalings = [law for law in laws if isinstance(law, Scaling)]
+    windows = [law for law in laws if isinstance(law, Window)]
+    if len(scalings) != 1 or len(windows) != 1:
+        raise ValueError(f"law: a plus sign joins one scaling and one window, got {text!r}")
+    return scalings[0], windows[0]
 
 
-def _from_parameters(name: str, rest: str) -> Scaling | Window:
-    """A scaling or window from its name and ``name=value,...``."""
-    if not rest and name != Window.name:
-        try:
-            scaling = get(name)
-        except ValueError as error:
-            if name in _EXAMPLES:
-                more = f", for example {_EXAMPLES[name]}"
-            else:
-                more = f": {str(error).rpartition(' with ')[2]}, as {name}:name=value,..."
-            raise ValueError(f"law: {name} needs parameters{more}") from error
-        assert isinstance(scaling, Scaling)
-        return scaling
-    record = {"name": name} | read_parameters(rest, _WORDS if name == Window.name else ())
+def _from_parameters(text: str) -> Scaling | Window:
+    """A scaling or window from its name, or from its name and ``name=value,...``."""
+    name, _, rest = text.partition(":")
+    is_window = name == Window.name
+    if name not in SCALINGS and not is_window:
+        if os.sep in text or text.endswith(".json"):
+            raise ValueError(f"law: there is no file {text}")
+        hint = did_you_mean(name, (*SCALINGS, Window.name, "rope", "off")) or "."
+        raise ValueError(
+            f"law: {text!r} is neither a file nor a law{hint} A law is a file written by "
+            "'calibrate -o', 'probe --write-law' or 'budget -o'; a cache plan of another tool, "
+            "such as duo_attention:DIR; a scaling, "
+            f"with parameters as in log_n:train_length=512 ({', '.join(SCALINGS)}); a window, such "
+            "as window:size=1024,sinks=4; a scaling and a window joined by +; RoPE settings, such "
+            "as rope:yarn,factor=2; or heads to switch off, such as off:3.1,4.0"
+        )
+    if not rest and name in _NEEDS:
+        raise ValueError(f"law: {name} needs {_NEEDS[name]}")
+    record = {"name": name} | read_parameters(rest, _WORDS if is_window else ())
     try:
-        return Window.from_dict(record) if name == Window.name else from_dict(record)
+        return Window.from_dict(record) if is_window else from_dict(record)
     except (TypeError, ValueError) as error:
-        more = ", for example window:size=1024,sinks=4" if not rest else ""
         said = str(error) if str(error).startswith(name) else f"{name}: {error}"
-        raise ValueError(f"law: {said}{more}") from error
+        raise ValueError(f"law: {said}") from error
 
 
 def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
@@ -643,21 +607,13 @@ def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
         >>> read_parameters("factors=[[1,2],[3,4]],lengths=[8,9]")
         {'factors': [[1, 2], [3, 4]], 'lengths': [8, 9]}
     """
-    found: dict[str, Any] = {}
-    depth, parts = 0, [""]
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    for part in parts if text else ():
-        key, equals, value = part.partition("=")
+    values: dict[str, Any] = {}
+    for parameter in re.split(r",(?=[^,\[\]]*=)", text) if text else ():
+        key, equals, value = map(str.strip, parameter.partition("="))
         if not equals:
-            raise ValueError(f"law: parameters must be name=number, got {part!r}")
-        key, value = key.strip(), value.strip()
+            raise ValueError(f"law: parameters must be name=number, got {parameter!r}")
         try:
-            found[key] = value if key in words else json.loads(value)
+            values[key] = value if key in words else json.loads(value)
         except ValueError as error:
             raise ValueError(f"law: {key} must be a number, got {value!r}") from error
-    return found
+    return values

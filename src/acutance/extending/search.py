@@ -424,9 +424,9 @@ def begins_beyond(model: torch.nn.Module, change: Change, length: int) -> bool:
     rest, layers = by_layer(model, change.law)
     n = torch.arange(1, length + 1)
     for laws in [*layers.values(), *([] if rest is None else [rest])]:
-        if any(window.unchanged < length for window in laws.all_windows()):
+        if any(window.unchanged < length for window in laws.all_windows):
             return False
-        for scaling in laws.scalings():
+        for scaling in laws.scalings:
             if scaling.needs_entropy or not bool((scaling.factor(n) == 1).all()):
                 return False
     return True

@@ -18,12 +18,12 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 
-from acutance.caching.import_plan import ForeignPlan, read_foreign
+from acutance.caching.import_plan import IMPORTS, ForeignPlan, read_foreign
 from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
 from acutance.caching.plan import SCHEMA as PLAN_SCHEMA
 from acutance.calibration import apply_law
-from acutance.calibration.apply_law import Applied, ApplyError
-from acutance.calibration.law import AnyLaw, Law, by_layer, check_head, joined_parts, named_law
+from acutance.calibration.apply_law import Applied, AppliedChange, ApplyError
+from acutance.calibration.law import JOINED, AnyLaw, Law, by_layer, check_head, named_law
 from acutance.calibration.law import Change as Applies
 from acutance.capture.find_layers import attention_layers, class_name, uses_interface
 from acutance.capture.layer_choice import choose_layers
@@ -31,7 +31,6 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
-from acutance.judging.applied import AppliedChange
 from acutance.judging.rope import RopeRemedy
 from acutance.scaling import Window
 from acutance.shapes import check_count
@@ -128,10 +127,7 @@ class HeadsOff:
         ]
         return f"off:{','.join(parts)}"
 
-    @property
-    def words(self) -> str:
-        """The same as :attr:`name`."""
-        return self.name
+    words = name
 
     def applied(self, model: torch.nn.Module) -> AppliedChange:
         """Zero the heads' outputs in every call of transformers' attention interface.
@@ -145,28 +141,26 @@ class HeadsOff:
     @contextmanager
     def _silenced(self, model: torch.nn.Module) -> Iterator[None]:
         """Context of :meth:`applied`."""
-        switched, calls = self._modules(model), 0
+        switched, ran = self._modules(model), False
 
         def silence(call: InterfaceCall, run: Callable[[], Any]) -> Any:
-            nonlocal calls
-            result = run()
-            if id(call["module"]) not in switched:
+            nonlocal ran
+            result, module = run(), id(call["module"])
+            if module not in switched:
                 return result
-            calls += 1
-            output = call.output(result)
-            heads = switched[id(call["module"])]
-            heads = range(output.shape[1]) if heads is None else heads
+            ran = True
+            output = call.output(result).clone()
+            heads = switched[module] or range(output.shape[1])
             if (most := max(heads)) >= output.shape[1]:
                 last = output.shape[1] - 1
                 raise ValueError(f"there is no head {most}: the layer has heads 0 to {last}")
-            output = output.clone()
             output[:, list(heads)] = 0.0
             output = output.transpose(1, 2)
             return (output, *result[1:]) if isinstance(result, tuple) else output
 
         with huggingface.intercept(silence):
             yield
-        if not calls:
+        if not ran:
             raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
 
     def _modules(self, model: torch.nn.Module) -> dict[int, Sequence[int] | None]:
@@ -230,17 +224,18 @@ def named_change(text: str) -> Any:
     """
     if os.path.exists(text):
         return load_change(text)
-    parts = joined_parts(text)
-    alone = [part for part in parts if part.partition(":")[0] in KINDS]
-    if alone and len(parts) > 1:
-        raise ValueError(
-            f"law: {alone[0]} cannot be joined to another law by +, got {text!r}. Only a scaling "
-            "and a window can be"
-        )
-    if alone:
-        kind, _, rest = text.partition(":")
-        return KINDS[kind](rest)
-    return read_foreign(text) or LawRemedy(text, named_law(text))
+    kind, _, rest = text.partition(":")
+    if kind in IMPORTS:
+        return read_foreign(text)
+    joined = JOINED.split(text)
+    if len(joined) > 1:
+        for part in joined:
+            if part.partition(":")[0] in KINDS:
+                raise ValueError(
+                    f"law: {part} cannot be joined to another law by +, got {text!r}. Only a "
+                    "scaling and a window can be"
+                )
+    return KINDS[kind](rest) if kind in KINDS else LawRemedy(text, named_law(text))
 
 
 def save_change(change: Any, path: str | os.PathLike[str]) -> None:

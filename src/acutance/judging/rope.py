@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from acutance.calibration.apply_law import ApplyError
+from acutance.calibration.apply_law import AppliedChange, ApplyError
 from acutance.calibration.law import read_parameters
 from acutance.capture.find_layers import class_name, unwrap
-from acutance.judging.applied import AppliedChange
 from acutance.shapes import check_number, did_you_mean
 
 __all__ = ["RopeRemedy"]
@@ -68,10 +67,7 @@ class RopeRemedy:
         given = [f"{key}={json.dumps(value)}" for key, value in self.parameters.items()]
         return ",".join([f"rope:{self.kind}", *given])
 
-    @property
-    def words(self) -> str:
-        """The same as :attr:`name`."""
-        return self.name
+    words = name
 
     @classmethod
     def named(cls, text: str) -> RopeRemedy:

@@ -167,5 +167,6 @@ def _named(name: object) -> type[Scaling]:
     """The scaling class of a name; raises ValueError with the nearest name if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"a scaling's name must be text, got {type(name).__name__}")
-    check_name("scaling", name, SCALINGS)
+    if name not in SCALINGS:
+        check_name("scaling", name, SCALINGS)
     return SCALINGS[name]

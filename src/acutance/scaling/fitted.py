@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from acutance.scaling.laws import POSITIVE_BY_HEAD, Checks, PerHead, Rows, Scaling, check_per_head
+from acutance.scaling.laws import (
+    POSITIVE_BY_HEAD,
+    PerHead,
+    Rows,
+    Scaling,
+    check_per_head,
+)
 from acutance.shapes import check_count, check_number, check_tensor
 
 __all__ = ["EntropyTarget", "HeadTable", "fit_entropy", "newton_step"]
@@ -23,7 +28,7 @@ FLAT = 1e-12
 
 
 @dataclass(frozen=True)
-class HeadTable(Scaling):
+class HeadTable(Scaling, name="head_table", source="calibration on the model itself"):
     r"""A factor for each head, the same for every row or tabled at several lengths.
 
     Between tabled lengths the factor is linear in log n. Shorter rows have the first one's factor;
@@ -44,8 +49,6 @@ class HeadTable(Scaling):
         tensor([[1.0000, 1.1000, 1.4000]])
     """
 
-    name: ClassVar[str] = "head_table"
-    source: ClassVar[str] = "calibration on the model itself"
     factors: Sequence[float] | Sequence[Sequence[float]] | Tensor
     lengths: Sequence[int] | None = None
 
@@ -72,7 +75,11 @@ class HeadTable(Scaling):
 
 
 @dataclass(frozen=True)
-class EntropyTarget(Scaling):
+class EntropyTarget(
+    Scaling,
+    name="entropy_target",
+    source="Su (2021), https://kexue.fm/archives/8823; fitted by measuring",
+):
     r"""The factor that gives rows a target entropy, fitted at a few lengths.
 
     :meth:`fit` measures; the record holds what it found and reads between lengths as
@@ -97,12 +104,9 @@ class EntropyTarget(Scaling):
         Su (2021), https://kexue.fm/archives/8823 (keep the entropy as n grows).
     """
 
-    name: ClassVar[str] = "entropy_target"
-    source: ClassVar[str] = "Su (2021), https://kexue.fm/archives/8823; fitted by measuring"
-    checks: ClassVar[Checks] = {"target": POSITIVE_BY_HEAD}
     lengths: Sequence[int]
     factors: Sequence[float] | Sequence[Sequence[float]] | Tensor
-    target: PerHead | None = None
+    target: PerHead | None = field(default=None, metadata=POSITIVE_BY_HEAD)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +145,7 @@ class EntropyTarget(Scaling):
         Raises:
             ValueError: if the target is not below log n at the shortest length.
         """
-        targets = POSITIVE_BY_HEAD("target", target)
+        targets = check_per_head("target", target, above=0.0)
         places = check_lengths(lengths)
         if places is None:
             raise ValueError("lengths must be given for a fit, got None")

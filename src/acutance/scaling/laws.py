@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -43,8 +43,6 @@ __all__ = [
 
 #: One number for all heads, or one for each query head.
 PerHead: TypeAlias = float | Sequence[float] | Tensor
-#: By parameter, the function that checks its value; called with the name and the value.
-Checks: TypeAlias = Mapping[str, Callable[[str, Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -120,29 +118,35 @@ class Scaling(Factor, ABC):
 
     The factor multiplies the query, after query-key normalisation and rotary embedding, and so the
     logits. Parameters that differ from head to head are tuples, whatever they were given as, so
-    that records compare, hash and write themselves as JSON.
+    that records compare, hash and write themselves as JSON. The metadata of a field may have a
+    ``check``, a function of its name and value that returns the value to keep; a parameter whose
+    default is None may be None.
 
     Attributes:
         name: as in :data:`~acutance.scaling.SCALINGS`.
         source: article, or the model that uses it.
-        checks: by parameter, a function of its name and value that returns the value to keep. A
-            parameter whose default is None may be None.
         either: parameters of which exactly one is given.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
-    checks: ClassVar[Checks] = {}
     either: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        super().__init_subclass__()
+        for name, value in attributes.items():
+            setattr(cls, name, value)
+
     def __post_init__(self) -> None:
-        if self.either and sum(getattr(self, name) is not None for name in self.either) != 1:
+        if self.either and [getattr(self, name) for name in self.either].count(None) != 1:
             given = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.either)
             raise ValueError(f"{self.name} needs either {' or '.join(self.either)}, got {given}")
-        for name, check in self.checks.items():
-            value = getattr(self, name)
-            if value is not None or getattr(type(self), name, MISSING) is not None:
-                self._set(**{name: check(name, value)})
+        for known in fields(self):
+            check, value = known.metadata.get("check"), getattr(self, known.name)
+            if check is not None and (value is not None or known.default is not None):
+                checked = check(known.name, value)
+                if checked is not value:
+                    self._set(**{known.name: checked})
 
     def to_dict(self) -> dict[str, Any]:
         """Name and parameters as JSON values; :func:`from_dict` is the inverse.
@@ -234,19 +238,16 @@ def check_per_head(
     return tuple(checked) if isinstance(value, Sequence) else checked[0]
 
 
-def at_least(least: int) -> Callable[[str, Any], int]:
-    """A check for a whole number of at least ``least``."""
-    return partial(check_count, least=least)
+def at_least(least: int) -> dict[str, Any]:
+    """The metadata of a field that holds a whole number of at least ``least``."""
+    return {"check": partial(check_count, least=least)}
 
 
-def number(**bounds: Any) -> Callable[[str, Any], float]:
-    """A check for a number within the bounds of :func:`acutance.shapes.check_number`."""
-    return partial(check_number, **bounds)
-
-
-POSITIVE = number(above=0.0)
-NOT_NEGATIVE = number(above=0.0, including=True)
-POSITIVE_BY_HEAD = partial(check_per_head, above=0.0)
+NUMBER = {"check": check_number}
+POSITIVE = {"check": partial(check_number, above=0.0)}
+NOT_NEGATIVE = {"check": partial(check_number, above=0.0, including=True)}
+BY_HEAD = {"check": check_per_head}
+POSITIVE_BY_HEAD = {"check": partial(check_per_head, above=0.0)}
 
 
 def by_head(value: PerHead, like: Tensor) -> Tensor | float:
@@ -275,13 +276,16 @@ def arguments(kind: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if a parameter is unknown, or one without a default is missing.
     """
-    given = {key: value for key, value in record.items() if key != "name"}
-    known = [parameter.name for parameter in fields(kind)]
+    given, known, missing = dict(record), [], []
+    given.pop("name", None)
+    for part in fields(kind):
+        known.append(part.name)
+        if part.default is MISSING and part.name not in given:
+            missing.append(part.name)
     for key in given:
         if key not in known:
             takes = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
             raise ValueError(f"{kind.name} has no {key!r}: {takes}")
-    missing = [name for name in required(kind) if name not in given]
     if missing:
         raise ValueError(f"{kind.name} needs {' and '.join(missing)}")
     return given
@@ -293,7 +297,7 @@ def required(kind: type[Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class NoScaling(Scaling):
+class NoScaling(Scaling, name="none", source="Vaswani et al. (2017), arXiv:1706.03762"):
     """The factor 1.
 
     Example:
@@ -301,16 +305,18 @@ class NoScaling(Scaling):
         tensor([1., 1.])
     """
 
-    name: ClassVar[str] = "none"
-    source: ClassVar[str] = "Vaswani et al. (2017), arXiv:1706.03762"
-
     def law(self, rows: Rows) -> Tensor:
         """The factor 1 for every row."""
         return torch.ones_like(rows.n)
 
 
 @dataclass(frozen=True)
-class LogN(Scaling):
+class LogN(
+    Scaling,
+    name="log_n",
+    source="Su (2021), https://kexue.fm/archives/8823",
+    either=("train_length", "base"),
+):
     r"""Logarithm of n to a base: :math:`\log \max(n, n_{min}) / \log b`.
 
     With the base at the training length the factor is 1 there, above 1 for longer rows and below 1
@@ -333,17 +339,9 @@ class LogN(Scaling):
         Su (2021), https://kexue.fm/archives/8823; Chiang & Cholak (2022), arXiv:2202.12172.
     """
 
-    name: ClassVar[str] = "log_n"
-    source: ClassVar[str] = "Su (2021), https://kexue.fm/archives/8823"
-    either: ClassVar[tuple[str, ...]] = ("train_length", "base")
-    checks: ClassVar[Checks] = {
-        "train_length": at_least(2),
-        "base": number(above=1.0),
-        "n_min": at_least(1),
-    }
-    train_length: int | None = None
-    base: float | None = None
-    n_min: int = 16
+    train_length: int | None = field(default=None, metadata=at_least(2))
+    base: float | None = field(default=None, metadata={"check": partial(check_number, above=1.0)})
+    n_min: int = field(default=16, metadata=at_least(1))
 
     def law(self, rows: Rows) -> Tensor:
         """The factor log max(n, ``n_min``) / log b of each row."""
@@ -353,7 +351,7 @@ class LogN(Scaling):
 
 
 @dataclass(frozen=True)
-class ClipLogN(Scaling):
+class ClipLogN(Scaling, name="clip_log_n", source="Bai et al. (2023), arXiv:2309.16609 (Qwen)"):
     r"""Logarithm of n to the base of the training length, never below 1.
 
     .. math:: \max(1, \log n / \log L)
@@ -371,10 +369,7 @@ class ClipLogN(Scaling):
         Bai et al. (2023), arXiv:2309.16609 (Qwen).
     """
 
-    name: ClassVar[str] = "clip_log_n"
-    source: ClassVar[str] = "Bai et al. (2023), arXiv:2309.16609 (Qwen)"
-    checks: ClassVar[Checks] = {"train_length": at_least(2)}
-    train_length: int
+    train_length: int = field(metadata=at_least(2))
 
     def law(self, rows: Rows) -> Tensor:
         """The factor max(1, log n / log L) of each row."""
@@ -382,7 +377,7 @@ class ClipLogN(Scaling):
 
 
 @dataclass(frozen=True)
-class SqrtLogN(Scaling):
+class SqrtLogN(Scaling, name="sqrt_log_n", source="Derrida (1981), Phys. Rev. B 24, 2613"):
     r"""The factor that keeps the entropy of Gaussian logits constant as n grows.
 
     .. math:: \sqrt{\gamma_0^2 + 2 \log(n/n_0)} \, / \, \gamma_0
@@ -408,16 +403,9 @@ class SqrtLogN(Scaling):
         Derrida (1981), Phys. Rev. B 24, 2613, for the entropy.
     """
 
-    name: ClassVar[str] = "sqrt_log_n"
-    source: ClassVar[str] = "Derrida (1981), Phys. Rev. B 24, 2613"
-    checks: ClassVar[Checks] = {
-        "train_length": at_least(2),
-        "gamma": POSITIVE_BY_HEAD,
-        "minimum": NOT_NEGATIVE,
-    }
-    train_length: int
-    gamma: PerHead = 1.0
-    minimum: float = 1.0
+    train_length: int = field(metadata=at_least(2))
+    gamma: PerHead = field(default=1.0, metadata=POSITIVE_BY_HEAD)
+    minimum: float = field(default=1.0, metadata=NOT_NEGATIVE)
 
     def law(self, rows: Rows) -> Tensor:
         """The factor on the logits of each row: the deviation wanted at n over that at n₀."""
@@ -427,7 +415,7 @@ class SqrtLogN(Scaling):
 
 
 @dataclass(frozen=True)
-class SSMax(Scaling):
+class SSMax(Scaling, name="ssmax", source="Nakanishi (2025), arXiv:2501.19399"):
     r"""Scalable softmax, :math:`s \log n + b`.
 
     It multiplies the logits. Written as a shift, :math:`x_j - s \log n`, it would take the same
@@ -449,11 +437,8 @@ class SSMax(Scaling):
         Nakanishi (2025), arXiv:2501.19399; 0.43 is the value of its figure 1.
     """
 
-    name: ClassVar[str] = "ssmax"
-    source: ClassVar[str] = "Nakanishi (2025), arXiv:2501.19399"
-    checks: ClassVar[Checks] = {"s": check_per_head, "bias": check_per_head}
-    s: PerHead = 0.43
-    bias: PerHead = 0.0
+    s: PerHead = field(default=0.43, metadata=BY_HEAD)
+    bias: PerHead = field(default=0.0, metadata=BY_HEAD)
 
     def law(self, rows: Rows) -> Tensor:
         """The factor s log n + b on the logits of each row."""
@@ -461,7 +446,7 @@ class SSMax(Scaling):
 
 
 @dataclass(frozen=True)
-class ASEntmax(Scaling):
+class ASEntmax(Scaling, name="asentmax", source="Vasylenko et al. (2025), arXiv:2506.16640"):
     r"""Scale made for entmax weights, :math:`\delta + \beta (\log n)^\gamma`.
 
     Args:
@@ -478,12 +463,9 @@ class ASEntmax(Scaling):
         Vasylenko et al. (2025), arXiv:2506.16640, where β and γ also depend on the token.
     """
 
-    name: ClassVar[str] = "asentmax"
-    source: ClassVar[str] = "Vasylenko et al. (2025), arXiv:2506.16640"
-    checks: ClassVar[Checks] = dict.fromkeys(("delta", "beta", "gamma"), check_per_head)
-    delta: PerHead = 1.0
-    beta: PerHead = 0.1
-    gamma: PerHead = 1.0
+    delta: PerHead = field(default=1.0, metadata=BY_HEAD)
+    beta: PerHead = field(default=0.1, metadata=BY_HEAD)
+    gamma: PerHead = field(default=1.0, metadata=BY_HEAD)
 
     def law(self, rows: Rows) -> Tensor:
         """The factor of each row's scores: delta + beta (log n)^gamma."""
@@ -492,7 +474,12 @@ class ASEntmax(Scaling):
 
 
 @dataclass(frozen=True)
-class Critical(Scaling):
+class Critical(
+    Scaling,
+    name="critical",
+    source="Chen et al. (2025), arXiv:2510.05554; Hayase & Karakida (2026)",
+    either=("gap", "critical_scale"),
+):
     r"""A multiple γ of the scale above which a row's maximum dominates.
 
     With a gap Δ between the match and the bulk that scale is :math:`\log n / \Delta`. In general it
@@ -520,19 +507,10 @@ class Critical(Scaling):
         arXiv:2605.12697 (Λ).
     """
 
-    name: ClassVar[str] = "critical"
-    source: ClassVar[str] = "Chen et al. (2025), arXiv:2510.05554; Hayase & Karakida (2026)"
-    either: ClassVar[tuple[str, ...]] = ("gap", "critical_scale")
-    checks: ClassVar[Checks] = {
-        "gamma": POSITIVE,
-        "gap": POSITIVE_BY_HEAD,
-        "critical_scale": POSITIVE_BY_HEAD,
-        "length": at_least(2),
-    }
-    gamma: float = 1.0
-    gap: PerHead | None = None
-    critical_scale: PerHead | None = None
-    length: int | None = None
+    gamma: float = field(default=1.0, metadata=POSITIVE)
+    gap: PerHead | None = field(default=None, metadata=POSITIVE_BY_HEAD)
+    critical_scale: PerHead | None = field(default=None, metadata=POSITIVE_BY_HEAD)
+    length: int | None = field(default=None, metadata=at_least(2))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -557,7 +535,7 @@ class Critical(Scaling):
 
 
 @dataclass(frozen=True)
-class CosineLogN(Scaling):
+class CosineLogN(Scaling, name="cosine_log_n", source="Su (2023), https://kexue.fm/archives/9859"):
     r"""Scale of cosine scores, :math:`c \log n`.
 
     Cosines lie in [−1, 1], where a softmax can say at most 0.47 nat, so they need a scale well
@@ -576,11 +554,8 @@ class CosineLogN(Scaling):
         Su (2023), https://kexue.fm/archives/9812 (3.5) and https://kexue.fm/archives/9859 (4).
     """
 
-    name: ClassVar[str] = "cosine_log_n"
-    source: ClassVar[str] = "Su (2023), https://kexue.fm/archives/9859"
-    checks: ClassVar[Checks] = {"coefficient": POSITIVE, "n_min": at_least(1)}
-    coefficient: float = 4.0
-    n_min: int = 16
+    coefficient: float = field(default=4.0, metadata=POSITIVE)
+    n_min: int = field(default=16, metadata=at_least(1))
 
     def law(self, rows: Rows) -> Tensor:
         """The scale c log max(n, ``n_min``) of each row's cosines."""
@@ -588,7 +563,7 @@ class CosineLogN(Scaling):
 
 
 @dataclass(frozen=True)
-class CosScale(Scaling):
+class CosScale(Scaling, name="cos_scale", source="Li et al. (2025), arXiv:2501.08570"):
     r"""A constant scale of cosine scores, :math:`s \cos(q, k)` at every n.
 
     Use it with ``score="cosine"``, in a model that is trained with it: it equals the temperature
@@ -606,10 +581,7 @@ class CosScale(Scaling):
         github.com/HT-NEKO/Information-Entropy-Invariance, ``model/my_gau_alpha_eval/layer.py``.
     """
 
-    name: ClassVar[str] = "cos_scale"
-    source: ClassVar[str] = "Li et al. (2025), arXiv:2501.08570"
-    checks: ClassVar[Checks] = {"scale": POSITIVE}
-    scale: float
+    scale: float = field(metadata=POSITIVE)
 
     def law(self, rows: Rows) -> Tensor:
         """The constant scale s for every row, whatever its number of keys; shaped as ``rows.n``."""
@@ -617,7 +589,7 @@ class CosScale(Scaling):
 
 
 @dataclass(frozen=True)
-class InfoScale(Scaling):
+class InfoScale(Scaling, name="info_scale", source="Li et al. (2025), arXiv:2501.08570"):
     r"""InfoScale: a factor on dot products that needs no training and depends on their width d.
 
     .. math:: \sqrt{\frac{1 - n^{-2/d}}{1 - L^{-2/d}}}
@@ -645,16 +617,9 @@ class InfoScale(Scaling):
         The reading as a nearest direction is acutance's own.
     """
 
-    name: ClassVar[str] = "info_scale"
-    source: ClassVar[str] = "Li et al. (2025), arXiv:2501.08570"
-    checks: ClassVar[Checks] = {
-        "train_length": at_least(2),
-        "width": at_least(1),
-        "minimum": NOT_NEGATIVE,
-    }
-    train_length: int
-    width: int
-    minimum: float = 0.0
+    train_length: int = field(metadata=at_least(2))
+    width: int = field(metadata=at_least(1))
+    minimum: float = field(default=0.0, metadata=NOT_NEGATIVE)
 
     def law(self, rows: Rows) -> Tensor:
         """The factor √((1 − n^(−2/d)) / (1 − L^(−2/d))) of each row, at least ``minimum``."""
@@ -664,7 +629,12 @@ class InfoScale(Scaling):
 
 
 @dataclass(frozen=True)
-class Yarn(Scaling):
+class Yarn(
+    Scaling,
+    name="yarn",
+    source="Peng et al. (2023), arXiv:2309.00071",
+    either=("s", "train_length"),
+):
     r"""YaRN's temperature, as the logits feel it: :math:`(0.1 \log s + 1)^2`, s ≥ 1.
 
     Implementations multiply the rotary cosines and sines, and so query *and* key, by
@@ -689,13 +659,9 @@ class Yarn(Scaling):
         Peng et al. (2023), arXiv:2309.00071.
     """
 
-    name: ClassVar[str] = "yarn"
-    source: ClassVar[str] = "Peng et al. (2023), arXiv:2309.00071"
-    either: ClassVar[tuple[str, ...]] = ("s", "train_length")
-    checks: ClassVar[Checks] = {"s": POSITIVE, "train_length": at_least(1), "coefficient": POSITIVE}
-    s: float | None = None
-    train_length: int | None = None
-    coefficient: float = 0.1
+    s: float | None = field(default=None, metadata=POSITIVE)
+    train_length: int | None = field(default=None, metadata=at_least(1))
+    coefficient: float = field(default=0.1, metadata=POSITIVE)
 
     def law(self, rows: Rows) -> Tensor:
         """The factor (c log s + 1)² of each row, with s at least 1 and c the ``coefficient``."""
@@ -711,9 +677,8 @@ class _ByPosition(Scaling):
     """1 + c log(⌊(p + a)/L⌋ + 1) at position p, with a of 0 or 1."""
 
     ahead: ClassVar[int] = 0
-    checks: ClassVar[Checks] = {"coefficient": check_number, "length": at_least(1)}
-    coefficient: float = 0.1
-    length: int = 1
+    coefficient: float = field(default=0.1, metadata=NUMBER)
+    length: int = field(default=1, metadata=at_least(1))
 
     def law(self, rows: Rows) -> Tensor:
         """The factor of the row at position p, a step up after every L positions."""
@@ -726,7 +691,7 @@ class _ByPosition(Scaling):
 
 
 @dataclass(frozen=True)
-class Llama4(_ByPosition):
+class Llama4(_ByPosition, name="llama4", source="Meta (2025), Llama 4, in transformers", ahead=1):
     r"""Llama 4's temperature, :math:`1 + c \log(\lfloor (p + 1)/L \rfloor + 1)` at position p.
 
     It acts by position, not by visible keys, and only in layers without rotary embedding. Without
@@ -744,14 +709,13 @@ class Llama4(_ByPosition):
         Meta (2025), Llama 4, as implemented in Hugging Face transformers, ``modeling_llama4``.
     """
 
-    name: ClassVar[str] = "llama4"
-    source: ClassVar[str] = "Meta (2025), Llama 4, in transformers"
-    ahead: ClassVar[int] = 1
-    length: int = 8192
+    length: int = field(default=8192, metadata=at_least(1))
 
 
 @dataclass(frozen=True)
-class Mistral3(_ByPosition):
+class Mistral3(
+    _ByPosition, name="mistral3", source="Mistral AI (2025), Ministral 3, in transformers"
+):
     r"""Mistral 3's temperature, :math:`1 + c \log(1 + \lfloor p/L \rfloor)` at position p.
 
     Llama 4's law without the + 1 on the position. Positions count from 0 and, where not given, are
@@ -771,13 +735,13 @@ class Mistral3(_ByPosition):
         ``modeling_ministral3``.
     """
 
-    name: ClassVar[str] = "mistral3"
-    source: ClassVar[str] = "Mistral AI (2025), Ministral 3, in transformers"
-    length: int = 16384
+    length: int = field(default=16384, metadata=at_least(1))
 
 
 @dataclass(frozen=True)
-class AdaptivePoly(Scaling):
+class AdaptivePoly(
+    Scaling, name="adaptive_poly", source="Veličković et al. (2024), arXiv:2410.01104"
+):
     r"""Adaptive temperature: a polynomial of the row's own entropy H, never below 1.
 
     .. math:: \max(1, a_4 H^4 + a_3 H^3 + a_2 H^2 + a_1 H + a_0) \text{ where } H > 0.5, \text{ else
@@ -802,12 +766,11 @@ class AdaptivePoly(Scaling):
         Veličković et al. (2024), arXiv:2410.01104.
     """
 
-    name: ClassVar[str] = "adaptive_poly"
-    source: ClassVar[str] = "Veličković et al. (2024), arXiv:2410.01104"
     needs_entropy: ClassVar[bool] = True
-    checks: ClassVar[Checks] = {"coefficients": check_per_head, "threshold": NOT_NEGATIVE}
-    coefficients: Sequence[float] = (-0.037, 0.481, -2.3, 4.917, -1.791)
-    threshold: float = 0.5
+    coefficients: Sequence[float] = field(
+        default=(-0.037, 0.481, -2.3, 4.917, -1.791), metadata=BY_HEAD
+    )
+    threshold: float = field(default=0.5, metadata=NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
