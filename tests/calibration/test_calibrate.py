@@ -246,7 +246,7 @@ def test_noise_is_told_by_a_test_at_five_per_cent() -> None:
     )
     fit = LayerFit(values, "effective_keys", None, 0, 16.0)
     fit.possible[:] = True
-    assert values.difference(0)[1].tolist() == pytest.approx([1.0, 1.0])
+    assert values.error(0)[1].tolist() == pytest.approx([1.0, 1.0])
     assert fit._matters(values).tolist() == [[False, False], [True, False]]  # t(4) is 2.78
 
 

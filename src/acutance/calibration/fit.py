@@ -25,11 +25,7 @@ from acutance.calibration.measured import (
     read_layers,
 )
 from acutance.calibration.result import HELD, Calibration, HeadCalibration
-from acutance.calibration.windows import (
-    AnyBatches,
-    Turn,
-    cut_windows,
-)
+from acutance.calibration.windows import AnyBatches, Turn, cut_windows
 from acutance.capture.find_layers import layer_numbers
 from acutance.probing.causes import is_untrained
 from acutance.scaling import ClipLogN, HeadTable, LogN, Scaling, SqrtLogN, SSMax, Window
@@ -330,7 +326,7 @@ class LayerFit:
         self._active = torch.zeros(first.value.shape[1], dtype=torch.bool)
         self._before: tuple[Tensor, Tensor, Tensor] | None = None  # λ, y and y' of the last step
         self._proposed, self._expected = self.factors, self.predicted
-        self._family: Scaling | dict[int, Scaling] | None = None
+        self._family: dict[Any, Scaling] = {}
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -384,21 +380,15 @@ class LayerFit:
             law: ``"table"`` or the name of the family.
             reference: length at which the family is 1 where a value was given.
         """
-        knots, self.factors = self.values.knots, self._proposed
-        self.predicted = self._expected
+        knots, self.factors, self.predicted = self.values.knots, self._proposed, self._expected
         if law == "table":
             return {module: HeadTable(self.factors.T.contiguous(), lengths=knots)}
         at = reference if self.reference is None else knots[self.reference]
-        made = family_scaling(law, knots, self.factors, self.errors(), at)
-        self._family, n = made, torch.tensor(knots)
-        heads = self.factors.shape[1]
-        if isinstance(made, dict):
-            columns = [made[head].factor(n, dtype=torch.float64) for head in range(heads)]
-            self.factors = torch.stack(columns, 1)
-            return {(module, head): scaling for head, scaling in made.items()}
-        rows = made.factor(n, dtype=torch.float64)
-        self.factors = rows.expand(heads, -1).T if rows.dim() == 1 else rows.T
-        return {module: made}
+        self._family = family_scalings(law, module, knots, self.factors, self.errors(), at)
+        n, heads = torch.tensor(knots), self.factors.shape[1]
+        rows = [one.factor(n, dtype=torch.float64) for one in self._family.values()]
+        self.factors = torch.cat([row.view(-1, len(n)) for row in rows]).expand(heads, -1).T
+        return self._family
 
     def errors(self) -> Tensor:
         """Standard errors of the factors, (knots, heads): those of the values over their slopes."""
@@ -407,7 +397,7 @@ class LayerFit:
 
     def _error(self, values: LayerValues) -> Tensor:
         """Standard error of the distance from the target, (knots, heads)."""
-        return values.error if self.reference is None else values.difference(self.reference)
+        return values.error(self.reference)
 
     def _matters(self, values: LayerValues) -> Tensor:
         """Whether a value differs from its target by more than noise and enough to be corrected.
@@ -437,10 +427,8 @@ class LayerFit:
 
     def scalings(self, module: str) -> dict[Any, Scaling]:
         """The layer's part of the law: the fitted family, or a table that is continued beyond."""
-        if isinstance(self._family, dict):
-            return {(module, head): scaling for head, scaling in self._family.items()}
-        if self._family is not None:
-            return {module: self._family}
+        if self._family:
+            return self._family
         errors = self.errors().masked_fill(~self.possible, math.inf)
         return {module: continued_table(self.first.knots, self.factors, errors, self._limit)}
 
@@ -449,10 +437,10 @@ class LayerFit:
         columns = {
             "target": self.wanted,
             "before": self.first.value,
-            "before_error": self.first.error,
+            "before_error": self.first.error(),
             "predicted": self.predicted,
             "after": self.values.value,
-            "after_error": self.values.error,
+            "after_error": self.values.error(),
             "factors": self.factors,
             "factor_errors": self.errors(),
         }
@@ -511,33 +499,34 @@ def continued_table(
     return HeadTable(rows, lengths=(*knots, *(last << step for step in range(1, _BEYOND + 1))))
 
 
-def family_scaling(
-    law: str, knots: Sequence[int], factors: Tensor, errors: Tensor, reference: int
-) -> Scaling | dict[int, Scaling]:
+def family_scalings(
+    law: str, module: str, knots: Sequence[int], factors: Tensor, errors: Tensor, reference: int
+) -> dict[Any, Scaling]:
     """Fit the law of a given name to one layer's factors, (knots, heads).
 
     The law is one of :data:`FITTED` but "table". ``errors`` are the factors' standard errors, and
     ``reference`` is the length at which "sqrt_log_n" and "clip_log_n" have the factor 1.
 
     Returns:
-        One scaling for the layer or, for "log_n", one for each head.
+        One scaling for the module or, for "log_n", one for each (module, head).
     """
     x = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(1)
     weight = torch.hypot(torch.nan_to_num(errors, nan=0.0), 0.005 * factors) ** -2
     if law == "clip_log_n":
-        return ClipLogN(train_length=reference)
+        return {module: ClipLogN(train_length=reference)}
     if law == "constant":
-        return HeadTable((weight * factors).sum(0) / weight.sum(0))
+        return {module: HeadTable((weight * factors).sum(0) / weight.sum(0))}
     if law == "log_n":
         slopes = (weight * x * factors).sum(0) / (weight * x * x).sum(0)
         return {
-            head: LogN(base=math.exp(1 / slope), n_min=knots[0])
+            (module, head): LogN(base=math.exp(1 / slope), n_min=knots[0])
             for head, slope in enumerate(slopes.tolist())
         }
     if law == "sqrt_log_n":
         x, weight = x - math.log(reference), weight / (4 * factors**2)
         total = (weight * x**2).sum(0).clamp(min=1e-300)
         slope = (weight * x * (factors**2 - 1)).sum(0) / total
-        return SqrtLogN(train_length=reference, gamma=(2 / slope.clamp(min=2e-6)).sqrt().tolist())
+        gamma = (2 / slope.clamp(min=2e-6)).sqrt()
+        return {module: SqrtLogN(train_length=reference, gamma=gamma.tolist())}
     s, bias = lines(knots, factors, errors)
-    return SSMax(s=s.tolist(), bias=bias.tolist())
+    return {module: SSMax(s=s.tolist(), bias=bias.tolist())}

@@ -68,18 +68,6 @@ class Loss(ABC):
             LossError: if it does not.
         """
 
-    @abstractmethod
-    def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """Run the model on one batch and return the loss of every prediction."""
-
-    @abstractmethod
-    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
-        """Like :meth:`score`, and backpropagate the sum of the losses."""
-
-
-class _Run(Loss):
-    """A loss that one function runs, with or without a backward pass."""
-
     @torch.no_grad()
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Run the model on one batch and return the loss of every prediction."""
@@ -90,13 +78,16 @@ class _Run(Loss):
         """Like :meth:`score`, and backpropagate the sum of the losses."""
         return self._run(model, batch, backward=True)
 
-    @abstractmethod
     def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
-        """Run the model, with or without a backward pass."""
+        """Run the model, with or without a backward pass: what the two methods above call."""
+        raise NotImplementedError
 
 
-class _Logits(_Run):
+class _Logits(Loss):
     """Cross-entropy of a model's logits, in pieces where the head can be run by itself."""
+
+    #: How many positions after the one that predicts it a token stands.
+    _ahead = 0
 
     def __init__(self, logits: int = _LOGITS) -> None:
         self.logits = check_count("logits", logits, 1)
@@ -121,7 +112,11 @@ class _Logits(_Run):
                 f"{int((~whole.isfinite()).sum())} of {whole.numel()} predictions"
             )
         self._whole[model] = True
-        if has_separate_head(model):
+        base, head = (
+            getattr(model, "base_model", model),
+            getattr(model, "get_output_embeddings", None),
+        )
+        if base is not model and callable(head) and isinstance(head(), torch.nn.Module):
             scale = float(logits.abs().amax()) * torch.finfo(logits.dtype).eps
             try:
                 pieces = losses_in_pieces(model, few, ids, places, self.logits)
@@ -143,7 +138,7 @@ class _Logits(_Run):
         else:
             found = losses_in_pieces(model, inputs, ids, places, self.logits, backward=backward)
         loss[places.cpu()] = found.detach()
-        return Scored(self._placed(loss), n.cpu())
+        return Scored(loss.roll(self._ahead, 1), n.cpu())
 
     @abstractmethod
     def _targets(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -156,10 +151,6 @@ class _Logits(_Run):
     @abstractmethod
     def _shown(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor]:
         """The model's inputs for a batch, and how many tokens each prediction can see, (B, L)."""
-
-    def _placed(self, loss: Tensor) -> Tensor:
-        """Move losses (B, L) from the positions that predict to those of the predicted tokens."""
-        return loss
 
 
 class NextToken(_Logits):
@@ -174,6 +165,7 @@ class NextToken(_Logits):
     """
 
     words = "next token"
+    _ahead = 1
 
     def _targets(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         ids, mask = batch["input_ids"], _mask(batch)
@@ -183,9 +175,6 @@ class NextToken(_Logits):
 
     def _shown(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor]:
         return batch, _mask(batch).long().cumsum(1) - 1
-
-    def _placed(self, loss: Tensor) -> Tensor:
-        return loss.roll(1, 1)
 
 
 class MaskedTokens(_Logits):
@@ -247,7 +236,7 @@ class MaskedTokens(_Logits):
         return {**batch, "input_ids": shown}, n
 
 
-class _Given(_Run):
+class _Given(Loss):
     """A function of the user's: place i of a window counts as predicted from i tokens."""
 
     def __init__(self, function: Callable[[torch.nn.Module, Mapping[str, Any]], Tensor]) -> None:
@@ -263,9 +252,8 @@ class _Given(_Run):
         if not isinstance(loss, Tensor) or loss.dim() != 2 or loss.shape[0] != rows:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError(
-                f"loss must return one number for each token, (B, L) with B = {rows}, "
-                "and NaN where "
-                f"nothing is predicted; got {found}"
+                f"loss must return one number for each token, (B, L) with B = {rows}, and NaN "
+                f"where nothing is predicted; got {found}"
             )
         if backward and loss.requires_grad:
             loss[~loss.isnan()].sum().backward()
@@ -312,17 +300,6 @@ def _mask(batch: Mapping[str, Any]) -> Tensor:
 # -- logits, all at once or a few at a time: the head runs by itself on hidden states --------------
 
 
-def has_separate_head(model: torch.nn.Module) -> bool:
-    """Whether a model is a base model, which gives hidden states, with a head on top."""
-    base = getattr(model, "base_model", None)
-    return (
-        isinstance(base, torch.nn.Module)
-        and base is not model
-        and callable(getattr(model, "get_output_embeddings", None))
-        and isinstance(getattr(model, "get_output_embeddings")(), torch.nn.Module)  # noqa: B009
-    )
-
-
 def losses_in_pieces(
     model: Any,
     batch: Mapping[str, Any],
@@ -339,7 +316,7 @@ def losses_in_pieces(
     hands out those of the piece instead of running.
 
     Args:
-        model: a base model with a head, see :func:`has_separate_head`.
+        model: a base model, which gives hidden states, with a head on top.
         batch: what the model is called with.
         ids: the token to be predicted at each place, (B, L).
         places: which places count, boolean (B, L).
@@ -382,20 +359,19 @@ def losses_in_pieces(
 @contextmanager
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Context in which a module runs this function in place of its ``forward``."""
-    own = vars(module).get("forward")
+    before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
         yield
     finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own
+        del vars(module)["forward"]
+        if before is not None:
+            vars(module)["forward"] = before
 
 
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output.last_hidden_state if hasattr(output, "keys") else output[0]
-    return hidden
+def _hidden(output: Any) -> Any:
+    """The hidden states in the output of a base model."""
+    return output.last_hidden_state if hasattr(output, "keys") else output[0]
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from acutance.calibration.apply_law import apply
 from acutance.calibration.law import AnyLaw
-from acutance.calibration.windows import (
-    AnyBatches,
-    Turn,
-    cut_windows,
-    evaluating,
-)
+from acutance.calibration.windows import AnyBatches, Turn, cut_windows, evaluating
 from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.find_layers import layer_numbers, windowed_layers
 from acutance.capture.listener import Listener, ProbeError
@@ -363,23 +358,20 @@ class LayerValues:
             present=(chosen[..., 0] > 0).any(-1),
         )
 
-    @property
-    def error(self) -> Tensor:
-        """Standard error of the value over parts of the text, (knots, heads)."""
-        return self._error(self.leave_one_out, self.present)
+    def error(self, from_knot: int | None = None) -> Tensor:
+        """Standard error of the value over parts of the text, (knots, heads), by the jackknife.
 
-    def difference(self, from_knot: int) -> Tensor:
-        """Standard error of the value minus the value at one knot, (knots, heads).
+        Args:
+            from_knot: of the value minus that at this knot, which is usually smaller: both are
+                measured on the same parts of the text.
 
-        It is usually below the error of the value: both are measured on the same parts of the
-        text.
+        Returns:
+            NaN where only one part has rows.
         """
-        at = slice(from_knot, from_knot + 1)
-        left = self.leave_one_out - self.leave_one_out[:, at]
-        return self._error(left, self.present & self.present[:, at])
-
-    def _error(self, left: Tensor, present: Tensor) -> Tensor:
-        """Jackknife error from values without one group each; NaN if only one group has rows."""
+        left, present = self.leave_one_out, self.present
+        if from_knot is not None:
+            at = slice(from_knot, from_knot + 1)
+            left, present = left - left[:, at], present & present[:, at]
         there = present.unsqueeze(-1).expand_as(left) & left.isfinite()
         count = there.sum(0)
         mean = torch.where(there, left, 0.0).sum(0) / count.clamp(min=1)
@@ -453,7 +445,7 @@ class Measured:
 
     def errors(self, module: str) -> Tensor:
         """Standard errors over parts of the text, likewise."""
-        return self._spread(self.layers[module], self.layers[module].error)
+        return self._spread(self.layers[module], self.layers[module].error())
 
     def flat(self) -> Tensor:
         """Values of all heads of all layers in model order, (heads, lengths)."""
