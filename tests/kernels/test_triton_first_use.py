@@ -112,13 +112,13 @@ def test_right_gradients_pass(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 SPOILED = {
-    "OUT": lambda a: a["OUT"].mul_(1.05),
-    "NORMALISER": lambda a: a["NORMALISER"].mul_(1.001),
-    "SECOND_MOMENT": lambda a: a["SECOND_MOMENT"].mul_(1.001),
-    "DEVIATIONS": lambda a: a["DEVIATIONS"][..., -1].zero_(),
-    "N": lambda a: a["N"][..., :1].sub_(1),
-    "MEAN": lambda a: a["MEAN"][..., 3].fill_(torch.nan),
-    "FIRST_INDEX": lambda a: a["FIRST_INDEX"].add_(1),
+    "out": lambda a: a["SUMS"].out.mul_(1.05),
+    "Z": lambda a: a["SUMS"].Z.mul_(1.001),
+    "W": lambda a: a["SUMS"].W.mul_(1.001),
+    "M2": lambda a: a["SUMS"].M2[..., -1].zero_(),
+    "n": lambda a: a["SUMS"].n[..., :1].sub_(1),
+    "mean": lambda a: a["SUMS"].mean[..., 3].fill_(torch.nan),
+    "first_index": lambda a: a["SUMS"].first_index.add_(1),
 }
 
 
@@ -232,7 +232,7 @@ def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_calls_are_checked_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, passes, "_launch", SPOILED["OUT"])
+    plant(monkeypatch, passes, "_launch", SPOILED["out"])
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     tensors = inputs()
     with pytest.warns(RuntimeWarning, match="its out differs"):

@@ -209,7 +209,13 @@ def test_tile_sizes_come_from_a_table(
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     query = torch.zeros(1, 1, queries, 64, dtype=torch.bfloat16)
-    given = {"QUERY": query, "queries": queries, "BLOCK_E": 64, "BLOCK_V": 64}
+    given = {
+        "QUERY": (query, 0, 0, 64),
+        "M": query,
+        "queries": queries,
+        "BLOCK_E": 64,
+        "BLOCK_V": 64,
+    }
     sizes = arguments.tile_sizes(tiles, queries=queries, width=128, item=2, capability=(9, 0))
     assert len(sizes) >= 2
     for room in sorted({rows for rows, *_ in sizes}):

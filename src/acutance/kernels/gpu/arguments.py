@@ -81,10 +81,9 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """The strides of batch, heads and rows of a tensor, as keyword arguments of the kernels."""
-    axes = ("batch", "head", "row")
-    return {f"{name}_{axis}": tensor.stride(place) for place, axis in enumerate(axes)}
+def by_head(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor (B, H, rows, width) and its strides of batch, heads and rows."""
+    return tensor, *tensor.stride()[:3]
 
 
 def flags(call: KernelCall) -> Flags:
@@ -113,58 +112,53 @@ def flags(call: KernelCall) -> Flags:
     )
 
 
-def mask_arguments(call: KernelCall) -> dict[str, Any]:
-    """Masks, sizes, scale and softcap of a call, as keyword arguments of the kernels.
+def call_arguments(call: KernelCall, query: Tensor, key: Tensor) -> dict[str, Any]:
+    """Keyword arguments of every kernel of a call, whose queries and keys have dense rows.
 
     The pointer of a mask that is absent is the query's; it is never read.
     """
-    query, masking = call.query, call.masking
+    masking, value = call.masking, call.value
     slopes, key_mask = masking.alibi_slopes, masking.key_mask
     rows, keys = masking.query_documents, masking.key_documents
+    others = (
+        1.0 if call.softcap is None else float(call.softcap),
+        query if slopes is None else slopes.contiguous(),
+        query if key_mask is None else key_mask.contiguous().view(torch.uint8),
+        query if rows is None else rows.contiguous(),
+        0 if rows is None or rows.shape[0] == 1 else masking.queries,
+        query if keys is None else keys.contiguous(),
+        0 if keys is None or keys.shape[0] == 1 else masking.keys,
+    )
     return {
-        **_matrix("mask", masking.attn_mask, query),
-        **_matrix("bias", masking.bias, query),
-        "KEY_MASK": query if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        "ROW_DOCUMENTS": query if rows is None else rows.contiguous(),
-        "KEY_DOCUMENTS": query if keys is None else keys.contiguous(),
-        "row_documents": 0 if rows is None or rows.shape[0] == 1 else masking.queries,
-        "key_documents": 0 if keys is None or keys.shape[0] == 1 else masking.keys,
-        "SLOPES": query if slopes is None else slopes.contiguous(),
-        "SINKS": query if call.sinks is None else call.sinks.contiguous(),
+        "QUERY": by_head(query),
+        "KEY": by_head(key),
+        "MASKS": (_matrix(masking.attn_mask, query), _matrix(masking.bias, query), others),
         "query_heads": masking.heads * masking.group,
         "group": masking.group,
         "queries": masking.queries,
         "keys": masking.keys,
         "offset": masking.offset,
         "window": 0 if masking.window is None else min(masking.window, 2**30),
-        "softcap": 1.0 if call.softcap is None else float(call.softcap),
         "scale": float(call.scale),
+        "E": query.shape[3],
+        "BLOCK_E": padded(query.shape[3]),
+        "BLOCK_V": padded(1 if value is None else value.shape[3]),
+        "FLAGS": flags(call),
     }
 
 
-def _matrix(name: str, tensor: Tensor | None, query: Tensor) -> dict[str, Any]:
+def _matrix(mask: Tensor | None, query: Tensor) -> tuple[Any, ...]:
     """Pointer and strides of an L × S mask, 0 where it is broadcast, and the limit of hidden keys.
 
     Entries at or below the limit hide a key.
     """
-    if tensor is None:
-        steps, limit, found = [0, 0, 0, 0], 0.0, query
-    else:
-        full = tensor.reshape((1,) * (4 - tensor.dim()) + tensor.shape)
-        sizes = zip(full.shape, full.stride(), strict=True)
-        steps = [0 if size == 1 else step for size, step in sizes]
-        boolean = tensor.dtype == torch.bool
-        limit = 0.0 if boolean else mask_limit(tensor.dtype)
-        found = tensor.view(torch.uint8) if boolean else tensor
-    batch, head, row, key = steps
-    return {
-        name.upper(): found,
-        f"{name}_batch": batch,
-        f"{name}_head": head,
-        f"{name}_row": row,
-        f"{name}_key": key,
-        f"{name}_limit": limit,
-    }
+    if mask is None:
+        return query, 0, 0, 0, 0, 0.0
+    full = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    steps = [0 if size == 1 else step for size, step in zip(full.shape, full.stride(), strict=True)]
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), *steps, 0.0
+    return mask, *steps, mask_limit(mask.dtype)
 
 
 #: In the interpreter: small, and unequal, so that rows and keys cannot be confused.
@@ -278,7 +272,7 @@ class Launcher:
                 queries=arguments["queries"],
                 width=arguments["BLOCK_E"] + arguments["BLOCK_V"],
                 # the sums of the values themselves are taken in float32
-                item=4 if arguments.get("NOISE") else arguments["QUERY"].element_size(),
+                item=4 if arguments.get("NOISE") else arguments["QUERY"][0].element_size(),
                 capability=torch.cuda.get_device_capability(tensor.device),
             )
         with torch.cuda.device(tensor.device):

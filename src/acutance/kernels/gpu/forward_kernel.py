@@ -24,12 +24,11 @@ from acutance.kernels.gpu.language import constant, jit, tl
 from acutance.kernels.gpu.scores import (
     LOG2E,
     NONE,
-    at_head,
     band,
-    block_of_rows,
+    block_of_queries,
     edge_tile,
-    edge_tiles,
     natural,
+    rows_of,
     same_documents,
     visible,
     visible_range,
@@ -175,40 +174,23 @@ NO_KEY = constant(2**63 - 1)  # first visible key of a row without one
 
 @jit
 def forward_kernel(
-    QUERY, KEY, VALUE, CENTRE, ROW_MEANS, ROW_SQUARES, SINKS, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS,
-    KEY_DOCUMENTS, SLOPES, OUT, N, M, NORMALISER, FIRST_MOMENT, SECOND_MOMENT, SQUARES, MEAN,
-    DEVIATIONS, DEPTH, FIRST, FIRST_INDEX, SUM, NOISE_MEAN, NOISE_SPREAD, query_batch, query_head,
-    query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, mask_batch,
-    mask_head, mask_row, mask_key, mask_limit, bias_batch, bias_head, bias_row, bias_key,
-    bias_limit, row_documents, key_documents, query_heads, group, queries, keys, offset, window,
-    softcap, scale, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    CENTRE, ROW_MEANS, ROW_SQUARES, SINKS, SUMS, QUERY, KEY, VALUE, MASKS, query_heads, group,
+    queries, keys, offset, window, scale, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_SINKS: tl.constexpr, NOISE: tl.constexpr, CHUNK: tl.constexpr,
     FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Output and sums of ``BLOCK_M`` query rows of one head, over all keys; one program each."""
-    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, FLAGS.causal)
-    masks = at_head(
-        (queries, keys, offset, window, softcap),
-        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        batch, head, FLAGS,
+    """Output and sums of ``BLOCK_M`` query rows of one head, over all keys; one program each.
+
+    ``SUMS`` are the results, :class:`acutance.kernels.call.Sums`.
+    """
+    batch, head, whole_head, first_row, rows, q, masks = block_of_queries(
+        QUERY, MASKS, query_heads, queries, keys, offset, window, E, BLOCK_E, BLOCK_M,
+        FLAGS.causal, FLAGS,
     )  # fmt: skip
-    rows = first_row + tl.arange(0, BLOCK_M)
+    K, key_row = rows_of(KEY, batch, head // group)
+    V, value_row = rows_of(VALUE, batch, head // group)
     i = rows[:, None]
-    e_index = tl.arange(0, BLOCK_E)[None, :]
     v_index = tl.arange(0, BLOCK_V)[None, :]
-    wide_batch = batch.to(tl.int64)
-    QUERY += wide_batch * query_batch + head.to(tl.int64) * query_head
-    KEY += wide_batch * key_batch + (head // group).to(tl.int64) * key_head
-    VALUE += wide_batch * value_batch + (head // group).to(tl.int64) * value_head
-    q = tl.load(
-        QUERY + i.to(tl.int64) * query_row + e_index,
-        mask=(i < queries) & (e_index < E),
-        other=0.0,
-    )
-    if FLAGS.widen:
-        q = q.to(tl.float32)
     centre = 0.0
     if NOISE:
         key_heads = query_heads // group
@@ -228,9 +210,9 @@ def forward_kernel(
         zero, zero,
     )  # fmt: skip
     since, upto = visible_range(rows, masks, FLAGS)
-    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
-    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 1, FLAGS)
-    left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_N)
+    start, all_start, all_stop, stop, left, right = band(
+        first_row, masks, BLOCK_M, BLOCK_N, 1, False, FLAGS
+    )
     for index in tl.range(0, left + right):
         at = edge_tile(index, left, start, all_stop, BLOCK_N)
         meets = True
@@ -238,7 +220,7 @@ def forward_kernel(
             meets = same_documents(rows, at + tl.arange(0, BLOCK_N), masks)
         if meets:
             state = tile(
-                state, q, KEY, VALUE, centre, masks, i, since, upto, at, scale, key_row, value_row,
+                state, q, K, V, centre, masks, i, since, upto, at, scale, key_row, value_row,
                 BLOCK_N, E, EV, NOISE, True, True, FLAGS,
             )  # fmt: skip
     acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
@@ -270,7 +252,7 @@ def forward_kernel(
         if CHUNK > 0:
             at += tl.where(index < left, 0, summed_stop - summed_start)
         state = tile(
-            state, q, KEY, VALUE, centre, masks, i, since, upto, at, scale, key_row, value_row,
+            state, q, K, V, centre, masks, i, since, upto, at, scale, key_row, value_row,
             BLOCK_N, E, EV, NOISE, False, True, FLAGS,
         )  # fmt: skip
     acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
@@ -296,7 +278,7 @@ def forward_kernel(
             )  # fmt: skip
             for at in tl.range(summed_start, summed_stop, BLOCK_N):
                 state = tile(
-                    state, q, KEY, VALUE, centre, masks, i, since, upto, at, scale, key_row,
+                    state, q, K, V, centre, masks, i, since, upto, at, scale, key_row,
                     value_row, BLOCK_N, E, EV, NOISE, False, False, FLAGS,
                 )  # fmt: skip
             acc, m, Z, U, W, Q, _, _, _, _, _, squares, spread, _, _, _ = state
@@ -327,21 +309,21 @@ def forward_kernel(
     inverse = tl.where(Z == 0.0, 0.0, 1.0 / tl.where(Z == 0.0, 1.0, Z))
     known = (Z == Z) | (m == float("inf"))
     m = tl.where(empty, -float("inf"), tl.where(known, m * unit, float("nan")))
-    tl.store(N + row, n.to(tl.int64), mask=there)
-    tl.store(M + row, m, mask=there)
-    tl.store(NORMALISER + row, Z, mask=there)
-    tl.store(FIRST_MOMENT + row, U * LN2, mask=there)
+    tl.store(SUMS.n + row, n.to(tl.int64), mask=there)
+    tl.store(SUMS.m + row, m, mask=there)
+    tl.store(SUMS.Z + row, Z, mask=there)
+    tl.store(SUMS.U + row, U * LN2, mask=there)
     about_mean = tl.maximum(W - U * U * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
     about_mean = tl.where(about_mean <= rest * rest * Z * TINY, 0.0, about_mean)  # rounding alone
-    tl.store(SECOND_MOMENT + row, about_mean * (LN2 * LN2), mask=there)
-    tl.store(SQUARES + row, Q, mask=there)
+    tl.store(SUMS.W + row, about_mean * (LN2 * LN2), mask=there)
+    tl.store(SUMS.Q + row, Q, mask=there)
     depth = -middle * LN2
-    tl.store(MEAN + row, tl.where(empty, 0.0, m - depth), mask=there)
-    tl.store(DEVIATIONS + row, M2 * (LN2 * LN2), mask=there)
-    tl.store(DEPTH + row, tl.where(empty, 0.0, depth), mask=there)
-    tl.store(FIRST + row, tl.where(empty, 0.0, first * unit), mask=there)
+    tl.store(SUMS.mean + row, tl.where(empty, 0.0, m - depth), mask=there)
+    tl.store(SUMS.M2 + row, M2 * (LN2 * LN2), mask=there)
+    tl.store(SUMS.depth + row, tl.where(empty, 0.0, depth), mask=there)
+    tl.store(SUMS.first + row, tl.where(empty, 0.0, first * unit), mask=there)
     index = tl.where(first_key == NONE, NO_KEY, first_key.to(tl.int64))
-    tl.store(FIRST_INDEX + row, index, mask=there)
+    tl.store(SUMS.first_index + row, index, mask=there)
     if EV > 0:
         if HAS_SINKS:
             sink = tl.load(SINKS + head).to(tl.float32)
@@ -350,13 +332,13 @@ def forward_kernel(
         out_at = row[:, None] * EV + v_index
         stored = there[:, None] & (v_index < EV)
         out = acc * (inverse * decay)[:, None]
-        tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=stored)
+        tl.store(SUMS.out + out_at, out.to(SUMS.out.dtype.element_ty), mask=stored)
         if NOISE:
             heavy = tl.where(Q == 0.0, 1.0, Q)
             squares, spread = squares * (decay * decay)[:, None], spread * decay * decay
             average = squares / heavy[:, None]
             inner = tl.maximum(spread - Q * tl.sum(average * average, 1), 0.0)
-            tl.store(SUM + out_at, acc * decay[:, None], mask=stored)
+            tl.store(SUMS.O + out_at, acc * decay[:, None], mask=stored)
             average = tl.where(empty[:, None], 0.0, average + centre)
-            tl.store(NOISE_MEAN + out_at, average, mask=stored)
-            tl.store(NOISE_SPREAD + row, inner, mask=there)
+            tl.store(SUMS.R1 + out_at, average, mask=stored)
+            tl.store(SUMS.R2 + row, inner, mask=there)

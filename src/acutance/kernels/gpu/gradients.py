@@ -22,12 +22,12 @@ from acutance.kernels.gpu.scores import (
     LOG2E,
     at_head,
     band,
-    block_of_rows,
+    block_of_queries,
     edge_tile,
-    edge_tiles,
     in_place,
+    load,
     natural,
-    rows_band,
+    rows_of,
     same_documents,
     visible,
 )
@@ -51,20 +51,6 @@ class Terms(NamedTuple):
     level: bool  # plain and slope
     first: bool
     largest: bool
-
-
-@jit
-def load(X, at, there, row, width: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr):
-    """Load rows ``at`` of a matrix, (rows, BLOCK); 0 where not ``there`` or beyond ``width``."""
-    column = tl.arange(0, BLOCK)[None, :]
-    found = tl.load(
-        X + tl.cast(at, tl.int64)[:, None] * row + column,
-        mask=there[:, None] & (column < width),
-        other=0.0,
-    )
-    if FLAGS.widen:
-        found = found.to(tl.float32)
-    return found
 
 
 @jit
@@ -165,7 +151,7 @@ def score_gradients(
 
 @jit
 def queries_tile(
-    dq, q, do, KEY, VALUE, ADDED, rows, masks, i, start, scale, key_row, value_row,
+    dq, q, do, K, V, ADDED, rows, masks, i, start, scale, key_row, value_row,
     BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr, ADD: tl.constexpr, EDGE: tl.constexpr, TERMS: tl.constexpr,
     FLAGS: tl.constexpr,
@@ -178,11 +164,11 @@ def queries_tile(
     columns = start + tl.arange(0, BLOCK)
     j = columns[None, :]
     there = columns < keys
-    k = load(KEY, columns, there, key_row, E, BLOCK_E, FLAGS)
+    k = load(K, columns, there, key_row, E, BLOCK_E, FLAGS)
     x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
     dp = 0.0
     if TERMS.out:
-        v = load(VALUE, columns, there, value_row, EV, BLOCK_V, FLAGS)
+        v = load(V, columns, there, value_row, EV, BLOCK_V, FLAGS)
         dp = tl.dot(do, tl.trans(v), input_precision=FLAGS.precision)
     e, ds, seen, bend = score_gradients(x, dp, i, j, rows, masks, scale, EDGE, TERMS, FLAGS)
     if ADD:
@@ -196,42 +182,30 @@ def queries_tile(
 
 @jit
 def queries_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, ROWS, INDICES, UNDO, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS,
-    KEY_DOCUMENTS, SLOPES, DQ, ADDED, query_batch, query_head, query_row, key_batch, key_head,
-    key_row, value_batch, value_head, value_row, mask_batch, mask_head, mask_row, mask_key,
-    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count,
-    E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
-    ADD: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    QUERY, KEY, VALUE, MASKS, GRAD_OUT, ROWS, INDICES, UNDO, DQ, ADDED, query_heads, group, queries,
+    keys, offset, window, scale, count, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr, ADD: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradient with respect to ``BLOCK_M`` queries of one head; one program each."""
-    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, FLAGS.causal)
-    masks = at_head(
-        (queries, keys, offset, window, softcap),
-        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        batch, head, FLAGS,
+    batch, head, whole_head, first_row, at, q, masks = block_of_queries(
+        QUERY, MASKS, query_heads, queries, keys, offset, window, E, BLOCK_E, BLOCK_M,
+        FLAGS.causal, FLAGS,
     )  # fmt: skip
-    at = first_row + tl.arange(0, BLOCK_M)
+    K, key_row = rows_of(KEY, batch, head // group)
+    V, value_row = rows_of(VALUE, batch, head // group)
     there = at < queries
     row = whole_head.to(tl.int64) * queries
-    batch = batch.to(tl.int64)
-    QUERY += batch * query_batch + head.to(tl.int64) * query_head
-    KEY += batch * key_batch + (head // group).to(tl.int64) * key_head
-    VALUE += batch * value_batch + (head // group).to(tl.int64) * value_head
     ADDED += row * keys
-    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
     do = 0.0
     if TERMS.out:
         do = load(GRAD_OUT + row * EV, at, there, EV, EV, BLOCK_V, FLAGS)
     rows = coefficients(ROWS, INDICES, count, row + at, there, 1, TERMS)
     i = at[:, None]
     dq = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
-    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 0, FLAGS)
-    left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_N)
+    start, all_start, all_stop, stop, left, right = band(
+        first_row, masks, BLOCK_M, BLOCK_N, 0, False, FLAGS
+    )
     for index in tl.range(0, left + right):
         tile = edge_tile(index, left, start, all_stop, BLOCK_N)
         meets = True
@@ -239,13 +213,13 @@ def queries_kernel(
             meets = same_documents(at, tile + tl.arange(0, BLOCK_N), masks)
         if meets:
             dq = queries_tile(
-                dq, q, do, KEY, VALUE, ADDED, rows, masks, i, tile, scale, key_row, value_row,
-                BLOCK_N, E, EV, BLOCK_E, BLOCK_V, ADD, True, TERMS, FLAGS,
+                dq, q, do, K, V, ADDED, rows, masks, i, tile, scale, key_row, value_row, BLOCK_N,
+                E, EV, BLOCK_E, BLOCK_V, ADD, True, TERMS, FLAGS,
             )  # fmt: skip
     for tile in tl.range(all_start, all_stop, BLOCK_N):
         dq = queries_tile(
-            dq, q, do, KEY, VALUE, ADDED, rows, masks, i, tile, scale, key_row, value_row, BLOCK_N,
-            E, EV, BLOCK_E, BLOCK_V, ADD, False, TERMS, FLAGS,
+            dq, q, do, K, V, ADDED, rows, masks, i, tile, scale, key_row, value_row, BLOCK_N, E,
+            EV, BLOCK_E, BLOCK_V, ADD, False, TERMS, FLAGS,
         )  # fmt: skip
     column = tl.arange(0, BLOCK_E)[None, :]
     tl.store(
@@ -257,8 +231,8 @@ def queries_kernel(
 
 @jit
 def keys_tile(
-    dk, dv, k, v, QUERY, GRAD_OUT, ROWS, INDICES, count, row, masks, j, start, scale, undo,
-    query_row, BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    dk, dv, k, v, Q, GRAD_OUT, ROWS, INDICES, count, row, masks, j, start, scale, undo, query_row,
+    BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr, EDGE: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of one tile of query rows to ``dk`` and ``dv``, and return both.
@@ -269,7 +243,7 @@ def keys_tile(
     at = start + tl.arange(0, BLOCK)
     there = at < queries
     rows = coefficients(ROWS, INDICES, count, row + at, there, 0, TERMS)
-    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
+    q = load(Q, at, there, query_row, E, BLOCK_E, FLAGS)
     x = tl.dot(k, tl.trans(q), input_precision=FLAGS.precision)
     dp = 0.0
     if TERMS.out:
@@ -290,13 +264,10 @@ def keys_tile(
 
 @jit
 def keys_kernel(
-    QUERY, KEY, VALUE, GRAD_OUT, ROWS, INDICES, UNDO, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS,
-    KEY_DOCUMENTS, SLOPES, DK, DV, query_batch, query_head, query_row, key_batch, key_head,
-    key_row, value_batch, value_head, value_row, mask_batch, mask_head, mask_row, mask_key,
-    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count,
-    E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
-    TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QUERY, KEY, VALUE, MASKS, GRAD_OUT, ROWS, INDICES, UNDO, DK, DV, query_heads, group, queries,
+    keys, offset, window, scale, count, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients with respect to ``BLOCK_N`` keys and values of one head; one program each.
 
@@ -307,36 +278,28 @@ def keys_kernel(
     whole_head = tl.program_id(0) // blocks
     key_heads = query_heads // group
     batch = whole_head // key_heads
-    key_at = whole_head % key_heads
-    wide = batch.to(tl.int64)
-    KEY += wide * key_batch + key_at.to(tl.int64) * key_head
-    VALUE += wide * value_batch + key_at.to(tl.int64) * value_head
-    QUERY += wide * query_batch
+    key_head = whole_head % key_heads
+    K, key_row = rows_of(KEY, batch, key_head)
+    V, value_row = rows_of(VALUE, batch, key_head)
     first_key = block * BLOCK_N
     columns = first_key + tl.arange(0, BLOCK_N)
     j = columns[:, None]
     kept = columns < keys
-    k = load(KEY, columns, kept, key_row, E, BLOCK_E, FLAGS)
+    k = load(K, columns, kept, key_row, E, BLOCK_E, FLAGS)
     dk = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     v, dv = k, dk
     if TERMS.out:
-        v = load(VALUE, columns, kept, value_row, EV, BLOCK_V, FLAGS)
+        v = load(V, columns, kept, value_row, EV, BLOCK_V, FLAGS)
         dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
     undo = tl.load(UNDO)
     for member in tl.range(0, group):
-        head = key_at * group + member
-        masks = at_head(
-            (queries, keys, offset, window, softcap),
-            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-            batch, head, FLAGS,
-        )  # fmt: skip
-        row = (wide * query_heads + head) * queries
-        at_query = QUERY + tl.cast(head, tl.int64) * query_head
-        start, all_start, all_stop, stop = rows_band(first_key, last_key, masks, BLOCK_M, FLAGS)
-        left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_M)
+        head = key_head * group + member
+        masks = at_head(queries, keys, offset, window, MASKS, batch, head, FLAGS)
+        row = (batch.to(tl.int64) * query_heads + head) * queries
+        Q, query_row = rows_of(QUERY, batch, head)
+        start, all_start, all_stop, stop, left, right = band(
+            first_key, masks, BLOCK_N, BLOCK_M, 0, True, FLAGS
+        )
         for index in tl.range(0, left + right):
             tile = edge_tile(index, left, start, all_stop, BLOCK_M)
             meets = True
@@ -344,13 +307,13 @@ def keys_kernel(
                 meets = same_documents(tile + tl.arange(0, BLOCK_M), columns, masks)
             if meets:
                 dk, dv = keys_tile(
-                    dk, dv, k, v, at_query, GRAD_OUT, ROWS, INDICES, count, row, masks, j, tile,
-                    scale, undo, query_row, BLOCK_M, E, EV, BLOCK_E, BLOCK_V, True, TERMS, FLAGS,
+                    dk, dv, k, v, Q, GRAD_OUT, ROWS, INDICES, count, row, masks, j, tile, scale,
+                    undo, query_row, BLOCK_M, E, EV, BLOCK_E, BLOCK_V, True, TERMS, FLAGS,
                 )  # fmt: skip
         for tile in tl.range(all_start, all_stop, BLOCK_M):
             dk, dv = keys_tile(
-                dk, dv, k, v, at_query, GRAD_OUT, ROWS, INDICES, count, row, masks, j, tile, scale,
-                undo, query_row, BLOCK_M, E, EV, BLOCK_E, BLOCK_V, False, TERMS, FLAGS,
+                dk, dv, k, v, Q, GRAD_OUT, ROWS, INDICES, count, row, masks, j, tile, scale, undo,
+                query_row, BLOCK_M, E, EV, BLOCK_E, BLOCK_V, False, TERMS, FLAGS,
             )  # fmt: skip
     at = (whole_head.to(tl.int64) * keys + columns)[:, None]
     column = tl.arange(0, BLOCK_E)[None, :]

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.call import KernelCall
-from acutance.kernels.gpu.arguments import Launcher, flags, padded, strides
+from acutance.kernels.gpu.arguments import Launcher, by_head, flags, padded
 from acutance.kernels.gpu.language import constant, jit, tl
+from acutance.kernels.gpu.scores import rows_of
 
 #: Keys summed at a time within a chunk.
 STEP = constant(32)
@@ -49,8 +50,8 @@ def chunk_size(width: int) -> int:
 
 @jit
 def chunk_kernel(
-    KEY, MEANS, PRODUCTS, key_batch, key_head, key_row, heads, chunks, E: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEY, MEANS, PRODUCTS, heads, chunks, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Means of some components of a chunk's keys, and a tile of their product matrix KᵀK."""
     ROWS: tl.constexpr = BLOCK_M if BLOCK_M < BLOCK_E else BLOCK_E
@@ -60,15 +61,15 @@ def chunk_kernel(
     tile = tl.program_id(0) % tiles
     at = tl.program_id(0) // tiles
     head = at // chunks
-    KEY += (head // heads).to(tl.int64) * key_batch + (head % heads).to(tl.int64) * key_head
+    K, key_row = rows_of(KEY, head // heads, head % heads)
     a = tile // across * ROWS + tl.arange(0, ROWS)
     b = tile % across * COLUMNS + tl.arange(0, COLUMNS)
     j = (at % chunks * CHUNK + tl.arange(0, STEP)).to(tl.int64)
-    first_a = tl.load(KEY + a, mask=a < E, other=0.0).to(tl.float32)
-    first_b = tl.load(KEY + b, mask=b < E, other=0.0).to(tl.float32)
+    first_a = tl.load(K + a, mask=a < E, other=0.0).to(tl.float32)
+    first_b = tl.load(K + b, mask=b < E, other=0.0).to(tl.float32)
     mean_a, mean_b = first_a * 0.0, first_b * 0.0
     for step in tl.range(0, CHUNK, STEP):
-        rows = KEY + (j + step) * key_row
+        rows = K + (j + step) * key_row
         k = tl.load(rows[None, :] + a[:, None], mask=(a < E)[:, None], other=0.0)
         mean_a += tl.sum(k.to(tl.float32) - first_a[:, None], 1)
         k = tl.load(rows[:, None] + b[None, :], mask=(b < E)[None, :], other=0.0)
@@ -79,7 +80,7 @@ def chunk_kernel(
     first_a, first_b = first_a + mean_a, first_b + mean_b
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, CHUNK, STEP):
-        rows = KEY + (j + step) * key_row
+        rows = K + (j + step) * key_row
         k = tl.load(rows[None, :] + a[:, None], mask=(a < E)[:, None], other=0.0)
         left = k.to(tl.float32) - first_a[:, None]
         k = tl.load(rows[:, None] + b[None, :], mask=(b < E)[None, :], other=0.0)
@@ -90,15 +91,9 @@ def chunk_kernel(
 
 @jit
 def running_kernel(
-    MEANS,
-    PRODUCTS,
-    RUNNING_MEANS,
-    chunks,
-    BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    MEANS, PRODUCTS, RUNNING_MEANS, chunks, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Turn sums of single chunks into sums of all chunks up to each, for a tile of one head's KᵀK.
 
     The first chunk is left out: the forward kernel computes its scores one by one.
@@ -131,9 +126,9 @@ def running_kernel(
 
 @jit
 def rows_kernel(
-    QUERY, RUNNING_MEANS, PRODUCTS, ROW_MEANS, ROW_SQUARES, query_batch, query_head, query_row,
-    query_heads, group, queries, keys, offset, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    QUERY, RUNNING_MEANS, PRODUCTS, ROW_MEANS, ROW_SQUARES, query_heads, group, queries, keys,
+    offset, E: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Mean and summed squared deviations of the logits of ``BLOCK_M`` rows, over whole chunks.
 
@@ -151,9 +146,9 @@ def rows_kernel(
     there = rows < queries
     chunks = keys // CHUNK
     last = last_chunk(block * BLOCK_M, keys, offset, CHUNK, CAUSAL)
-    QUERY += batch.to(tl.int64) * query_batch + head.to(tl.int64) * query_head
+    Q, query_row = rows_of(QUERY, batch, head)
     if last > 0:
-        places = QUERY + rows.to(tl.int64)[:, None] * query_row
+        places = Q + rows.to(tl.int64)[:, None] * query_row
         chunk = (batch * (query_heads // group) + head // group).to(tl.int64) * chunks + last
         mean = tl.zeros((BLOCK_M,), tl.float32)
         size, squared = mean, mean
@@ -217,10 +212,9 @@ def row_moments(query: Tensor, key: Tensor, call: KernelCall) -> tuple[Tensor, T
     _chunk(
         lambda tile: B * H * chunks * -(-width // tile["BLOCK_M"]) * -(-width // tile["BLOCK_N"]),
         {
-            "KEY": key,
+            "KEY": by_head(key),
             "MEANS": means,
             "PRODUCTS": products,
-            **strides("key", key),
             "heads": H,
             "chunks": chunks,
             "E": E,
@@ -243,12 +237,11 @@ def row_moments(query: Tensor, key: Tensor, call: KernelCall) -> tuple[Tensor, T
     _rows(
         lambda tile: B * Hq * -(-L // tile["BLOCK_M"]),
         {
-            "QUERY": query,
+            "QUERY": by_head(query),
             "RUNNING_MEANS": running,
             "PRODUCTS": products,
             "ROW_MEANS": row_means,
             "ROW_SQUARES": row_squares,
-            **strides("query", query),
             "query_heads": Hq,
             "group": Hq // H,
             "queries": L,

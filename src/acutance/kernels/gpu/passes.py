@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,11 +15,9 @@ from acutance.kernels.gpu.arguments import (
     KEYS,
     QUERIES,
     Launcher,
+    by_head,
+    call_arguments,
     dense_rows,
-    flags,
-    mask_arguments,
-    padded,
-    strides,
     supported,
 )
 from acutance.kernels.gpu.forward_kernel import forward_kernel
@@ -74,57 +70,24 @@ def forward(call: KernelCall) -> Sums:
         gaps=rows(BINS if call.gaps else 0, dtype=torch.int32).zero_(),
     )
     noise = noise and value is not None
-    centre = values.float().mean(2) if noise else query
     summed = has_moments(call)
     means, squares = row_moments(query, key, call) if summed else (query, query)
-    arguments = {
-        "QUERY": query,
-        "KEY": key,
-        "VALUE": values,
-        "CENTRE": centre,
+    common = call_arguments(call, query, key)
+    extra = {
+        "VALUE": by_head(values),
+        "CENTRE": values.float().mean(2) if noise else query,
         "ROW_MEANS": means,
         "ROW_SQUARES": squares,
-        "OUT": sums.out,
-        "N": sums.n,
-        "M": sums.m,
-        "NORMALISER": sums.Z,
-        "FIRST_MOMENT": sums.U,
-        "SECOND_MOMENT": sums.W,
-        "SQUARES": sums.Q,
-        "MEAN": sums.mean,
-        "DEVIATIONS": sums.M2,
-        "DEPTH": sums.depth,
-        "FIRST": sums.first,
-        "FIRST_INDEX": sums.first_index,
-        "SUM": sums.O,
-        "NOISE_MEAN": sums.R1,
-        "NOISE_SPREAD": sums.R2,
-        **strides("query", query),
-        **strides("key", key),
-        **strides("value", values),
-        **mask_arguments(call),
-        "E": E,
+        "SINKS": query if call.sinks is None else call.sinks.contiguous(),
+        "SUMS": sums,
         "EV": width,
-        "BLOCK_E": padded(E),
-        "BLOCK_V": padded(max(1, width)),
         "HAS_SINKS": call.sinks is not None,
         "NOISE": noise,
         "CHUNK": chunk_size(E) if summed else 0,
-        "FLAGS": flags(call),
     }
-    _launch(blocks, arguments)
+    _launch(blocks, common | extra)
     if call.gaps:
-        names = ("QUERY", "KEY", "M", "E", "BLOCK_E", "FLAGS")
-        _count(
-            blocks,
-            {
-                "GAPS": sums.gaps,
-                **{name: arguments[name] for name in names},
-                **strides("query", query),
-                **strides("key", key),
-                **{name: part for name, part in mask_arguments(call).items() if name != "SINKS"},
-            },
-        )
+        _count(blocks, common | {"M": sums.m, "GAPS": sums.gaps})
     return sums
 
 
@@ -162,7 +125,7 @@ def backward(
     query, key, value, masking, *_ = call
     if supported(call) is not None or unsupported_gradient(masking, wanted) is not None:
         return blocked_backward(grad, sums, call, wanted)
-    B, Hq, L, E = query.shape
+    B, Hq, L, _ = query.shape
     H, S = key.shape[1:3]
     width = 0 if value is None else value.shape[-1]
     want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
@@ -180,32 +143,26 @@ def backward(
     sink = None if call.sinks is None else call.sinks.float().view(1, -1, 1)
     found = row_coefficients(sums, grad, sink)
     table, undo = _table(sums, grad, found, half=query.dtype == torch.float16)
-    terms = _terms(grad, found)
+    terms = Terms(
+        square=found.square is not None,
+        weight=found.weight is not None,
+        out=found.inverse is not None,
+        level=found.plain is not None,
+        first=grad.first is not None,
+        largest=grad.m is not None,
+    )
     indices = torch.full((2, B, Hq, L), _NOWHERE, dtype=torch.int32, device=query.device)
-    common: dict[str, Any] = {
-        "QUERY": query,
-        "KEY": key,
-        "INDICES": indices[1],
-        **strides("query", query),
-        **strides("key", key),
-        **mask_arguments(call),
-        "E": E,
-        "BLOCK_E": padded(E),
-        "BLOCK_V": padded(max(1, width)),
-        "FLAGS": flags(call),
-    }
-    del common["SINKS"]
+    common = call_arguments(call, query, key)
     if terms.first:
         indices[0].copy_(torch.where(sums.first_index == NO_KEY, _NOWHERE, sums.first_index))
     if terms.largest:
-        _launch_largest(blocks, common)
+        _launch_largest(blocks, common | {"INDICES": indices[1]})
     common |= {
-        "VALUE": values,
+        "VALUE": by_head(values),
         "GRAD_OUT": d_out,
         "ROWS": table,
         "INDICES": indices,
         "UNDO": undo,
-        **strides("value", values),
         "count": B * Hq * L,
         "EV": width,
         "TERMS": terms,
@@ -243,18 +200,6 @@ def _shaped(added: Tensor | None, mask: Tensor | None) -> Tensor | None:
     return added.reshape(mask.shape).to(mask.dtype, copy=True)
 
 
-def _terms(grad: SumGradients, found: Coefficients) -> Terms:
-    """Which optional coefficients the gradients of a call need."""
-    return Terms(
-        square=found.square is not None,
-        weight=found.weight is not None,
-        out=found.inverse is not None,
-        level=found.plain is not None,
-        first=grad.first is not None,
-        largest=grad.m is not None,
-    )
-
-
 def _table(
     sums: Sums, grad: SumGradients, found: Coefficients, half: bool
 ) -> tuple[Tensor, Tensor]:
@@ -263,11 +208,7 @@ def _table(
     float16 gradients of scores would underflow where many rows share one loss. So all are
     multiplied by the power of two that makes the largest coefficient about 1.
     """
-    parts = found._asdict() | {
-        "shift": finite(sums.m),
-        "first": grad.first,
-        "largest": grad.m,
-    }
+    parts = found._asdict() | {"shift": finite(sums.m), "first": grad.first, "largest": grad.m}
     none = torch.zeros_like(sums.Z)
     table = torch.stack([none if parts[name] is None else parts[name] for name in COEFFICIENTS])
     undo = table.new_ones(1)

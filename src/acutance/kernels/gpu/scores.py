@@ -51,66 +51,101 @@ def tanh(y):
 
 
 @jit
-def block_of_rows(queries, query_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """A program's rows: their batch, head, head among those of all batches, and the first row."""
+def load(X, at, there, row, width: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr):
+    """Load rows ``at`` of a matrix, (rows, BLOCK); 0 where not ``there`` or beyond ``width``."""
+    column = tl.arange(0, BLOCK)[None, :]
+    found = tl.load(
+        X + tl.cast(at, tl.int64)[:, None] * row + column,
+        mask=there[:, None] & (column < width),
+        other=0.0,
+    )
+    if FLAGS.widen:
+        found = found.to(tl.float32)
+    return found
+
+
+@jit
+def rows_of(X, batch, head):
+    """Pointer to the rows of one head, and their stride, of a pointer and its strides."""
+    pointer, by_batch, by_head, row = X
+    return pointer + batch.to(tl.int64) * by_batch + head.to(tl.int64) * by_head, row
+
+
+@jit
+def block_of_queries(
+    QUERY, MASKS, query_heads, queries, keys, offset, window, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """A program's queries: batch, head, head among those of all batches, rows, vectors, masks."""
     blocks = tl.cdiv(queries, BLOCK)
     block = tl.program_id(0) % blocks
     whole_head = tl.program_id(0) // blocks
     if LAST_FIRST:  # of causal attention the last rows are the longest
         block = blocks - 1 - block
-    return whole_head // query_heads, whole_head % query_heads, whole_head, block * BLOCK
-
-
-@jit
-def edge_tiles(start, all_start, all_stop, stop, BLOCK: tl.constexpr):
-    """Numbers of tiles in [start, all_start) and in [all_stop, stop), where masks hide some keys.
-
-    Between them, all keys of a tile are visible to all rows.
-    """
-    return (all_start - start + BLOCK - 1) // BLOCK, (stop - all_stop + BLOCK - 1) // BLOCK
+    batch = whole_head // query_heads
+    head = whole_head % query_heads
+    masks = at_head(queries, keys, offset, window, MASKS, batch, head, FLAGS)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    Q, query_row = rows_of(QUERY, batch, head)
+    i = rows[:, None]
+    column = tl.arange(0, BLOCK_E)[None, :]
+    q = tl.load(
+        Q + i.to(tl.int64) * query_row + column, mask=(i < queries) & (column < E), other=0.0
+    )
+    if FLAGS.widen:
+        q = q.to(tl.float32)
+    return batch, head, whole_head, block * BLOCK, rows, q, masks
 
 
 @jit
 def edge_tile(index, left, start, all_stop, BLOCK: tl.constexpr):
-    """First key of tile ``index`` of :func:`edge_tiles`; ``left`` of them begin at ``start``."""
+    """First key of edge tile ``index`` of :func:`band`; ``left`` of them begin at ``start``."""
     return tl.where(index < left, start + index * BLOCK, all_stop + (index - left) * BLOCK)
 
 
 @jit
-def at_head(sizes, mask, bias, masks, batch, head, FLAGS: tl.constexpr):
+def at_head(queries, keys, offset, window, MASKS, batch, head, FLAGS: tl.constexpr):
     """The masks' pointers moved to one batch entry and query head, and its ALiBi slope."""
-    queries, keys, offset, window, softcap = sizes
-    MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit = mask
-    BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit = bias
-    KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES = masks
+    mask, bias, others = MASKS
+    softcap, SLOPES, KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents = others
     batch = batch.to(tl.int64)
     head = head.to(tl.int64)
-    MASK += batch * mask_batch + head * mask_head
-    BIAS += batch * bias_batch + head * bias_head
-    KEY_MASK += batch * keys
-    ROW_DOCUMENTS += batch * row_documents
-    KEY_DOCUMENTS += batch * key_documents
     slope = 0.0
     if FLAGS.alibi:
         slope = tl.load(SLOPES + head).to(tl.float32)
     return (
         (queries, keys, offset, window, softcap, slope),
-        (MASK, mask_row, mask_key, mask_limit),
-        (BIAS, bias_row, bias_key, bias_limit),
-        (KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS),
+        (mask[0] + batch * mask[1] + head * mask[2], mask[3], mask[4], mask[5]),
+        (bias[0] + batch * bias[1] + head * bias[2], bias[3], bias[4], bias[5]),
+        (
+            KEY_MASK + batch * keys,
+            ROW_DOCUMENTS + batch * row_documents,
+            KEY_DOCUMENTS + batch * key_documents,
+        ),
     )
 
 
 @jit
-def band(first, last, masks, BLOCK: tl.constexpr, LEAD: tl.constexpr, FLAGS: tl.constexpr):
-    """The range of keys that any row from ``first`` to ``last`` sees by position.
+def band(
+    first, masks, COUNT: tl.constexpr, BLOCK: tl.constexpr, LEAD: tl.constexpr,
+    OF_ROWS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """The range of keys, in tiles of ``BLOCK``, that any of ``COUNT`` rows sees by position.
 
-    Also the range, inside it, of whole tiles that all these rows see; the first ``LEAD`` tiles do
-    not count as whole.
+    With ``OF_ROWS`` the range of rows that see any of ``COUNT`` keys. Inside it are whole tiles
+    that all of these see: none if a mask is given by data; the first ``LEAD`` do not count.
+
+    Returns:
+        Start of the range and of the whole tiles, stop of these and of the range, and the numbers
+        of tiles before and after the whole ones, where masks hide some keys.
     """
     queries, keys, offset, window, softcap, slope = masks[0]
+    these, others = queries, keys
+    if OF_ROWS:
+        these, others, offset = keys, queries, -offset
+    last = tl.minimum(first + COUNT, these) - 1
     start = tl.zeros((), tl.int32)
-    stop = start + keys
+    stop = start + others
     all_start, all_stop = start, stop
     if FLAGS.window:
         start = tl.maximum(start, first + offset - window + 1)
@@ -118,48 +153,12 @@ def band(first, last, masks, BLOCK: tl.constexpr, LEAD: tl.constexpr, FLAGS: tl.
         stop = tl.minimum(stop, last + offset + window)
         all_stop = tl.minimum(all_stop, first + offset + window)
     if FLAGS.causal:
-        stop = tl.minimum(stop, last + offset + 1)
-        all_stop = tl.minimum(all_stop, first + offset + 1)
-    return _whole(start, stop, all_start, all_stop, BLOCK, LEAD, FLAGS)
-
-
-@jit
-def rows_band(first, last, masks, BLOCK: tl.constexpr, FLAGS: tl.constexpr):
-    """The range of rows that see any key from ``first`` to ``last`` by position.
-
-    Also the range, inside it, of whole tiles of rows that see all these keys.
-    """
-    queries, keys, offset, window, softcap, slope = masks[0]
-    start = tl.zeros((), tl.int32)
-    stop = start + queries
-    all_start, all_stop = start, stop
-    if FLAGS.window:
-        start = tl.maximum(start, first - offset - window + 1)
-        all_start = tl.maximum(all_start, last - offset - window + 1)
-        stop = tl.minimum(stop, last + window - offset)
-        all_stop = tl.minimum(all_stop, first + window - offset)
-    if FLAGS.causal:
-        start = tl.maximum(start, first - offset)
-        all_start = tl.maximum(all_start, last - offset)
-    return _whole(start, stop, all_start, all_stop, BLOCK, 0, FLAGS)
-
-
-@jit
-def _whole(
-    start,
-    stop,
-    all_start,
-    all_stop,
-    BLOCK: tl.constexpr,
-    LEAD: tl.constexpr,
-    FLAGS: tl.constexpr,
-):
-    """Round ranges to tiles: [start, stop) outwards, [all_start, all_stop) inside it inwards.
-
-    Returns:
-        (start, all_start, all_stop, stop); the inner range is empty if it contains no whole tile or
-        a mask is given by data.
-    """
+        if OF_ROWS:
+            start = tl.maximum(start, first + offset)
+            all_start = tl.maximum(all_start, last + offset)
+        else:
+            stop = tl.minimum(stop, last + offset + 1)
+            all_stop = tl.minimum(all_stop, first + offset + 1)
     stop = tl.maximum(stop, start)
     start = start // BLOCK * BLOCK
     all_start = ((all_start + BLOCK - 1) // BLOCK + LEAD) * BLOCK
@@ -167,7 +166,10 @@ def _whole(
     none = all_stop <= all_start
     if FLAGS.data:
         none = none | True
-    return start, tl.where(none, stop, all_start), tl.where(none, stop, all_stop), stop
+    all_start, all_stop = tl.where(none, stop, all_start), tl.where(none, stop, all_stop)
+    left = (all_start - start + BLOCK - 1) // BLOCK
+    right = (stop - all_stop + BLOCK - 1) // BLOCK
+    return start, all_start, all_stop, stop, left, right
 
 
 @jit

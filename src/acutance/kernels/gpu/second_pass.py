@@ -6,17 +6,16 @@
 
 from __future__ import annotations
 
-from acutance.kernels.gpu.gradients import load
 from acutance.kernels.gpu.language import constant, jit, tl
 from acutance.kernels.gpu.scores import (
     NONE,
-    at_head,
     band,
-    block_of_rows,
+    block_of_queries,
     edge_tile,
-    edge_tiles,
     in_place,
+    load,
     natural,
+    rows_of,
     visible,
 )
 
@@ -27,7 +26,7 @@ WORDS = constant(16)
 
 @jit
 def count_tile(
-    q, KEY, to, top, there, start, i, masks, scale, keys, key_row, E: tl.constexpr,
+    q, K, to, top, there, start, i, masks, scale, keys, key_row, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's visible keys to the rows' gap histograms, at address ``to``.
@@ -36,7 +35,7 @@ def count_tile(
     """
     columns = start + tl.arange(0, BLOCK_N)
     j = columns[None, :]
-    k = load(KEY, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
+    k = load(K, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
     x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
     s, _ = natural(x, i, j, masks, scale, FLAGS)
     if EDGE:
@@ -59,54 +58,39 @@ def count_tile(
 
 @jit
 def gaps_kernel(
-    QUERY, KEY, M, GAPS, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS, SLOPES, query_batch,
-    query_head, query_row, key_batch, key_head, key_row, mask_batch, mask_head, mask_row, mask_key,
-    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    QUERY, KEY, MASKS, M, GAPS, query_heads, group, queries, keys, offset, window, scale,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Fill the gap histograms, zero before, of ``BLOCK_M`` rows of one head; one program each."""
-    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, False)
-    masks = at_head(
-        (queries, keys, offset, window, softcap),
-        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        batch, head, FLAGS,
-    )  # fmt: skip
-    at = first_row + tl.arange(0, BLOCK_M)
-    there = at < queries
-    i = at[:, None]
-    batch = batch.to(tl.int64)
-    QUERY += batch * query_batch + head.to(tl.int64) * query_head
-    KEY += batch * key_batch + (head // group).to(tl.int64) * key_head
-    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
-    row = whole_head.to(tl.int64) * queries + at
+    batch, head, whole_head, first_row, rows, q, masks = block_of_queries(
+        QUERY, MASKS, query_heads, queries, keys, offset, window, E, BLOCK_E, BLOCK_M, False, FLAGS
+    )
+    K, key_row = rows_of(KEY, batch, head // group)
+    there = rows < queries
+    i = rows[:, None]
+    row = whole_head.to(tl.int64) * queries + rows
     top = tl.floor(tl.load(M + row, mask=there, other=0.0) * STEPS)
     to = GAPS + row[:, None] * BINS
-    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
-    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 0, FLAGS)
-    left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_N)
+    start, all_start, all_stop, stop, left, right = band(
+        first_row, masks, BLOCK_M, BLOCK_N, 0, False, FLAGS
+    )
     for index in tl.range(0, left + right):
         tile = edge_tile(index, left, start, all_stop, BLOCK_N)
         count_tile(
-            q, KEY, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N,
-            True, FLAGS,
+            q, K, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N, True,
+            FLAGS,
         )  # fmt: skip
     for tile in tl.range(all_start, all_stop, BLOCK_N):
         count_tile(
-            q, KEY, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N,
-            False, FLAGS,
+            q, K, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N, False,
+            FLAGS,
         )  # fmt: skip
 
 
 @jit
 def largest_kernel(
-    QUERY, KEY, INDICES, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS, SLOPES, query_batch,
-    query_head, query_row, key_batch, key_head, key_row, mask_batch, mask_head, mask_row, mask_key,
-    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
-    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale,
+    QUERY, KEY, MASKS, INDICES, query_heads, group, queries, keys, offset, window, scale,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -114,29 +98,20 @@ def largest_kernel(
 
     Of equal scores it is the first.
     """
-    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, False)
-    masks = at_head(
-        (queries, keys, offset, window, softcap),
-        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        batch, head, FLAGS,
-    )  # fmt: skip
-    at = first_row + tl.arange(0, BLOCK_M)
-    there = at < queries
-    i = at[:, None]
-    batch = batch.to(tl.int64)
-    QUERY += batch * query_batch + head.to(tl.int64) * query_head
-    KEY += batch * key_batch + (head // group).to(tl.int64) * key_head
-    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
+    batch, head, whole_head, first_row, rows, q, masks = block_of_queries(
+        QUERY, MASKS, query_heads, queries, keys, offset, window, E, BLOCK_E, BLOCK_M, False, FLAGS
+    )
+    K, key_row = rows_of(KEY, batch, head // group)
+    i = rows[:, None]
     best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     found = tl.full((BLOCK_M,), NONE, tl.int32)
-    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
-    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 0, FLAGS)
+    start, all_start, all_stop, stop, left, right = band(
+        first_row, masks, BLOCK_M, BLOCK_N, 0, False, FLAGS
+    )
     for tile in tl.range(start, stop, BLOCK_N):
         columns = tile + tl.arange(0, BLOCK_N)
         j = columns[None, :]
-        k = load(KEY, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
+        k = load(K, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
         x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
         x, bend = natural(x, i, j, masks, scale, FLAGS)
         x, seen = visible(x, in_place(i, j, masks, FLAGS), i, j, masks, FLAGS)
@@ -145,4 +120,4 @@ def largest_kernel(
         column = tl.min(tl.where(seen & (x == top[:, None]), j, NONE), 1)
         found = tl.where(top > best, column, found)
         best = tl.maximum(best, top)
-    tl.store(INDICES + whole_head.to(tl.int64) * queries + at, found, mask=there)
+    tl.store(INDICES + whole_head.to(tl.int64) * queries + rows, found, mask=rows < queries)
