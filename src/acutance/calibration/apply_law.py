@@ -15,7 +15,7 @@ from torch import Tensor
 
 from acutance.calibration.law import AnyLaw, Change, HeadLaws, Law, by_layer
 from acutance.calibration.read_window import (
-    WindowedCall,
+    Replacement,
     masked_arguments,
     masked_scores,
 )
@@ -591,10 +591,10 @@ class Applied(Interception, AppliedChange):
             same = "keys", *situation[1:]  # whatever the law
         known = None if same is None else self._factors.get(same)
         rotary = self._rotary.get(call["module"])
-        windowed = WindowedCall(call, plan.name, laws, rotary, self.unreachable, known)
+        instead = Replacement(call, plan.name, laws, rotary, self.unreachable, known)
         if same is not None and known is None:
-            self._factors.put(same, call["attention_mask"], windowed.keys)
-        call.replace(windowed)
+            self._factors.put(same, call["attention_mask"], instead.call.keys)
+        call.replace(instead)
 
     def muted(self) -> bool:
         """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""

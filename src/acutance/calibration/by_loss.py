@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +82,8 @@ def calibrate_by_loss(
     if choices:
         beside = kept.beside(".windows")
         choice = choose_windows(windows, fitting, stopping, choices, passes, beside, advance)
-        settings = {"chosen": choice.words}
+        chosen = ", ".join(f"{place}: {window}" for place, window in choice.law.items())
+        settings = {"chosen": chosen}
     skipped = dict(choice.skipped)
     scalings: dict[str, Any] = {}
     slopes: tuple[HeadSlope, ...] = ()
@@ -93,14 +93,15 @@ def calibrate_by_loss(
             windows, kept, advance, passes, law=law, windowed=windowed, fixed=choice.law,
             limit=limit, **settings,
         ) as gradients:  # fmt: skip
-            fitted = _fit(gradients, fitting, stopping, passes, limit)
-            gradients.set(fitted.values)
+            values, derivatives, first, last, made = _fit(
+                gradients, fitting, stopping, passes, limit
+            )
+            gradients.set(values)
         skipped |= gradients.skipped
         scalings = {name: table.record() for name, table in gradients.tables.items()}
-        slopes = _by_head(model, gradients, *fitted.slopes)
-        before = before or fitted.before
-        after = fitted.after if not choices or fitted.lower else fitted.before
-        done = max(done, fitted.passes)
+        slopes = _by_head(model, gradients, *derivatives)
+        before, done = before or first, max(done, made)
+        after = last if not choices or bool(values.any()) else first
     delta, error = difference(before, after)
     found = joined(scalings, choice.law)
     return LossCalibration(
@@ -121,7 +122,7 @@ def calibrate_by_loss(
             for one in slopes
         ),
         gates=choice.gates,
-        choices=choice.windows,
+        choices=tuple(choices),
         fitted=len(fitting),
         stopped=len(stopping),
         delta=delta,
@@ -227,34 +228,13 @@ class _Adam:
         return -mean / square.sqrt().clamp(min=1e-300)
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """What a fit of factors found.
-
-    Attributes:
-        values: the best log-factors, (parameters,); all 0 if none lowers the loss beyond noise.
-        slopes: derivatives by them without a law, over all windows, and their standard errors.
-        before: readings of the deciding windows without a law.
-        after: the same with the best factors.
-        lower: whether these lower the loss beyond noise.
-        passes: that were made.
-    """
-
-    values: Tensor
-    slopes: tuple[Tensor, Tensor]
-    before: Sequence[Reading]
-    after: Sequence[Reading]
-    lower: bool
-    passes: int
-
-
 def _fit(
     gradients: LossGradients,
     fitting: Sequence[Unit],
     stopping: Sequence[Unit],
     passes: int,
     limit: float,
-) -> _Fitted:
+) -> tuple[Tensor, tuple[Tensor, Tensor], list[Reading], list[Reading], int]:
     """Fit log-factors by Adam's steps, from the derivatives of some windows.
 
     Args:
@@ -263,16 +243,21 @@ def _fit(
         stopping: windows that decide when to stop.
         passes: largest number of passes.
         limit: factors stay between 1/limit and limit.
+
+    Returns:
+        The best log-factors, (parameters,), all 0 if none lowers the loss beyond noise; derivatives
+        by them without a law over all windows, and their standard errors; readings of the deciding
+        windows without a law and with the best factors; and the passes that were made.
     """
     zero = gradients.zeros()
     first = gradients.readings(fitting, zero)
     before = gradients.readings(stopping, zero)
     slopes = mean_gradient([*first, *before])
-    slope, error = mean_gradient(first)
-    free = beyond_noise(slope, error, len(first)).double()
+    slope, noise = mean_gradient(first)
+    free = beyond_noise(slope, noise, len(first)).double()
     best, found = zero, before
     if not bool(free.any()):
-        return _Fitted(zero, slopes, before, before, False, 1)
+        return zero, slopes, before, before, 1
 
     def step(values: Tensor, slope: Tensor) -> Tensor:
         moved = values + rate * adam.step(slope * free)
@@ -292,6 +277,6 @@ def _fit(
             break
         else:  # from the best again, in smaller steps
             values, rate, adam = best, rate / 2, _Adam(len(zero))
-    delta, error_of_it = difference(before, found)
-    lower = delta < -margin(error_of_it, len(before))
-    return _Fitted(best if lower else zero, slopes, before, found, lower, done)
+    delta, error = difference(before, found)
+    lower = delta < -margin(error, len(before))
+    return best if lower else zero, slopes, before, found, done

@@ -33,7 +33,7 @@ from acutance.calibration.loss_table import (
 )
 from acutance.calibration.losses import AnyLoss, with_forward
 from acutance.calibration.measured import knots_of, no_layer, read_layers
-from acutance.calibration.read_window import read_through
+from acutance.calibration.read_window import WindowedCall
 from acutance.calibration.result import GateSlope, beyond_noise, head_records
 from acutance.calibration.windows import AnyBatches, Turn, evaluating, first_tokens
 from acutance.capture.attention_call import AttentionCall
@@ -518,6 +518,11 @@ class GateGradients(Gradients):
         self._values: dict[str, Tensor] = {}
         self._rotary: dict[str, Rotary] = {}
 
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Module name and head of each gate."""
+        return [(name, head) for name, gates in self.gates.items() for head in range(gates)]
+
     def zeros(self) -> Tensor:
         """Every head computes its own output, (gates,)."""
         return torch.zeros(sum(self.gates.values()), dtype=torch.float64)
@@ -598,7 +603,7 @@ class GateGradients(Gradients):
             if bool(current.all()):
                 other = whole
             elif isinstance(one, Window):
-                other = read_through(call, [one] * heads, rotary, lambda: whole)
+                other = WindowedCall.of(call, [one] * heads, rotary).through(lambda: whole)
             else:
                 other = one.output(call)
             if bool(current.any()):
@@ -615,8 +620,7 @@ class WindowChoice:
     """Which heads read through a window, and what led to it; by default none does.
 
     Attributes:
-        windows: the windows that heads could choose from.
-        law: those chosen, by module name where all heads of a layer have the same, else by
+        law: the windows, by module name where all heads of a layer have the same, else by
             (name, head).
         gates: for every head, the derivatives of the loss by its gates without any window.
         before: readings of the deciding windows without any window.
@@ -625,18 +629,12 @@ class WindowChoice:
         skipped: why layers have no gates, by module name.
     """
 
-    windows: tuple[Window, ...] = ()
     law: Mapping[Any, Window] = field(default_factory=dict)
     gates: tuple[GateSlope, ...] = ()
     before: Sequence[Reading] = ()
     after: Sequence[Reading] = ()
     passes: int = 1
     skipped: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def words(self) -> str:
-        """The choice as text, which a resumed run compares."""
-        return ", ".join(f"{place}: {window}" for place, window in self.law.items())
 
 
 def choose_windows(
@@ -692,9 +690,8 @@ def choose_windows(
                 break
             number += 1
             slopes = gradients.slopes(fitting, best, number)
-    gates = _by_gate(windows.model, gradients, *first)
-    law = gradients.law(best)
-    return WindowChoice(tuple(choices), law, gates, before, after, number, gradients.skipped)
+    gates = head_records(GateSlope, windows.model, gradients.places, *first)
+    return WindowChoice(gradients.law(best), gates, before, after, number, gradients.skipped)
 
 
 def _proposals(now: Tensor, slope: Tensor, beyond: Tensor, first: bool) -> Iterator[Tensor]:
@@ -782,15 +779,7 @@ def gate_slopes(
         read, saving, advance, 1, alternatives=alternatives, key_heads=key_heads
     ) as gradients:
         slopes = gradients.slopes(read.units, gradients.zeros())
-    return _by_gate(model, gradients, *slopes)
-
-
-def _by_gate(
-    model: torch.nn.Module, gradients: GateGradients, *numbers: Tensor
-) -> tuple[GateSlope, ...]:
-    """Derivatives, errors and costs, (gates, alternatives) each, as one record for each gate."""
-    places = [(name, head) for name, gates in gradients.gates.items() for head in range(gates)]
-    return head_records(GateSlope, model, places, *numbers)
+    return head_records(GateSlope, model, gradients.places, *slopes)
 
 
 def _changed(now: Tensor, at: Tensor, change: Tensor) -> Tensor:

@@ -146,19 +146,13 @@ def _seen(call: AttentionCall) -> Tensor | None:
             parts.append(mask if mask.dtype == torch.bool else torch.logical_not(hides(mask)))
     if call.key_mask is not None:
         parts.append(call.key_mask[:, None, None])
-    if call.cu_seqlens is not None:
-        bounds = call.cu_seqlens[1:].contiguous()
-        keys = torch.arange(call.key.shape[2], device=bounds.device)
-        document = torch.searchsorted(bounds, keys, right=True)
-        parts.append((document[:, None] == document)[None, None])
-    if not parts:
+    if not parts and call.cu_seqlens is None:
         return None
-    rows = torch.arange(call.query.shape[2], device=call.query.device)[:, None] + call.query_offset
-    columns = torch.arange(call.key.shape[2], device=call.query.device)
-    seen = rows >= columns if call.is_causal else torch.ones_like(rows >= columns)
-    seen = seen[None, None]
-    for part in parts:
-        seen = seen & part
+    rows = torch.arange(call.query.shape[2], device=call.query.device)[None]
+    by_position = replace(call, window=None).seen_by_position(rows)
+    seen = torch.ones(1, 1, rows.shape[1], call.key.shape[2], device=rows.device) > 0
+    for part in (*parts, by_position):
+        seen = seen if part is None else seen & part
     return seen
 
 
@@ -202,132 +196,153 @@ def seen_through(windows: Sequence[Window | None], keys: VisibleKeys) -> Tensor:
     return torch.cat([part.expand(shape) for part in heads], 1)
 
 
-def read_through(
-    call: AttentionCall,
-    windows: Sequence[Window | None],
-    rotary: Rotary | None,
-    unchanged: Callable[[], Tensor],
-    keys: VisibleKeys | None = None,
-) -> Tensor:
-    """Compute a call whose heads have windows.
+@dataclass(frozen=True)
+class WindowedCall(AttentionCall):
+    """A call whose rows read their keys through windows.
 
-    Args:
-        call: the call without windows.
+    Attributes:
         windows: window of each head; None for a head that reads all visible keys.
         rotary: rotary embedding of the layer; None if no window moves keys.
-        unchanged: computes the call without windows; called only if some head or row needs it.
-        keys: the keys that the rows see without windows; None computes them.
-
-    Returns:
-        The output, (B, H, L, Ev).
-
-    Raises:
-        ValueError: if the call has a window of its own, or keys are to be moved and rows see keys
-            after themselves or the call adds numbers to its scores.
+        keys: the keys that its rows see without windows.
     """
-    keys = VisibleKeys.of(call) if keys is None else keys
-    parts = _parts(call, windows, rotary, keys)
-    if not parts:
-        return unchanged()
-    whole = unchanged() if _needs_whole(parts, windows, keys) else None
-    for part in parts:
-        output = part.output()
-        if whole is not None and part.window.beyond:
-            before = whole if len(part.heads) == len(windows) else whole[:, part.heads]
-            output = torch.where(part.left, before[:, :, part.start :], output)
-            output = torch.cat([before[:, :, : part.start], output], 2) if part.start else output
-        if len(part.heads) == len(windows):
-            return output
-        if whole is None:  # every head has a window, and no row is left as it is
-            whole = output.new_zeros(len(output), len(windows), *output.shape[2:])
-        index = torch.tensor(part.heads, device=output.device)
-        whole = whole.index_copy(1, index, output.to(whole.dtype))
-    assert whole is not None
-    return whole
 
+    windows: tuple[Window | None, ...] = ()
+    rotary: Rotary | None = None
+    keys: VisibleKeys | None = None
 
-def statistics_through(
-    call: AttentionCall,
-    windows: Sequence[Window | None],
-    rotary: Rotary | None,
-    keys: VisibleKeys,
-    *,
-    noise: bool,
-    gaps: bool,
-) -> RowStatistics:
-    """Row statistics of a call whose heads have windows, over the keys that each row reads.
+    @classmethod
+    def of(
+        cls,
+        call: AttentionCall,
+        windows: Sequence[Window | None],
+        rotary: Rotary | None = None,
+        keys: VisibleKeys | None = None,
+        **changed: Any,
+    ) -> WindowedCall:
+        """A call with windows; ``keys`` of None are computed, ``changed`` are other fields."""
+        given = {field.name: getattr(call, field.name) for field in fields(AttentionCall)}
+        keys = VisibleKeys.of(call) if keys is None else keys
+        return cls(**given | changed, windows=tuple(windows), rotary=rotary, keys=keys)
 
-    Args:
-        call: the call without windows.
-        windows: window of each head; None for a head that reads all visible keys.
-        rotary: rotary embedding of the layer; None if no window moves keys.
-        keys: the keys that the rows see without windows.
-        noise: also compute ``noise_gain``.
-        gaps: also compute the gap histogram.
+    @property
+    def is_changed(self) -> bool:
+        """Whether a window changes which keys, or at which positions, some row reads."""
+        most = self._seen.most
+        return any(window is not None and most > window.unchanged for window in self.windows)
 
-    Raises:
-        ValueError: as :func:`read_through`.
-    """
-    parts = _parts(call, windows, rotary, keys, whole=True)
-    several = len(parts) > 1  # each is put in its place among all heads
-    needed = several or _needs_whole(parts, windows, keys)
-    plain = call.statistics(noise, gaps) if needed else None
-    if not parts:
-        assert plain is not None
-        return plain
-    state = None if plain is None else plain.state
-    for part in parts:
-        changed = part.state(noise, gaps)
-        if state is not None:
-            changed = RowState(*(part.into(*pair) for pair in zip(state, changed, strict=True)))
-        state = changed
-    assert state is not None
-    return RowStatistics(state)
+    def through(self, unchanged: Callable[[], Tensor]) -> Tensor:
+        """The output, (B, H, L, Ev).
 
+        Args:
+            unchanged: computes the call without windows; called only if some head or row needs it.
 
-def _parts(
-    call: AttentionCall,
-    windows: Sequence[Window | None],
-    rotary: Rotary | None,
-    keys: VisibleKeys,
-    *,
-    whole: bool = False,
-) -> list[_Part]:
-    """Group the heads of a call by the window that changes what their rows read.
+        Raises:
+            ValueError: if the call has a window of its own, or keys are to be moved and rows see
+                keys after themselves or the call adds numbers to its scores.
+        """
+        parts = self._parts()
+        if not parts:
+            return unchanged()
+        whole = unchanged() if self._needs_whole(parts) else None
+        for part in parts:
+            output = part.output()
+            if whole is not None and part.window.beyond:
+                before = whole if len(part.heads) == len(self.windows) else whole[:, part.heads]
+                output = torch.where(part.left, before[:, :, part.start :], output)
+                output = (
+                    torch.cat([before[:, :, : part.start], output], 2) if part.start else output
+                )
+            if len(part.heads) == len(self.windows):
+                return output
+            if whole is None:  # every head has a window, and no row is left as it is
+                whole = output.new_zeros(len(output), len(self.windows), *output.shape[2:])
+            index = torch.tensor(part.heads, device=output.device)
+            whole = whole.index_copy(1, index, output.to(whole.dtype))
+        assert whole is not None
+        return whole
 
-    Heads that no window changes are in no group, nor are the leading rows that a window does not
-    change unless ``whole`` is set.
+    def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
+        """Row statistics over the keys that rows read, at the positions where they read them.
 
-    Raises:
-        ValueError: as :func:`read_through`.
-    """
-    if call.window is not None:
-        raise ValueError("it has a sliding window, which a law's window would overrule")
-    heads: dict[Window, list[int]] = {}
-    for head, window in enumerate(windows):
-        if window is not None and keys.most > window.unchanged:
-            heads.setdefault(window, []).append(head)
-    if any(window.moves for window in heads):
-        _check_moved(call, keys)
-    parts = []
-    for window, some in heads.items():
-        of_heads, seen = _of_heads(call, some, len(windows)), keys.of_heads(some)
-        start = 0
-        if not whole and seen.seen is None and seen.least <= window.beyond:
-            start = seen.leading(window.beyond)
-            seen = seen.from_row(start)
-            of_heads = replace(of_heads, query=of_heads.query[:, :, start:])
-        parts.append(_Part(of_heads, seen, window, rotary, some, start))
-    return parts
+        Args:
+            noise: also compute ``noise_gain``.
+            gaps: also compute the gap histogram.
 
+        Raises:
+            ValueError: as :meth:`through`, or if this is only some of the rows or heads of a call.
+        """
+        if self.query.shape[1:3] != (len(self.windows), self._seen.count.shape[2]):
+            raise ValueError(MOVED)
+        parts = self._parts(whole=True)
+        state = None
+        if len(parts) != 1 or self._needs_whole(parts):  # each is put in its place among all heads
+            state = super().statistics(noise, gaps).state
+        for part in parts:
+            changed = part.state(noise, gaps)
+            if state is not None:
+                changed = RowState(*(part.into(*pair) for pair in zip(state, changed, strict=True)))
+            state = changed
+        assert state is not None
+        return RowStatistics(state)
 
-def _needs_whole(
-    parts: Sequence[_Part], windows: Sequence[Window | None], keys: VisibleKeys
-) -> bool:
-    """Whether some heads, or some rows of the others, are computed without any window."""
-    if sum(len(part.heads) for part in parts) < len(windows):
-        return True
-    return any(keys.least <= part.window.beyond for part in parts)
+    def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
+        """The output, without dropout, and the row statistics."""
+        plain = super().rebuild
+        output = replace(self, dropout_p=0.0).through(lambda: plain(False)[0])
+        return output, self.statistics(noise, gaps)
+
+    def as_eager(self) -> None:
+        """None: there are no weights of one softmax to return."""
+
+    def weight_on(self, groups: Tensor) -> Tensor:
+        """Raises ValueError: the weight on groups of keys is not available for moved keys."""
+        raise ValueError(MOVED)
+
+    uniform_weight_on = weight_on
+
+    @property
+    def _seen(self) -> VisibleKeys:
+        """The keys that its rows see without windows."""
+        if self.keys is None:
+            raise ValueError(MOVED)
+        return self.keys
+
+    def _parts(self, *, whole: bool = False) -> list[_Part]:
+        """Group the heads by the window that changes what their rows read.
+
+        Heads that no window changes are in no group, nor are the leading rows that a window does
+        not change unless ``whole`` is set.
+
+        Raises:
+            ValueError: as :meth:`through`.
+        """
+        if self.window is not None:
+            raise ValueError("it has a sliding window, which a law's window would overrule")
+        heads: dict[Window, list[int]] = {}
+        for head, window in enumerate(self.windows):
+            if window is not None and self._seen.most > window.unchanged:
+                heads.setdefault(window, []).append(head)
+        if any(window.moves for window in heads):
+            _check_moved(self, self._seen)
+        parts = []
+        for window, some in heads.items():
+            call, seen, start = (
+                _of_heads(self, some, len(self.windows)),
+                self._seen.of_heads(some),
+                0,
+            )
+            if not whole and seen.seen is None and seen.least <= window.beyond:
+                start = seen.leading(window.beyond)
+                seen = seen.from_row(start)
+                call = replace(call, query=call.query[:, :, start:])
+            parts.append(_Part(call, seen, window, self.rotary, some, start))
+        return parts
+
+    def _needs_whole(self, parts: Sequence[_Part]) -> bool:
+        """Whether some heads, or some rows of the others, are computed without any window."""
+        if sum(len(part.heads) for part in parts) < len(self.windows):
+            return True
+        return any(self._seen.least <= part.window.beyond for part in parts)
 
 
 def _check_moved(call: AttentionCall, keys: VisibleKeys) -> None:
@@ -445,10 +460,10 @@ class _Part:
             read = mask.masked_fill(torch.logical_not(read), -torch.inf)
         return {"attn_mask": read, "bias": self.call.bias}
 
-    def _by_position(self, hidden: Tensor | int, total: int) -> dict[str, Any]:
+    def _by_position(self, hidden: Tensor | None, total: int) -> dict[str, Any]:
         """Masks by position of ``total`` keys; a tensor ``hidden`` also hides keys before it."""
         options: dict[str, Any] = {"is_causal": self.keys.causal, "query_offset": self.keys.offset}
-        if isinstance(hidden, Tensor):
+        if hidden is not None:
             column = torch.arange(total, device=hidden.device)
             options["key_mask"] = (column >= hidden[:, 0]).expand(len(self.call.query), -1)
         return options
@@ -462,7 +477,7 @@ class _Part:
         if self.keys.seen is not None:
             window = replace(self.window, sinks=0, beyond=0)
             return self._set(self._masked(seen_through([window], self.keys)))
-        hidden: Tensor | int = self._start() if self.keys.padded else 0
+        hidden = self._start() if self.keys.padded else None
         options = self._by_position(hidden, self.keys.total)
         return self._set(options | {"window": self.window.size})
 
@@ -518,9 +533,7 @@ class _Part:
             read = keys.seen & (column <= index - window.size) & (column >= first + window.sinks)
             return self._set(self._masked(read), query=query, key=key, sinks=None)
         most = max(1, keys.total - window.size)
-        hidden: Tensor | int = 0
-        if keys.padded or window.sinks:
-            hidden = self._start() + window.sinks
+        hidden = self._start() + window.sinks if keys.padded or window.sinks else None
         options = self._by_position(hidden, most)
         options["query_offset"] -= window.size
         return self._set(
@@ -553,66 +566,8 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return output
 
 
-@dataclass(frozen=True)
-class MovedCall(AttentionCall):
-    """A call whose rows read keys at other positions, as a probe receives it.
-
-    Attributes:
-        windows: window of each head, None for a head without.
-        rotary: rotary embedding of the layer.
-        keys: the keys that its rows see without windows.
-    """
-
-    windows: tuple[Window | None, ...] = ()
-    rotary: Rotary | None = None
-    keys: VisibleKeys | None = None
-
-    def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
-        """Row statistics over the keys that rows read, at the positions where they read them.
-
-        Args:
-            noise: also compute ``noise_gain``.
-            gaps: also compute the gap histogram.
-
-        Raises:
-            ValueError: if this is only some of the rows or heads of a call.
-        """
-        keys, rows = self.keys, self.query.shape[1:3]
-        if keys is None or rows != (len(self.windows), keys.count.shape[2]):
-            raise ValueError(MOVED)
-        return statistics_through(
-            self._plain(), self.windows, self.rotary, keys, noise=noise, gaps=gaps
-        )
-
-    def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
-        """The output, without dropout, and the row statistics."""
-        statistics = self.statistics(noise, gaps)
-
-        def own() -> Tensor:
-            return self._plain().rebuild(False)[0]
-
-        call = replace(self, dropout_p=0.0)
-        return read_through(call, self.windows, self.rotary, own, self.keys), statistics
-
-    def _plain(self) -> AttentionCall:
-        """The call without windows."""
-        shared = fields(AttentionCall)
-        return AttentionCall(**{part.name: getattr(self, part.name) for part in shared})
-
-    def as_eager(self) -> None:
-        """None: there are no weights of one softmax to return."""
-
-    def weight_on(self, groups: Tensor) -> Tensor:
-        """Raises ValueError: the weight on groups of keys is not available for moved keys."""
-        raise ValueError(MOVED)
-
-    def uniform_weight_on(self, groups: Tensor) -> Tensor:
-        """Raises ValueError: see :meth:`weight_on`."""
-        raise ValueError(MOVED)
-
-
-class WindowedCall:
-    """One call of transformers' interface whose heads have windows.
+class Replacement:
+    """What computes one call of transformers' interface whose heads have windows, in its place.
 
     Args:
         call: the call, with its query already scaled.
@@ -623,7 +578,7 @@ class WindowedCall:
         known: the keys that its rows see without windows; None computes them.
 
     Attributes:
-        keys: the keys that its rows see without windows.
+        call: the call through its windows.
     """
 
     def __init__(
@@ -635,13 +590,13 @@ class WindowedCall:
         refuse: Callable[[str, str], Exception],
         known: VisibleKeys | None = None,
     ) -> None:
+        self._refuse = refuse
         try:
-            self._call = call.read(name)
-            self._windows = laws.windows_by_head(self._call.query.shape[1])
-            self.keys = VisibleKeys.of(self._call) if known is None else known
+            plain = call.read(name)
+            windows = laws.windows_by_head(plain.query.shape[1])
+            self.call = WindowedCall.of(plain, windows, rotary, known)
         except ValueError as error:
             raise refuse(name, str(error)) from error
-        self._rotary, self._refuse = rotary, refuse
 
     def run(self, call: InterfaceCall) -> Any:
         """Compute the call with its windows, in place of the attention function.
@@ -653,41 +608,32 @@ class WindowedCall:
             The output (B, L, Hq, Ev) and None for the weights; the function's result if no row is
             affected by a window.
         """
-        self._call = replace(self._call, query=call["query"])  # which laws inside may have scaled
-        results: list[Any] = []
-
-        def own() -> Tensor:
-            results.append(call.function(*call.args, **call.kwargs))
-            return call.output(results[0])
-
+        # laws inside may have scaled its query
+        self.call = replace(self.call, query=call["query"])
+        if not self.call.is_changed:
+            return call.function(*call.args, **call.kwargs)
         try:
             with torch._C.DisableTorchFunction():
-                output = read_through(self._call, self._windows, self._rotary, own, self.keys)
+                output = self.call.through(
+                    lambda: call.output(call.function(*call.args, **call.kwargs))
+                )
         except ValueError as error:
-            raise self._refuse(self._call.module, str(error)) from error
-        if results and not self._changed:
-            return results[0]
+            raise self._refuse(self.call.module, str(error)) from error
         return output.transpose(1, 2).contiguous(), None
 
-    @property
-    def _changed(self) -> bool:
-        """Whether a window changes which keys, or at which positions, some row reads."""
-        most = self.keys.most
-        return any(window is not None and most > window.unchanged for window in self._windows)
-
     def read(self, name: str) -> AttentionCall:
-        """The call for a probe: with the windows as a mask, or as a :class:`MovedCall`.
+        """The call for a probe: as it is where windows move keys, else with a mask for them.
 
         It is the plain call if no row is affected by a window. ``name`` is the module's name.
         """
-        call = replace(self._call, module=name)
-        if not self._changed:
-            return call
-        if any(window is not None and window.moves for window in self._windows):
-            given = {field.name: getattr(call, field.name) for field in fields(call)}
-            given |= {"moved": True, "windows": tuple(self._windows), "rotary": self._rotary}
-            return MovedCall(**given, keys=self.keys)
-        return _masked(call, self._windows, self.keys)
+        call = replace(self.call, module=name)
+        shared = {field.name: getattr(call, field.name) for field in fields(AttentionCall)}
+        if not call.is_changed:
+            return AttentionCall(**shared)
+        if any(window is not None and window.moves for window in call.windows):
+            return replace(call, moved=True)
+        assert call.keys is not None
+        return _masked(AttentionCall(**shared), call.windows, call.keys)
 
 
 def _masked(

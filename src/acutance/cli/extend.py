@@ -96,8 +96,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     """Load the model, read the texts, and search; progress is shown on standard error."""
     import torch
 
-    from acutance.extending.candidates import proposals
-    from acutance.extending.extend_model import extend, trained_length
+    from acutance.extending.extend_model import extend, proposals, trained_length
     from acutance.extending.search import planned_runs
     from acutance.judging.changes import for_train_length
     from acutance.judging.text_windows import loss_of
@@ -128,7 +127,8 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
 
 def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
     """What was chosen, the record and the page, and how to use them."""
-    from acutance.extending.page import write_page
+    from acutance.extending.page import page
+    from acutance.files import write_text
     from acutance.report.screen import note
 
     folder.mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
         (folder / stale).unlink(missing_ok=True)
     name = found.save(folder, model)
     found.to_json(folder / "extend.json")
-    write_page(found, folder / "page.html")
+    write_text(folder / "page.html", page(found))
     use = "nothing to apply: no change lowers the loss beyond noise"
     if name == "config.json":
         use = (

@@ -6,8 +6,7 @@ best on more windows, and reports the last ones on windows that no choice was ma
 
 from __future__ import annotations
 
-from acutance.extending.candidates import proposals
-from acutance.extending.extend_model import extend
+from acutance.extending.extend_model import extend, proposals
 from acutance.extending.record import Extension, Final, Tried
 
 __all__ = ["Extension", "Final", "Tried", "extend", "proposals"]

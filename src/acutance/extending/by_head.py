@@ -15,7 +15,7 @@ from acutance.calibration.apply_law import query_factor
 from acutance.calibration.gradients import OutputGradients, prepared
 from acutance.calibration.law import HeadLaws, Law, LawPart, scaling_and_window
 from acutance.calibration.losses import Loss
-from acutance.calibration.read_window import VisibleKeys, read_through
+from acutance.calibration.read_window import VisibleKeys, WindowedCall
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.readers import huggingface
@@ -133,7 +133,8 @@ def _through(
         laws = HeadLaws(scaling, window=window)
         factor = query_factor(laws, keys.count, heads, call.query.dtype)
         call = replace(call, query=call.query * factor.unsqueeze(-1))
-    return read_through(call, [window] * heads, rotary, lambda: call.rebuild(False)[0], keys)
+    windowed = WindowedCall.of(call, [window] * heads, rotary, keys)
+    return windowed.through(lambda: call.rebuild(False)[0])
 
 
 def with_temperature(best: LawPart, train_length: int, to: int) -> LawPart | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,15 +13,22 @@ from torch import Tensor
 
 from acutance.caching.import_plan import ForeignPlan
 from acutance.caching.plan import CachePlan
+from acutance.calibration.apply_law import ApplyError
 from acutance.calibration.identity import longest, positions_are_learned
 from acutance.calibration.loss_table import LossTable, Saving
 from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.calibration.windows import evaluating
 from acutance.corpus.texts import model_digest, text_digest
-from acutance.extending.candidates import proposals
 from acutance.extending.record import Extension
 from acutance.extending.search import Advance, Search
-from acutance.judging.changes import Change, as_changes, check_fit, for_train_length
+from acutance.judging.changes import (
+    Change,
+    as_changes,
+    check_fit,
+    for_train_length,
+    named_change,
+)
+from acutance.judging.rope import RopeRemedy, rope_modules
 from acutance.probing.probe import probe
 from acutance.shapes import check_count, check_number
 
@@ -163,6 +171,75 @@ def extend(
         complete=search.complete,
         seconds=search.seconds,
     )
+
+
+def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Change]:
+    """Changes to try, in the order in which they are tried.
+
+    The factor of RoPE settings is ``to / train_length``, and groups of windows are so large, that
+    the largest distance lies within those of the training.
+
+    Args:
+        model: the model; RoPE settings are left out where it has none.
+        train_length: tokens of the windows that it was trained on.
+        to: tokens that it is to read.
+
+    Raises:
+        ValueError: if ``to`` is not above ``train_length``.
+
+    Example:
+        >>> from acutance.reproduce import decoder
+        >>> [one.name for one in proposals(decoder(), 128, 512)][:2]
+        ['rope:yarn,factor=4,original_max_position_embeddings=128', \
+'rope:dynamic,factor=1,original_max_position_embeddings=128']
+    """
+    check_count("train_length", train_length, 2)
+    if to <= train_length:
+        raise ValueError(
+            f"to must be above train_length, the length that the model reads already, got to={to} "
+            f"and train_length={train_length}"
+        )
+    rope: list[Change] = []
+    with suppress(ApplyError):  # positions are not rotary
+        config: Any = rope_modules(model)[0][2].config
+        own = config.max_position_embeddings == train_length  # then nothing has to say it
+        trained = {} if own else {"original_max_position_embeddings": train_length}
+        ratio, base = to / train_length, config.rope_parameters.get("rope_theta")
+        factor = int(ratio) if ratio.is_integer() else round(ratio, 4)
+        given = {"factor": factor, **trained}
+        warm = round(1 + 0.2 * math.log(ratio), 3)  # YaRN's is 1 + 0.1 ln factor
+        rope = [
+            RopeRemedy("yarn", given),
+            RopeRemedy("dynamic", {**given, "factor": 1}),
+            RopeRemedy("dynamic", given),
+            RopeRemedy("llama3", given),
+            RopeRemedy("linear", {"factor": factor}),
+            RopeRemedy("yarn", {**given, "attention_factor": 1.0}),
+            RopeRemedy("yarn", {**given, "attention_factor": warm}),
+        ]
+        if base is not None:  # else the settings are by type of layer
+            rope.append(RopeRemedy("default", {"rope_theta": round(base * ratio, 3)}))
+    names = [f"clip_log_n:train_length={train_length}", *_windows(train_length, to, bool(rope))]
+    return [*rope, *(named_change(name) for name in names)]
+
+
+def _windows(train_length: int, to: int, moved: bool) -> list[str]:
+    """Windows to try, as texts of laws, that leave rows up to the trained length unchanged.
+
+    Windows that only drop keys come first; those that move keys are included if ``moved``.
+    """
+    half, quarter = max(1, train_length // 2), max(1, train_length // 4)
+    found = [f"size={train_length}", f"size={half}"]
+    if moved:
+        found += [
+            f"size={max(1, train_length - 4)},sinks=4,sink_positions=window",
+            f"size={half},sinks=4,sink_positions=window",
+            f"size={half},far=clamp",
+        ]
+        for size in (half, quarter):  # the farthest key just within the trained length, and nearer
+            least = math.ceil((to - size) / (train_length - size))
+            found += [f"size={size},far=group,group={group}" for group in (least, least + 1)]
+    return [f"window:{one},beyond={train_length}" for one in found]
 
 
 def trained_length(model: torch.nn.Module, given: int | None) -> int:

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from acutance.extending.record import Extension, sentences, tried_table
-from acutance.files import write_text
 from acutance.report.plot_style import DARK, LIGHT, Theme, curves
 
 _WIDTH, _HEIGHT = 860, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 44
 _DASHES = ("none", "7 3", "2 2", "8 3 2 3")
-
-
-@dataclass(frozen=True)
-class _Series:
-    """One line of a chart, with the half-heights of its error bars."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    error: Sequence[float]
-
-
-def write_page(found: Extension, path: str | os.PathLike[str]) -> None:
-    """Write the page of a search, atomically."""
-    write_text(path, page(found))
+#: One line of a chart: x, y, and the half-heights of its error bars.
+Line: TypeAlias = tuple[Sequence[float], Sequence[float], Sequence[float]]
 
 
 def page(found: Extension) -> str:
@@ -44,12 +29,12 @@ def page(found: Extension) -> str:
         '<!doctype html>'
     """
     middles = [(first + last) / 2 for first, last in found.ranges]
-    losses = [_Series(one.name, middles, one.loss, one.errors) for one in found.finals]
-    entropies = [
-        _Series(one.name, *(list(part) for part in zip(*one.entropy, strict=True)))
-        for one in found.finals
-        if one.entropy
-    ]
+    losses: list[Line] = [(middles, one.loss, one.errors) for one in found.finals]
+    entropies: list[Line] = []
+    for one in found.finals:
+        if one.entropy:
+            n, mean, deviation = zip(*one.entropy, strict=True)
+            entropies.append((n, mean, deviation))
     names = [one.name for one in found.finals]
     parts = [
         f"<h1>Reading {found.to:,} tokens</h1>",
@@ -115,7 +100,7 @@ def _legend(names: Sequence[str]) -> str:
     return f"<p>{''.join(keys)}</p>"
 
 
-def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool) -> str:
+def _chart(lines: Sequence[Line], x: str, y: str, mark: float, *, log_x: bool) -> str:
     """SVG line chart with error bars.
 
     Args:
@@ -126,9 +111,9 @@ def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool
         log_x: whether the horizontal axis is logarithmic.
     """
     across = math.log if log_x else float
-    xs = [across(place) for line in lines for place in line.x] + [across(mark)]
-    ys = [value for line in lines for value in line.y]
-    low_x, high_x = min(xs), max(xs)
+    places = [place for line in lines for place in line[0]]
+    ys = [value for line in lines for value in line[1]]
+    low_x, high_x = across(min(*places, mark)), across(max(*places, mark))
     low, high = min(ys), max(ys)
     step = _step(high - low)
     low, high = step * math.floor(low / step), step * math.ceil(high / step)
@@ -151,22 +136,20 @@ def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool
             f'<path class="grid" d="M{_LEFT} {at_y(value):.1f}H{_WIDTH - _RIGHT}"/>'
             f'<text x="{_LEFT - 6}" y="{at_y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
         )
-    for value in _ticks(
-        min(min(line.x) for line in lines), max(max(line.x) for line in lines), log_x
-    ):
+    for value in _ticks(min(places), max(places), log_x):
         drawn.append(
             f'<text x="{at_x(value):.1f}" y="{bottom + 18}" text-anchor="middle">{value:,}</text>'
         )
     drawn.append(f'<path d="M{at_x(mark):.1f} {_TOP}V{bottom}" style="stroke:var(--muted)"/>')
-    for k, line in enumerate(lines):
-        points = [(at_x(a), at_y(b)) for a, b in zip(line.x, line.y, strict=True)]
+    for k, (of_x, of_y, errors) in enumerate(lines):
+        points = [(at_x(a), at_y(b)) for a, b in zip(of_x, of_y, strict=True)]
         path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
         stroke = f'style="stroke:var(--curve{k})" fill="none"'
         dash = _DASHES[k % len(_DASHES)]
         drawn.append(f'<path d="M{path}" {stroke} stroke-width="2" stroke-dasharray="{dash}"/>')
         bars = [
             f"M{a:.1f} {at_y(value - error):.1f}V{at_y(value + error):.1f}"
-            for (a, _), value, error in zip(points, line.y, line.error, strict=True)
+            for (a, _), value, error in zip(points, of_y, errors, strict=True)
         ]
         drawn.append(f'<path d="{"".join(bars)}" {stroke} opacity="0.5"/>')
     drawn.append(

@@ -16,6 +16,8 @@ from acutance.judging.paired import Part
 from acutance.judging.rope import RopeRemedy
 from acutance.report.table import Column, Table, styled
 
+#: What is written as it is.
+_NUMBERS = ("search_windows", "final_windows", "max_cost", "complete", "seconds")
 #: The name of the model without a change.
 AS_IS = "as it is"
 METHOD = (
@@ -145,13 +147,8 @@ class Extension:
         for final in self.finals:
             parts = (final.within, final.beyond)
             changes = [f"{part.delta:+.4f} ± {part.error:.4f}" for part in parts]
-            rows.append(
-                (
-                    final.name,
-                    *(part.loss + part.delta for part in parts),
-                    *(changes if final.name != AS_IS else (None, None)),
-                )
-            )
+            losses = [part.loss + part.delta for part in parts]
+            rows.append((final.name, *losses, *(changes if final.name != AS_IS else (None, None))))
         return Table(
             f"Reading {self.to:,} tokens: loss in nats a token, and its difference Δ from the "
             "model as it is",
@@ -175,11 +172,7 @@ class Extension:
             "gain_over_rope": None if self.gain is None else self.gain.to_dict(),
             "tried": [finite(vars(one)) for one in self.tried],
             "ranges": [list(one) for one in self.ranges],
-            "search_windows": self.search_windows,
-            "final_windows": self.final_windows,
-            "max_cost": self.max_cost,
-            "complete": self.complete,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "method": METHOD,
             "about": dict(self.about),
         }
