@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,8 +231,29 @@ def judge_windows(
         "shown": {"laws": [one.name for one in changes]},
     }
     rows = [turn.groups.numel() for turn in windows.turns]
-    with LossTable(settings, saving, "comparison to resume", rows) as table:
-        readings = _readings(model, windows, [None, *changes], loss, ranges, table, advance)
+    runs: list[tuple[str, Change | None]] = [("", None)]
+    runs += [(numbered_change(number, one.words), one) for number, one in enumerate(changes, 1)]
+    readings: list[list[Reading]] = [[] for _ in runs]
+    device = next((part.device for part in model.parameters()), None)
+    with (
+        LossTable(settings, saving, "comparison to resume", rows) as table,
+        evaluating(model),
+        torch.inference_mode(),
+    ):
+        if len(table.readings) < len(runs) * len(windows.turns):
+            loss.check(model, windows.turns[0].inputs(device))
+        for index, turn in enumerate(windows.turns):
+            for under, (words, change) in zip(readings, runs, strict=True):
+                before = None if change is None else readings[0][index]
+                measure = partial(
+                    measure_batch, model, loss, turn.inputs(device), change, ranges, before
+                )
+                # windows that are done after this law
+                done = turn.groups.numel() if under is readings[-1] else 0
+                known = (words, index) in table.readings
+                under.append(table.get(words, index, measure, done))
+                if advance is not None:
+                    advance(turn.tokens, done, not known)
     sums = torch.stack([torch.cat([one.loss for one in batches]) for batches in readings])
     counts = torch.cat([one.count for one in readings[0]])
     return LossComparison(
@@ -244,41 +266,6 @@ def judge_windows(
         groups=len(groups.unique()),
         unit=windows.unit,
     )
-
-
-def _readings(
-    model: torch.nn.Module,
-    windows: Windows,
-    changes: Sequence[Change | None],
-    loss: Loss,
-    ranges: Sequence[tuple[int, int]],
-    table: LossTable,
-    advance: Advance | None,
-) -> list[list[Reading]]:
-    """The readings of all batches under each change, from the table or measured."""
-    device = next((part.device for part in model.parameters()), None)
-    words = [numbered_change(k, "" if one is None else one.words) for k, one in enumerate(changes)]
-    readings: list[list[Reading]] = [[] for _ in changes]
-    with evaluating(model), torch.inference_mode():
-        if len(table.readings) < len(changes) * len(windows.turns):
-            loss.check(model, windows.turns[0].inputs(device))
-        for index, turn in enumerate(windows.turns):
-            before: Reading | None = None
-            for number, change in enumerate(changes):
-
-                def measure(
-                    turn: Turn = turn, change: Change | None = change, before: Any = before
-                ) -> Reading:
-                    return measure_batch(model, loss, turn.inputs(device), change, ranges, before)
-
-                # windows that are done after this law
-                done = turn.groups.numel() if number == len(changes) - 1 else 0
-                known = (words[number], index) in table.readings
-                readings[number].append(table.get(words[number], index, measure, done))
-                before = readings[0][index]
-                if advance is not None:
-                    advance(turn.tokens, done, not known)
-    return readings
 
 
 def measure_batch(

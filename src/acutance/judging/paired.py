@@ -211,16 +211,12 @@ class LossComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
+        numbers = ("windows", "tokens", "loss", "mean_loss", "lengths", "groups", "unit")
         return {
             "schema": "acutance.judgement/1",
             "laws": [law.to_dict() for law in self.laws],
-            "windows": self.windows,
-            "tokens": self.tokens,
-            "loss": self.loss,
-            "mean_loss": self.mean_loss,
+            **{name: getattr(self, name) for name in numbers},
             "lengths": list(self.lengths),
-            "groups": self.groups,
-            "unit": self.unit,
             "confidence": CONFIDENCE,
             "method": METHOD,
             "about": dict(self.about),
@@ -348,8 +344,7 @@ def _style(part: Part) -> str:
 
 def sentences(comparison: LossComparison) -> Iterator[str]:
     """A verdict on each law, then the data that it rests on and how errors are computed."""
-    for law in comparison.laws:
-        yield verdict_sentence(law)
+    yield from map(verdict_sentence, comparison.laws)
     groups, unit, longest = comparison.groups, comparison.unit, comparison.lengths[-1]
     several = len(comparison.lengths) > 1
     cut = ", the shorter ones cut from the longest" if several and unit == "window" else ""
