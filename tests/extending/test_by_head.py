@@ -11,7 +11,7 @@ from torch import Tensor
 import acutance
 from acutance.calibration.losses import NextToken
 from acutance.capture.find_layers import attention_layers
-from acutance.extending.by_head import head_slopes, mixed, with_temperature
+from acutance.extending.search import head_slopes, mixed, with_temperature
 from acutance.scaling import HeadTable, Window
 from acutance_lab.trained import decoder
 from tests.contract.extending.test_by_head import TRAINED

@@ -12,7 +12,7 @@ from torch import nn
 
 import acutance
 from acutance import training
-from acutance.calibration.identity import Identity
+from acutance.calibration.law import Identity
 from acutance.capture import find_layers, module_names
 from tests.contract.training.test_wrapped import (
     LAW,

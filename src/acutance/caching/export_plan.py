@@ -10,7 +10,7 @@ from typing import Protocol
 
 from acutance.caching.head_plan import HeadPlan, Plan
 from acutance.caching.layer_shapes import PlanError
-from acutance.calibration.identity import Identity
+from acutance.calibration.law import Identity
 from acutance.escapes import ranges
 from acutance.files import as_json, write_text
 

@@ -14,8 +14,7 @@ import torch
 
 from acutance.caching.head_plan import FULL, HeadPlan, Kind
 from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes, check_model
-from acutance.calibration.identity import Identity
-from acutance.calibration.law import names_in
+from acutance.calibration.law import Identity, names_in
 from acutance.capture.layer_choice import choose_layers
 from acutance.files import as_json, write_text
 from acutance.from_json import checked, read_json, sealed_json

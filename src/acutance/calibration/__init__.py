@@ -9,11 +9,9 @@ which heads a law could help, and :func:`gate_slopes` which heads a window.
 from __future__ import annotations
 
 from acutance.calibration.apply_law import Applied, ApplyError, apply
-from acutance.calibration.by_loss import loss_slopes
 from acutance.calibration.fit import calibrate
-from acutance.calibration.gradients import gate_slopes
-from acutance.calibration.identity import Identity
-from acutance.calibration.law import HeadLaws, Law, LawError
+from acutance.calibration.gradients import gate_slopes, loss_slopes
+from acutance.calibration.law import HeadLaws, Identity, Law, LawError
 from acutance.calibration.measured import Measured, measure
 from acutance.calibration.result import (
     Calibration,

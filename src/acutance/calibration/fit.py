@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.by_loss import calibrate_by_loss
-from acutance.calibration.identity import Identity
-from acutance.calibration.law import Law
+from acutance.calibration.gradients import calibrate_by_loss
+from acutance.calibration.law import Identity, Law
 from acutance.calibration.losses import AnyLoss
 from acutance.calibration.measured import (
     TARGETS,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.identity import check_positions
+from acutance.calibration.law import check_positions
 from acutance.calibration.losses import AnyLoss, Loss, Scored, choose_loss
 from acutance.calibration.measured import student_t_quantile
 from acutance.calibration.windows import (

@@ -287,9 +287,8 @@ class WindowedCall(AttentionCall):
 
     def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
         """The output, without dropout, and the row statistics."""
-        plain = super().rebuild
-        output = replace(self, dropout_p=0.0).through(lambda: plain(False)[0])
-        return output, self.statistics(noise, gaps)
+        plain, statistics = super().rebuild, self.statistics(noise, gaps)
+        return replace(self, dropout_p=0.0).through(lambda: plain(False)[0]), statistics
 
     def as_eager(self) -> None:
         """None: there are no weights of one softmax to return."""

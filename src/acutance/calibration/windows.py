@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance.calibration.identity import check_positions
+from acutance.calibration.law import check_positions
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.shapes import check_count

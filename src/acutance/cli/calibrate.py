@@ -128,8 +128,8 @@ def calibrate(options: CalibrateOptions) -> None:
 
 def _check(options: CalibrateOptions) -> None:
     """Refuse options that do not go together, before a model is loaded."""
-    from acutance.calibration.by_loss import FAMILIES
     from acutance.calibration.fit import FITTED
+    from acutance.calibration.gradients import FAMILIES
     from acutance.calibration.measured import TARGETS
 
     target, value = options.target

@@ -76,7 +76,7 @@ def noted(text: str, *, sign: str = "note") -> None:
 
 def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:
     """Note lengths beyond a model's positions; raises ValueError if these are learned."""
-    from acutance.calibration.identity import check_positions
+    from acutance.calibration.law import check_positions
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from torch import Tensor
 from acutance.caching.import_plan import ForeignPlan
 from acutance.caching.plan import CachePlan
 from acutance.calibration.apply_law import ApplyError
-from acutance.calibration.identity import longest, positions_are_learned
+from acutance.calibration.law import longest, positions_are_learned
 from acutance.calibration.loss_table import LossTable, Saving
 from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.calibration.windows import evaluating

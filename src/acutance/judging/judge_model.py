@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.identity import check_positions
+from acutance.calibration.law import check_positions
 from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range, numbered_change
 from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
 from acutance.calibration.windows import (

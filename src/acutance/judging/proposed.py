@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from acutance.calibration.identity import longest
-from acutance.calibration.law import names_in
+from acutance.calibration.law import longest, names_in
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.diagnose.rules import HeadFacts, Kind, Summary
