@@ -13,7 +13,7 @@ from torch import nn
 import acutance
 from acutance import training
 from acutance.calibration.law import Identity
-from acutance.capture import find_layers, module_names
+from acutance.capture import find_layers
 from tests.contract.training.test_wrapped import (
     LAW,
     NAMES,
@@ -77,8 +77,8 @@ def test_a_wrapped_model_is_the_model(how: str, tmp_path: Path) -> None:
 
 def test_a_parameter_has_its_name_too() -> None:
     model = nn.ModuleDict({"module": nn.DataParallel(nn.Linear(2, 2))})  # named as wrappers do
-    assert module_names.module_name(model, "module.module.weight") == "module.weight"
-    assert [name for name, _ in module_names.named_modules(model)] == [
+    assert find_layers.module_name(model, "module.module.weight") == "module.weight"
+    assert [name for name, _ in find_layers.named_modules(model)] == [
         "ModuleDict",
         "module",
         "module",

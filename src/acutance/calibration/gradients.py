@@ -44,8 +44,8 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.scaling import HeadTable, Window
+from acutance.scaling.fitted import LearnedScaling
 from acutance.scaling.laws import Rows
-from acutance.scaling.learned import LearnedScaling
 
 if TYPE_CHECKING:
     from typing_extensions import Self

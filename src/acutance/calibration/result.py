@@ -144,15 +144,19 @@ class Calibration(Law):
         Args:
             law: measure under the law; False for the model without it.
         """
-        distances = [
-            abs(value - target) / self.size(target)
-            for head in self.heads
+        reached = self._possible("after" if law else "before")
+        return max(
+            (abs(value - target) / self.size(target) for value, target in reached), default=0.0
+        )
+
+    def _possible(self, field: str) -> Iterator[tuple[float, float]]:
+        """Numbers of all heads and lengths whose target is possible, each with the target."""
+        for head in self.heads:
             for value, target, status in zip(
-                head.after if law else head.before, head.target, head.status, strict=True
-            )
-            if status != "impossible"
-        ]
-        return max(distances, default=0.0)
+                getattr(head, field), head.target, head.status, strict=True
+            ):
+                if status != "impossible":
+                    yield value, target
 
     def table(self) -> Table:
         """The values and factors at each n, by head, or layer means if there are many heads."""
@@ -198,11 +202,8 @@ class Calibration(Law):
         yield f"Measured {self.passes} times on windows: {windows}; ± is one standard error."
         errors = sorted(
             error / self.size(target)
-            for head in self.heads
-            for error, target, status in zip(
-                head.after_error, head.target, head.status, strict=True
-            )
-            if status != "impossible" and math.isfinite(error)
+            for error, target in self._possible("after_error")
+            if math.isfinite(error)
         )
         if errors:
             yield (
@@ -246,11 +247,7 @@ class Calibration(Law):
         return {
             "schema": "acutance.calibration_report/1",
             "law": self.record(),
-            "metric": self.metric,
-            "value": self.value,
-            "reference": self.reference,
-            "family": self.family,
-            "passes": self.passes,
+            **self._plain("metric", "value", "reference", "family", "passes"),
             "windows": {str(length): count for length, count in self.windows.items()},
             "skipped": dict(self.skipped),
             "statuses": STATUSES,
@@ -258,6 +255,10 @@ class Calibration(Law):
             "counts": self.counts(),
             "heads": [finite(asdict(one)) for one in self.heads],
         }
+
+    def _plain(self, *names: str) -> dict[str, Any]:
+        """Fields by name; numbers that are not finite become None."""
+        return {name: finite(getattr(self, name)) for name in names}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict`, whole or not at all."""
@@ -424,11 +425,8 @@ class LossCalibration(Calibration):
     def reads(self) -> tuple[Window | None, ...]:
         """For every head of :attr:`gates`, the window that it reads through; None for all keys."""
         laws = dict(self.layers)
-        found: list[Window | None] = []
-        for one in self.gates:
-            law = laws.get(one.module, HeadLaws())
-            found.append(law.window or dict(law.windows).get(one.head))
-        return tuple(found)
+        of_gates = [(laws.get(gate.module, HeadLaws()), gate.head) for gate in self.gates]
+        return tuple(law.window or dict(law.windows).get(head) for law, head in of_gates)
 
     @property
     def empty(self) -> bool:
@@ -492,18 +490,10 @@ class LossCalibration(Calibration):
         return {
             "schema": "acutance.loss_calibration_report/1",
             "law": self.record(),
-            "metric": self.metric,
-            "family": self.family,
-            "passes": self.passes,
-            "loss": self.loss,
-            "mean_loss": self.mean_loss,
-            "delta": self.delta,
-            "error": finite(self.error),
+            **self._plain("metric", "family", "passes", "loss", "mean_loss", "delta", "error"),
             "windows": {str(length): count for length, count in self.windows.items()},
-            "fitted": self.fitted,
-            "stopped": self.stopped,
+            **self._plain("fitted", "stopped", "changed"),
             "skipped": dict(self.skipped),
-            "changed": self.changed,
             "heads": [
                 finite(asdict(one)) | {"factors": list(row)}
                 for one, row in zip(self.slopes, self.factors, strict=True)

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from acutance.escapes import check_name
-from acutance.scaling import fitted, laws, learned, lengths, window
+from acutance.scaling import fitted, laws, lengths, window
 from acutance.scaling.fitted import *
 from acutance.scaling.laws import *
 from acutance.scaling.laws import arguments, required
-from acutance.scaling.learned import *
 from acutance.scaling.lengths import *
 from acutance.scaling.window import *
 from acutance.shapes import check_tensor
@@ -37,7 +36,6 @@ __all__ = [
     "get",
     *fitted.__all__,
     *laws.__all__,
-    *learned.__all__,
     *lengths.__all__,
     *window.__all__,
 ]
