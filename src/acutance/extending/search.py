@@ -294,7 +294,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self._prefix = Prefix(self.model, self.loss, self.train_length)
-        self._within = torch.tensor([last <= self.train_length for _, last in self.ranges])
+        #: how many of the ranges are up to the trained length
+        self._trained = sum(last <= self.train_length for _, last in self.ranges)
         self._search = len(self.windows) - self.finals
         self._finals = range(self._search, len(self.windows))
         self._reached: dict[str, int] = {}  # windows of the search, by the words of a change
@@ -351,46 +352,6 @@ class Search:
         """Number of predictions, (windows, ranges) float64."""
         return torch.cat([self.table.readings["", window].count for window in windows])
 
-    def _mixes(self, best: Change, others: Sequence[Change], deciding: int) -> list[Change]:
-        """Laws by head, from one backward pass on a window, unless that was done before.
-
-        There are none if the heads have nothing to choose from.
-
-        Args:
-            best: a window for all heads, or a scaling and a window.
-            others: what heads may have instead, likewise.
-            deciding: index of the window, the last of the search.
-
-        Raises:
-            ValueError: if the model's attention does not allow it.
-        """
-        own, train_length, to = law_part(best), self.train_length, self.windows.shape[1]
-        assert own is not None
-        parts = [part for part in map(law_part, others) if part is not None]
-        warm = with_temperature(own, train_length, to)
-        parts += [] if warm is None else [warm]
-        if not parts:
-            return []
-        key = json.dumps([str(own), [str(part) for part in parts], deciding])
-        read: dict[str, Tensor] = {}
-
-        def slopes_of(name: str) -> Reading:
-            if not read:
-                ids = self._ids(deciding)
-                batch = {"input_ids": ids}
-                if all(self._prefix.serves(one, ids) for one in (best, *others)):
-                    batch = self._prefix.after(deciding, ids)
-                read.update(head_slopes(self.model, self.loss, batch, own, parts))
-            return Reading(torch.empty(0), torch.empty(0), read[name])
-
-        slopes = {
-            name: self.table.get(key, -place, functools.partial(slopes_of, name), 0).gradient
-            for place, name in enumerate(attention_layers(self.model), 1)
-        }
-        self.table.write()
-        away = [self._part(best, one, range(1), ~self._within).delta for one in others]
-        return [*mixed(self.model, own, parts, slopes, away, train_length, to)]
-
     # -- the search -------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -418,30 +379,56 @@ class Search:
     def _choose_by_head(self) -> None:
         """Try laws by head, derived from the last window of the search and decided on the others.
 
-        A law replaces a simpler one only if its loss is lower there by more than twice the standard
-        error of the difference. With less than two windows to decide on there is none.
+        They come from one backward pass, unless that was done before. A law replaces a simpler one
+        only if its loss is lower there by more than twice the standard error of the difference.
+        With less than two windows to decide on, or nothing for heads to choose from, there is none.
+
+        Raises:
+            ValueError: if the model's attention does not allow it.
         """
-        assert self.chosen is not None
-        best, deciding = self.chosen, range(self._search - 1)
-        if len(deciding) < 2:
+        best, last = self.chosen, self._search - 1
+        own = law_part(best)
+        if best is None or own is None or last < 2:
             return
         windows = [one for one in self.changes if self._windows(one) and law_part(one)]
         others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
         if not self._has_time(best, 0, more=_BACKWARD * self._longest(best.words)):
             self.complete = False
             return
-        found = self._mixes(best, others, len(deciding))
-        if not found:
+        train_length, to = self.train_length, self.windows.shape[1]
+        parts = [part for part in map(law_part, others) if part is not None]
+        warm = with_temperature(own, train_length, to)
+        parts += [] if warm is None else [warm]
+        if not parts:
             return
+        key = json.dumps([str(own), [str(part) for part in parts], last])
+        read: dict[str, Tensor] = {}
+
+        def slopes_of(name: str) -> Reading:
+            if not read:
+                ids = self._ids(last)
+                batch = {"input_ids": ids}
+                if all(self._prefix.serves(one, ids) for one in (best, *others)):
+                    batch = self._prefix.after(last, ids)
+                read.update(head_slopes(self.model, self.loss, batch, own, parts))
+            return Reading(torch.empty(0), torch.empty(0), read[name])
+
+        slopes = {
+            name: self.table.get(key, -place, functools.partial(slopes_of, name), 0).gradient
+            for place, name in enumerate(attention_layers(self.model), 1)
+        }
+        self.table.write()
+        away = [self._parts(best, one, range(1))[1].delta for one in others]
+        found = mixed(self.model, own, parts, slopes, away, train_length, to)
         self.changes += found
-        for window in deciding:
+        for window in range(last) if found else ():
             for change in (None, best, *found):
                 if not self._has_time(change, window):
                     self.complete = False
                     return
                 self._measure(change, window)
         for change in found:  # the simpler ones come first
-            gain = self._part(self.chosen, change, deciding, ~self._within)
+            _, gain = self._parts(self.chosen, change, range(last))
             if -gain.delta > _ERRORS * gain.error:
                 self.chosen = change
 
@@ -469,9 +456,7 @@ class Search:
             The difference up to the trained length, that beyond it, and the standard error of the
             latter (None for a single window).
         """
-        windows = range(self._windows(change))
-        beyond = self._part(None, change, windows, ~self._within)
-        within = self._part(None, change, windows, self._within)
+        within, beyond = self._parts(None, change, range(self._windows(change)))
         return within.delta, beyond.delta, beyond.error if math.isfinite(beyond.error) else None
 
     def tried(self) -> list[Tried]:
@@ -516,8 +501,7 @@ class Search:
         mean, error = ratio(self._sums(change, self._finals), self._counts(self._finals))
         return Final(
             AS_IS if change is None else change.name,
-            self._part(None, change, self._finals, self._within),
-            self._part(None, change, self._finals, ~self._within),
+            *self._parts(None, change, self._finals),
             tuple(mean.tolist()),
             tuple(error.tolist()),
             tuple(entropy),
@@ -535,30 +519,33 @@ class Search:
         rope = [one for one in shown if isinstance(one, RopeRemedy)]
         if self.chosen is None or isinstance(self.chosen, RopeRemedy) or not rope:
             return None
-        return self._part(rope[0], self.chosen, self._finals, ~self._within)
+        return self._parts(rope[0], self.chosen, self._finals)[1]
 
-    def _part(
-        self, before: Change | None, after: Change | None, windows: Sequence[int], which: Tensor
-    ) -> Part:
+    def _parts(
+        self, before: Change | None, after: Change | None, windows: Sequence[int]
+    ) -> tuple[Part, Part]:
         """The mean loss under ``after`` minus that under ``before``, on the same windows.
 
         Args:
             before: a change; None is the unchanged model.
             after: likewise.
             windows: indices of the windows.
-            which: boolean over the ranges of n, True for those to include.
+
+        Returns:
+            The difference up to the trained length, and that beyond it.
         """
-        sums, counts = (
-            one[..., which].sum(-1, keepdim=True)
-            for one in (
-                torch.stack([self._sums(before, windows), self._sums(after, windows)]),
-                self._counts(windows),
+        sums = torch.stack([self._sums(before, windows), self._sums(after, windows)])
+        counts, groups, cut = self._counts(windows), torch.arange(len(windows)), self._trained
+        parts = []
+        for some in (slice(0, cut), slice(cut, None)):
+            ranges = self.ranges[some]
+            whole = [(ranges[0][0], ranges[-1][1])]
+            of_some = (
+                sums[..., some].sum(-1, keepdim=True),
+                counts[..., some].sum(-1, keepdim=True),
             )
-        )
-        there = [pair for pair, one in zip(self.ranges, which.tolist(), strict=True) if one]
-        whole = [(there[0][0], there[-1][1])]
-        groups = torch.arange(len(windows))
-        return compare_losses(["after"], sums, counts, groups, whole)[0].overall
+            parts.append(compare_losses(["after"], *of_some, groups, whole)[0].overall)
+        return parts[0], parts[1]
 
 
 def planned_runs(candidates: int, search: int, final: int) -> int:
