@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from acutance.cli import app
 from acutance.corpus import load_model
 from acutance.corpus.texts import CorpusError, Text, bundled, each_window, read, windows
-from acutance.judging.text_windows import hold_out, text_windows
+from acutance.judging.judge_model import hold_out, text_windows
 
 PIECE = 1 << 16
 

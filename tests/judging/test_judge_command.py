@@ -13,7 +13,7 @@ import torch
 
 import acutance
 from acutance.corpus.texts import Text
-from acutance.judging.text_windows import hold_out, loss_of, text_windows
+from acutance.judging.judge_model import hold_out, loss_of, text_windows
 from acutance_lab.trained import directory
 from tests.contract.judging.test_judge_command import HELD_OUT
 from tests.contract.trained import encoder

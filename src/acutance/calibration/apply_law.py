@@ -30,7 +30,7 @@ from acutance.capture.find_layers import (
     uses_interface,
 )
 from acutance.capture.function_mode import FunctionMode
-from acutance.capture.handwritten.scores import Scores, ScoreTracker
+from acutance.capture.handwritten.scores import ScoreTracker
 from acutance.capture.handwritten.softmax import FEWEST, LOG_SOFTMAX, Softmax, scores_of
 from acutance.capture.head_axis import could_be_over_keys, fold
 from acutance.capture.intercept import Interception, classes_are_library, eager, forget_compiled
@@ -835,15 +835,21 @@ class FunctionChange(FunctionMode):
             return func(*args, **kwargs)
         plan, known = self._applied.plan_to_change(), self._tracker.of(scores)
         active = known is not None and known.active
-        if not _may_be_attention(scores, 2 if active else FEWEST):
+        dense = scores.layout is torch.strided and not scores.is_nested
+        rank = scores.dim() >= (2 if active else FEWEST)
+        if not (rank and scores.is_floating_point() and dense and scores.numel() > 0):
             return func(*args, **kwargs)
         reason = ""
         if plan is not None and (
             active or could_be_over_keys(scores, dim, self._applied.heads_running())
         ):
-            reason = _why_not_scaled(scores, dim, known)
-            if not reason:
-                assert known is not None
+            if dim not in (-1, scores.dim() - 1):
+                reason = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
+            elif known is None or not known.active:
+                reason = _NO_PRODUCT
+            elif known.problem:
+                reason = f"its scores {known.problem}"
+            else:
                 changed = self._applied.changed_scores(plan, scores, known.narrow)
                 kwargs = {key: value for key, value in kwargs.items() if value is not scores}
                 args = (changed, *args[1:])
@@ -903,32 +909,6 @@ class FunctionChange(FunctionMode):
 
         with changing_sdpa(query), changing_softmax(scores):
             return func(*args, **kwargs)
-
-
-def _why_not_scaled(scores: Tensor, dim: int, known: Scores | None) -> str:
-    """Why a law cannot scale the input of a softmax; empty if it can.
-
-    Args:
-        scores: input of the softmax.
-        dim: dimension of the softmax.
-        known: how the scores were computed; None if not from a product.
-    """
-    if dim not in (-1, scores.dim() - 1):
-        return f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
-    if known is None or not known.active:
-        return _NO_PRODUCT
-    return f"its scores {known.problem}" if known.problem else ""
-
-
-def _may_be_attention(scores: Tensor, fewest: int) -> bool:
-    """Whether a tensor can be attention scores: dense, floating, with enough dimensions."""
-    return (
-        scores.dim() >= fewest
-        and scores.is_floating_point()
-        and scores.layout is torch.strided
-        and not scores.is_nested
-        and scores.numel() > 0
-    )
 
 
 def scaled_weights(scores: Tensor, factor: Tensor, arguments: dict[str, Any]) -> Tensor:

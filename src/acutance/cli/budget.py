@@ -77,7 +77,7 @@ def _search(options: BudgetOptions) -> "Budget":
     from acutance.caching import HeadPlan
     from acutance.caching.find_plan import budget as search
     from acutance.caching.layer_shapes import check_model
-    from acutance.judging.text_windows import loss_of
+    from acutance.judging.judge_model import loss_of
 
     pairs = options.streaming or []
     plans = [HeadPlan("streaming", first=first, recent=recent) for first, recent in pairs]

@@ -13,7 +13,7 @@ from acutance.cli.shared import console, fail, pass_progress
 if TYPE_CHECKING:
     from acutance.calibration.result import Calibration
     from acutance.corpus.load_model import TextModel
-    from acutance.judging.text_windows import HeldOut
+    from acutance.judging.judge_model import HeldOut
 
 
 def _target(text: str) -> tuple[str, float | None]:
@@ -175,7 +175,7 @@ def _fit(options: CalibrateOptions) -> "Calibration":
     from acutance.calibration.result import LossCalibration
     from acutance.calibration.windows import batches, default_lengths, describe_samples, draw
     from acutance.corpus.load_model import HeadError
-    from acutance.judging.text_windows import hold_out, loss_of
+    from acutance.judging.judge_model import hold_out, loss_of
     from acutance.report.screen import note
     from acutance.scaling import Window
 
@@ -245,8 +245,8 @@ def _judge(
 ) -> "Calibration":
     """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
     from acutance.judging.changes import LawRemedy
+    from acutance.judging.judge_model import loss_of, text_windows
     from acutance.judging.paired import verdict_sentence
-    from acutance.judging.text_windows import loss_of, text_windows
     from acutance.report.screen import note
 
     # a causal model's long windows have the short ones inside

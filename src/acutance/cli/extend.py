@@ -99,7 +99,7 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     from acutance.extending.extend_model import extend, proposals, trained_length
     from acutance.extending.search import planned_runs
     from acutance.judging.changes import for_train_length
-    from acutance.judging.text_windows import loss_of
+    from acutance.judging.judge_model import loss_of
 
     laws = None if options.law is None else read_laws(options.law)
     texts = options.texts()

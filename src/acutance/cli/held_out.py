@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
     from acutance.corpus.load_model import TextModel
     from acutance.judging.changes import Change
-    from acutance.judging.judge_model import Windows
+    from acutance.judging.judge_model import HeldOut, Windows
     from acutance.judging.paired import LawComparison, LossComparison
     from acutance.judging.proposed import Proposals
-    from acutance.judging.text_windows import HeldOut
     from acutance.summary.head_summary import HeadSummary
 
 
@@ -110,8 +109,7 @@ def compare_held_out(
     The state of that is in the file of ``--save`` with ``.judging`` added; ``given`` are options
     that decide about ``changes``.
     """
-    from acutance.judging.judge_model import judge_windows
-    from acutance.judging.text_windows import loss_of
+    from acutance.judging.judge_model import judge_windows, loss_of
 
     tokens = windows.tokens * (1 + len(changes))
     with progress("judging", windows.count, tokens, console()) as advance:
@@ -133,8 +131,8 @@ def judge_proposals(
     Raises:
         typer.Exit: after Ctrl-C.
     """
+    from acutance.judging.judge_model import loss_of, text_windows
     from acutance.judging.proposed import proposed_remedies
-    from acutance.judging.text_windows import loss_of, text_windows
 
     length, trained = headed.window(options.length), options.train_length
     causal = not loss_of(headed).reads_all

@@ -38,7 +38,7 @@ def read_windows(
     options: Any, loaded: TextModel, texts: Sequence[Text], lengths: Sequence[int]
 ) -> Windows:
     """Windows of some lengths, spread over the texts as ``--windows`` and ``--seed`` say."""
-    from acutance.judging.text_windows import text_windows
+    from acutance.judging.judge_model import text_windows
 
     with reading(texts) as texts:
         return text_windows(loaded, texts, lengths, options.windows, options.seed)

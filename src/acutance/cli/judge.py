@@ -69,8 +69,7 @@ def judge(options: JudgeOptions) -> None:
 def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     """Load the model, read the texts, and compare; progress is shown on standard error."""
     from acutance.judging.changes import for_train_length
-    from acutance.judging.judge_model import judge_windows
-    from acutance.judging.text_windows import loss_of
+    from acutance.judging.judge_model import judge_windows, loss_of
 
     changes = inputs.read_laws(laws)
     texts = options.texts()

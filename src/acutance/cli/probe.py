@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from acutance.corpus.ranks import SingleProcess
     from acutance.corpus.texts import Text
     from acutance.corpus.texts import Tokens as TokenList
-    from acutance.judging.text_windows import HeldOut
+    from acutance.judging.judge_model import HeldOut
     from acutance.probing.settings import ProbeSettings
 
     #: A law in words, and what applies it to a model.
@@ -228,7 +228,7 @@ def _run(
         loaded.check_heads(options.heads)
     with reading(texts) as texts:
         if options.judge:
-            from acutance.judging.text_windows import hold_out
+            from acutance.judging.judge_model import hold_out
 
             held = hold_out(headed, texts, window, _HELD_OUT)
             texts = held.fit
