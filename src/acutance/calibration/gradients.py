@@ -44,7 +44,7 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.scaling import HeadTable, Window
-from acutance.scaling.fitted import LearnedScaling
+from acutance.scaling.fitted import LearnedScaling, interpolate
 from acutance.scaling.laws import Rows
 
 if TYPE_CHECKING:
@@ -89,31 +89,26 @@ class FactorTable(LearnedScaling):
 
     def law(self, rows: Rows) -> Tensor:
         """The factor of each head and row, (..., Hq, L)."""
-        knots = [math.log(n) for n in self.lengths]
-        x = rows.log_n.clamp(knots[0], knots[-1])
-        parts = []
-        for p, knot in enumerate(knots):
-            part = torch.ones_like(x)
-            if p > 0:
-                part = part - (knot - x).clamp(min=0) / (knot - knots[p - 1])
-            if p < len(knots) - 1:
-                part = part - (x - knot).clamp(min=0) / (knots[p + 1] - knot)
-            parts.append(part.clamp(min=0))
-        hats = torch.stack(parts, -1)  # (..., L, P), which sum to 1
-        factors = self.log_factor.exp().to(device=x.device, dtype=x.dtype)
-        return (hats * factors.unsqueeze(-2)).sum(-1)
+        factors, lengths = self._extended()
+        factors = factors.to(device=rows.n.device, dtype=rows.n.dtype)
+        if lengths is None:
+            return factors.unsqueeze(-1) * torch.ones_like(rows.n)
+        return interpolate(rows.log_n, lengths, factors)
 
     def record(self) -> HeadTable:
-        """The current factors as a constant table.
+        """The current factors as a constant table."""
+        factors, lengths = self._extended()
+        return HeadTable(factors.detach(), lengths)
+
+    def _extended(self) -> tuple[Tensor, tuple[int, ...] | None]:
+        """The factors of each head and their lengths, None for a single one.
 
         A last length with the factor of the one before keeps it constant for longer rows.
         """
-        factors = self.log_factor.detach().exp()
+        factors = self.log_factor.exp()
         if len(self.lengths) == 1:
-            return HeadTable(factors[:, 0])
-        return HeadTable(
-            torch.cat([factors, factors[:, -1:]], 1), lengths=(*self.lengths, 2 * self.lengths[-1])
-        )
+            return factors[:, 0], None
+        return torch.cat([factors, factors[:, -1:]], 1), (*self.lengths, 2 * self.lengths[-1])
 
 
 def first_turn(turn: Turn, tokens: int = _FEW) -> Turn:
