@@ -17,7 +17,6 @@ from acutance.calibration.losses import AnyLoss
 from acutance.calibration.measured import (
     TARGETS,
     LayerValues,
-    check_reference,
     check_target,
     knots_of,
     no_layer,
@@ -246,7 +245,7 @@ def check_request(
         TypeError: if something is of the wrong kind.
         ValueError: if something is out of range, or does not go together.
     """
-    name, at = check_target(target), check_reference(reference, lengths)
+    name, at = check_target(target, reference, lengths)
     if law not in FITTED:
         hint = did_you_mean(law, FITTED)
         raise ValueError(f"law={law!r:.40} is not one of {', '.join(FITTED)}{hint}")

@@ -339,51 +339,46 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 Receive = Callable[[AttentionCall, Tensor, Tensor], None]
 
 
-class OutputGradients:
-    """Passes on the attention calls of some layers during the backward pass.
+def output_gradients(
+    layers: Mapping[str, torch.nn.Module], receive: Receive
+) -> Callable[[InterfaceCall, Callable[[], Any]], Any]:
+    """A handler that passes on the attention calls of some layers during the backward pass.
 
     The output stays as it is. It needs a gradient even if no parameter of the model does. Query,
-    key and value are saved by autograd, so that a checkpointed block computes them again.
+    key and value are saved by autograd, so that a checkpointed block computes them again. Calls are
+    seen as they are before laws change them.
 
     Args:
         layers: the layers, which use transformers' attention interface, by name.
         receive: called with each call, without gradients and function modes.
     """
+    names = {id(module): name for name, module in layers.items()}
+    leaf = torch.zeros((), requires_grad=True)
 
-    def __init__(self, layers: Mapping[str, torch.nn.Module], receive: Receive) -> None:
-        self._names = {id(module): name for name, module in layers.items()}
-        self._receive = receive
-        self._leaf = torch.zeros((), requires_grad=True)
-
-    def __call__(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
-        """Run a call, as it is before laws change it, so that its output's gradient is read."""
-        name = self._names.get(id(call["module"]))
+    def handle(call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        name = names.get(id(call["module"]))
         if name is None:
             return run()
         with torch.no_grad(), unwatched():
             read = call.read(name)
         result = run()
-        output = result[0] if isinstance(result, tuple) else result
         none = read.query.new_empty(0)  # autograd holds the tensors
-        receive = functools.partial(self._pass_on, replace(read, query=none, key=none, value=none))
+        bare = replace(read, query=none, key=none, value=none)
+
+        def pass_on(
+            output: Tensor, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor
+        ) -> None:  # output and gradient are (B, L, Hq, Ev)
+            whole = replace(bare, query=query, key=key, value=value)
+            with torch.no_grad(), unwatched():
+                receive(whole, output.transpose(1, 2), gradient.transpose(1, 2))
+
+        output = result[0] if isinstance(result, tuple) else result
         same: Tensor = _Identity.apply(  # type: ignore[no-untyped-call]
-            output, self._leaf, read.query, read.key, read.value, receive
+            output, leaf, read.query, read.key, read.value, pass_on
         )
         return (same, *result[1:]) if isinstance(result, tuple) else same
 
-    def _pass_on(
-        self,
-        call: AttentionCall,
-        output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gradient: Tensor,
-    ) -> None:
-        """Pass on a call with its tensors; output and gradient are (B, L, Hq, Ev)."""
-        call = replace(call, query=query, key=key, value=value)
-        with torch.no_grad(), unwatched():
-            self._receive(call, output.transpose(1, 2), gradient.transpose(1, 2))
+    return handle
 
 
 class _Identity(torch.autograd.Function):
@@ -521,7 +516,7 @@ class GateGradients(Gradients):
         }
         self.skipped, self._alternatives = found.skipped, tuple(alternatives)
         self._modules = {name: known[name] for name in self.gates}
-        self._outputs = OutputGradients(self._modules, self._receive)
+        self._outputs = output_gradients(self._modules, self._receive)
         self._found: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._rotary: dict[str, Rotary] = {}

@@ -77,12 +77,13 @@ TARGETS = {
 _ALIASES = {"information_fraction": "normalized_entropy"}
 
 
-def check_target(target: str) -> str:
-    """The name of a target in :data:`TARGETS`.
+def check_target(target: str, reference: int | None, lengths: Sequence[int]) -> tuple[str, int]:
+    """The name of a target in :data:`TARGETS`, and the reference length: of None, the first one.
 
     Raises:
-        TypeError: if the name is not a string.
-        ValueError: if it is unknown; the message names the nearest.
+        TypeError: if the name is not a string, or the length not a whole number.
+        ValueError: if the name is unknown, whose nearest the message says, or the length is none of
+            ``lengths``.
     """
     if not isinstance(target, str):
         raise TypeError(f"target must be the name of a metric, got {type(target).__name__}")
@@ -90,20 +91,10 @@ def check_target(target: str) -> str:
     if name not in TARGETS:
         hint = did_you_mean(name, [*TARGETS, "loss"])
         raise ValueError(f"target={target!r:.40} is not one of {', '.join(TARGETS)}, loss{hint}")
-    return name
-
-
-def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
-    """The reference length: the given one, or the first length if None.
-
-    Raises:
-        TypeError: if it is not a whole number.
-        ValueError: if it is not one of the lengths.
-    """
     at = lengths[0] if reference is None else check_count("reference", reference, 2)
     if at not in lengths:
         raise ValueError(f"reference must be one of the lengths {list(lengths)}, got {at}")
-    return at
+    return name, at
 
 
 def knots_of(lengths: Sequence[int], reference: int | None = None) -> tuple[int, ...]:
@@ -494,9 +485,9 @@ def measure(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    name = check_target(target)
     turns, places, _ = cut_windows(model, batches, lengths)
-    knots = knots_of(places, check_reference(reference, places))
+    name, reference = check_target(target, reference, places)
+    knots = knots_of(places, reference)
     layers, _ = read_layers(model, turns, name, knots, law, windowed=windowed)
     numbers = layer_numbers(model, layers)
     layers = dict(sorted(layers.items(), key=lambda item: numbers.get(item[0], len(numbers))))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import query_factor
-from acutance.calibration.gradients import OutputGradients, prepared
+from acutance.calibration.gradients import output_gradients, prepared
 from acutance.calibration.law import HeadLaws, Law, LawPart, by_layer, scaling_and_window
 from acutance.calibration.loss_table import LossTable, Reading, ratio
 from acutance.calibration.losses import Loss, NextToken, call_model, logits_of
@@ -94,7 +94,7 @@ def head_slopes(
         torch.enable_grad(),
         prepared(model),
         LawRemedy("", best).applied(model),
-        huggingface.intercept(OutputGradients(layers, comparison.add), outermost=True),
+        huggingface.intercept(output_gradients(layers, comparison.add), outermost=True),
         set_checkpoint_early_stop(False),
     ):
         scored = loss.backward(model, batch)
