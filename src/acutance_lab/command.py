@@ -129,15 +129,13 @@ def verdict(judgement: "Judgement") -> "Text":
     """The verdict, coloured; marked if a theorem, unexpected, or not decided by the data."""
     from rich.text import Text
 
-    text = Text(judgement.verdict, style=_COLOURS[judgement.kind])
-    if judgement.claim.theorem:
-        text.append(" (theorem)", style="dim")
-    if not judgement.as_expected:
-        text.append(f"  (expected: {judgement.claim.expected})", style="bold red")
-    if not judgement.decided:
-        undecided = "  (undecided: too few samples to tell a wrong prediction)"
-        text.append(undecided, style="bold yellow")
-    return text
+    theorem = " (theorem)" if judgement.claim.theorem else ""
+    expected = "" if judgement.as_expected else f"  (expected: {judgement.claim.expected})"
+    undecided = "  (undecided: too few samples to tell a wrong prediction)"
+    return Text.assemble(
+        (judgement.verdict, _COLOURS[judgement.kind]), (theorem, "dim"), (expected, "bold red"),
+        ("" if judgement.decided else undecided, "bold yellow"),
+    )  # fmt: skip
 
 
 def listing(experiments: "Iterable[Experiment]") -> "plugins.Table":

@@ -121,14 +121,12 @@ def over_scales(
     Returns:
         By metric, for each scale, the rows' values, shape (rows,).
     """
-    blocks: dict[str, list[list[Tensor]]] = {name: [[] for _ in scales] for name in metrics}
+    blocks = []
     for count in run.blocks(rows, n):
         scores = draw(run, count, n)
-        for index, scale in enumerate(scales):
-            stats = statistics(scale * scores)
-            for name in metrics:
-                blocks[name][index].append(stats[name])
-    return {name: [torch.cat(rows) for rows in by_scale] for name, by_scale in blocks.items()}
+        blocks.append([statistics(scale * scores) for scale in scales])
+    by_scale = list(zip(*blocks, strict=True))
+    return {name: [torch.cat([x[name] for x in stats]) for stats in by_scale] for name in metrics}
 
 
 def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> list[Estimate]:

