@@ -34,9 +34,8 @@ from torch import Tensor
 
 import acutance
 from acutance import CachePlan, HeadPlan
-from acutance.caching.growing import restore
-from acutance.caching.planned_cache import PlannedCache, PlannedLayer
-from acutance.caching.stores import Attend
+from acutance.caching.run_plan import PlannedCache, PlannedLayer
+from acutance.caching.stores import Attend, restore
 from acutance.comparison.timing import cpu_seconds
 from acutance.corpus.load_model import load_model
 

@@ -15,10 +15,17 @@ import torch
 
 import acutance
 from acutance.caching import Budget, HeadPlan, budget, cache_shapes, recall
-from acutance.caching.find_plan import Rounded, rounded
+from acutance.caching.find_plan import (
+    HeadReach,
+    Option,
+    Rounded,
+    cheapest,
+    propose,
+    read_reach,
+    rounded,
+)
 from acutance.caching.frontier import sentences
-from acutance.caching.growing import quantise
-from acutance.caching.rules import HeadReach, Option, cheapest, propose, read_reach
+from acutance.caching.stores import quantise
 from acutance.calibration.loss_table import read_windows
 from acutance.calibration.losses import MaskedTokens
 from acutance.capture.attention_call import AttentionCall

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from acutance import HeadPlan
-from acutance.caching.growing import restore
-from acutance.caching.planned_cache import PlannedLayer
-from acutance.caching.stores import Attend
+from acutance.caching.run_plan import PlannedLayer
+from acutance.caching.stores import Attend, restore
 from acutance.kernels import library, ragged
 from acutance.testing import score_error
 

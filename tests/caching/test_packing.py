@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from acutance.caching.growing import pack, quantise, unpack
+from acutance.caching.stores import pack, quantise, unpack
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

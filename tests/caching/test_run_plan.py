@@ -10,7 +10,7 @@ from torch import Tensor
 
 import acutance
 from acutance import CachePlan
-from acutance.caching.growing import quantise
+from acutance.caching.stores import quantise
 from tests.contract.caching.conftest import build
 from tests.contract.caching.test_run_plan import (
     PLANS,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import acutance
-from acutance.training.logs import scalars
+from acutance.training.monitor import scalars
 
 
 def test_a_number_that_no_row_gives_is_left_out() -> None:

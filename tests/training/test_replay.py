@@ -146,7 +146,7 @@ def test_the_figure_reaches_to_the_end_of_the_log(
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from acutance.training.replay_figure import draw_replay
+    from acutance.training.replay import draw_replay
 
     drawn, written = [], Figure.savefig
 

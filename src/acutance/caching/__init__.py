@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from acutance.caching.export_plan import export_plan
 from acutance.caching.find_plan import budget
 from acutance.caching.frontier import Budget, Point
-from acutance.caching.head_plan import HeadPlan
-from acutance.caching.import_plan import import_plan
-from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes
-from acutance.caching.plan import CachePlan
+from acutance.caching.head_plan import HeadPlan, LayerShape, PlanError, cache_shapes
+from acutance.caching.plan import CachePlan, export_plan, import_plan
 from acutance.caching.planted import Recall, plant, recall
 from acutance.lazy import lazy
 
 if TYPE_CHECKING:
-    from acutance.caching.planned_cache import PlannedCache
-    from acutance.caching.run_plan import AppliedPlan
+    from acutance.caching.run_plan import AppliedPlan, PlannedCache
 
 __all__ = [
     "AppliedPlan",
@@ -42,6 +38,4 @@ __all__ = [
 ]
 
 # these two import transformers
-__getattr__, __dir__ = lazy(
-    __name__, __all__, {f"{__name__}.planned_cache": ["PlannedCache"]}, f"{__name__}.run_plan"
-)
+__getattr__, __dir__ = lazy(__name__, __all__, {}, f"{__name__}.run_plan")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.caching.frontier import Budget, Point
-from acutance.caching.head_plan import FULL, HeadPlan, value_groups
+from acutance.caching.head_plan import FULL, HeadPlan, LayerShape, value_groups
 from acutance.caching.plan import CachePlan
 from acutance.caching.planted import recall
-from acutance.caching.rules import options_of, propose, read_reach
 from acutance.calibration.apply_law import apply
 from acutance.calibration.gradients import Alternative, gate_slopes
 from acutance.calibration.loss_table import (
@@ -36,8 +36,268 @@ from acutance.calibration.windows import AnyBatches, evaluating
 from acutance.capture.attention_call import AttentionCall
 from acutance.files import finite
 from acutance.probing.causes import is_untrained
+from acutance.probing.probe import probe
 from acutance.scaling import Window
 from acutance.shapes import check_number
+from acutance.summary.head_summary import HeadSummary
+
+#: Rows of each window that are read, drawn at random.
+_ROWS = 256
+#: The rules, as reports name them.
+RULES = ("distant weight", "keys_95")
+
+
+@dataclass(frozen=True)
+class HeadReach:
+    """How far back the query heads of one key head read, means over rows.
+
+    Attributes:
+        octaves: mean weight by octave of distance, of all query heads: octave 0 is the row's own
+            position, octave k are distances of 2^(k−1) to 2^k − 1.
+        first: mean weight on the first visible key.
+        keys_95: keys that hold 95 % of a row's weight, in each window for the query head that needs
+            most there.
+        n: tokens of the windows.
+    """
+
+    octaves: tuple[float, ...]
+    first: float
+    keys_95: float
+    n: int
+
+    def beyond(self, recent: int) -> float:
+        """Mean weight on keys at distances of ``recent`` and more, without the first key.
+
+        The weight of an octave is spread evenly over its distances, that on the first key evenly
+        over rows.
+
+        Example:
+            >>> head = HeadReach((0.4, 0.1, 0.2, 0.3), first=0.1, keys_95=5.0, n=8)
+            >>> [head.beyond(recent) for recent in (1, 2, 6)]
+            [0.5125, 0.425, 0.125]
+        """
+        total = 0.0
+        for octave, mass in enumerate(self.octaves):
+            start, stop = (2**octave) // 2, 2**octave
+            total += mass * min(1.0, max(0.0, (stop - recent) / (stop - start)))
+        return max(0.0, total - self.first * max(0.0, 1 - recent / self.n))
+
+
+def read_reach(
+    read: Windows,
+    units: Sequence[Unit],
+    shapes: Mapping[str, LayerShape],
+    saving: Saving | None = None,
+    advance: Callable[[int], object] = lambda _: None,
+) -> dict[Place, HeadReach]:
+    """How far back each key head reads, from one pass over some windows.
+
+    Args:
+        read: the model and its windows.
+        units: those that are read.
+        shapes: of the layers, by module name.
+        saving: where what was read is kept.
+        advance: called after each window with its tokens.
+    """
+    octaves = read.lengths[-1].bit_length() + 1
+    nothing = torch.zeros((), dtype=torch.float64)
+
+    def statistics(unit: Unit) -> Reading:
+        watch = probe(
+            read.model, metrics=["first_weight", "keys_95"], verify=False, gaps=True,
+            structure=True, max_rows=_ROWS, profile=False,
+        )  # fmt: skip
+        with evaluating(read.model), torch.no_grad(), watch:
+            for turn in unit.turns:
+                read.model(**turn.inputs(read.device))
+        return Reading(nothing, nothing, _by_key_head(watch.summary(), shapes, octaves).flatten())
+
+    settings = {**read.settings, "statistics": f"{_ROWS} rows"}
+    numbers = []
+    with LossTable(settings, saving or Saving()) as table:
+        for unit in units:
+            make = partial(statistics, unit)
+            numbers.append(table.get("statistics", unit.number, make).gradient)
+            advance(unit.tokens)
+    mean = torch.stack(numbers).mean(0).view(-1, octaves + 2).tolist()
+    places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
+    return {
+        place: HeadReach(tuple(row[:-2]), row[-2], row[-1], read.lengths[-1])
+        for place, row in zip(places, mean, strict=True)
+    }
+
+
+def _by_key_head(summary: HeadSummary, shapes: Mapping[str, LayerShape], octaves: int) -> Tensor:
+    """Weight by octave, weight on the first key, and keys_95, (key heads, octaves + 2)."""
+    assert summary.distances is not None
+    behind = summary.distances.padded(octaves).mass[:, 0, :octaves]
+    columns = [behind, summary.mean("first_weight")[:, None], summary.mean("keys_95")[:, None]]
+    every = torch.cat([column.double() for column in columns], 1).nan_to_num(0.0)
+    index = {
+        (summary.layers[layer].module, head): at for at, (layer, head) in enumerate(summary.places)
+    }
+    rows = []
+    for name, shape in shapes.items():
+        group = shape.queries_per_key
+        for head in range(shape.heads):
+            some = every[[index[name, head * group + i] for i in range(group)]]
+            rows.append(torch.cat([some[:, :-1].mean(0), some[:, -1:].amax(0)]))
+    return torch.stack(rows)
+
+
+def propose(
+    options: Mapping[Place, Sequence[Option]],
+    reach: Mapping[Place, HeadReach],
+    targets: Sequence[int],
+) -> list[tuple[str, dict[Place, HeadPlan]]]:
+    """Plans of at most these bytes by each rule, without repetition.
+
+    Args:
+        options: of each key head, with what the derivatives say that they cost.
+        reach: how far back each key head reads.
+        targets: bytes of whole caches.
+
+    Returns:
+        For each plan the rule and what every key head keeps.
+    """
+    proposals = [("gradient", heads) for heads in cheapest(options, targets)]
+    first = [option.plan for option in next(iter(options.values()))]
+    if any(plan.kind == "streaming" for plan in first):
+        rests = [plan for plan in first if plan.kind == "full"]
+        for rule in RULES:
+            by_rest = [cheapest(_by_rule(rule, reach, options, rest), targets) for rest in rests]
+            for target, plans in zip(targets, zip(*by_rest, strict=True), strict=True):
+                proposals.append((rule, min(plans, key=partial(_order, options, target))))
+    different = []
+    for proposal in proposals:
+        if proposal not in different:
+            different.append(proposal)
+    return different
+
+
+def _order(
+    options: Mapping[Place, Sequence[Option]], target: int, plan: Mapping[Place, HeadPlan]
+) -> tuple[bool, float]:
+    """The key by which plans within a target come first, by their costs, then larger ones."""
+    chosen = [
+        option for place, some in options.items() for option in some if option.plan == plan[place]
+    ]
+    size = sum(option.bytes for option in chosen)
+    return (True, size) if size > target else (False, sum(option.cost for option in chosen))
+
+
+def _by_rule(
+    rule: str,
+    reach: Mapping[Place, HeadReach],
+    options: Mapping[Place, Sequence[Option]],
+    rest: HeadPlan,
+) -> dict[Place, list[Option]]:
+    """The options of every key head by a rule: ``rest`` for nothing, and streaming."""
+    return {
+        place: [
+            Option(one.plan, one.bytes, _cost(rule, reach[place], one.plan))
+            for one in some
+            if one.plan == rest or one.plan.kind == "streaming"
+        ]
+        for place, some in options.items()
+    }
+
+
+def _cost(rule: str, head: HeadReach, plan: HeadPlan) -> float:
+    """What a plan costs a key head by a rule: lost weight, or needed keys for each one kept."""
+    if plan.kind != "streaming":
+        return 0.0
+    if rule == "keys_95":
+        return head.keys_95 / (plan.first + plan.recent)
+    return head.beyond(plan.recent)
+
+
+#: A key head: module name of its layer, and its number.
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One thing that a key head may keep.
+
+    Attributes:
+        plan: what it keeps.
+        bytes: of its cache.
+        cost: what that is expected to add to the loss, in any unit that is the same for all heads.
+    """
+
+    plan: HeadPlan
+    bytes: int
+    cost: float
+
+
+def hull(options: Sequence[Option]) -> list[Option]:
+    """The options on the lower convex hull of cost against bytes, from the most bytes to the least.
+
+    Along it each further byte saved costs more than the one before.
+
+    Example:
+        >>> some = [
+        ...     Option(HeadPlan(), size, cost) for size, cost in ((8, 0), (4, 1), (3, 4), (2, 3))
+        ... ]
+        >>> [one.bytes for one in hull(some)]
+        [8, 4, 2]
+    """
+    lower: list[Option] = []
+    best: dict[int, Option] = {}
+    for one in options:
+        if one.bytes not in best or one.cost < best[one.bytes].cost:
+            best[one.bytes] = one
+    for one in sorted(best.values(), key=lambda option: -option.bytes):
+        while lower and lower[-1].cost >= one.cost:
+            lower.pop()
+        while len(lower) > 1 and _rate(lower[-2], lower[-1]) >= _rate(lower[-1], one):
+            lower.pop()
+        lower.append(one)
+    return lower
+
+
+def _rate(more: Option, fewer: Option) -> float:
+    """Cost of each byte saved by going from one option to another with fewer bytes."""
+    return (fewer.cost - more.cost) / (more.bytes - fewer.bytes)
+
+
+def cheapest(
+    options: Mapping[Place, Sequence[Option]], targets: Sequence[int]
+) -> list[dict[Place, HeadPlan]]:
+    """Plans of at most these sizes whose heads' costs sum to least.
+
+    Every head goes along the hull of its options, and of all heads the step comes first that costs
+    least for each byte. The sum is the least possible at every size that this reaches; between
+    two such sizes one step may leave some bytes unused.
+
+    Args:
+        options: those of each key head.
+        targets: bytes of whole caches.
+
+    Returns:
+        For each target what every key head keeps; the smallest plan if the target is below it.
+    """
+    hulls = {place: hull(some) for place, some in options.items()}
+    now = dict.fromkeys(hulls, 0)
+    total = sum(some[0].bytes for some in hulls.values())
+    steps = sorted(
+        (_rate(some[at], some[at + 1]), index, at)
+        for index, some in enumerate(hulls.values())
+        for at in range(len(some) - 1)
+    )
+    places, order = list(hulls), sorted(set(targets), reverse=True)
+    plans: dict[int, dict[Place, HeadPlan]] = {}
+    for target in order:
+        while total > target and steps:
+            _, index, at = steps.pop(0)
+            place = places[index]
+            some = hulls[place]
+            total -= some[at].bytes - some[at + 1].bytes
+            now[place] = at + 1
+        plans[target] = {place: hulls[place][at].plan for place, at in now.items()}
+    return [plans[target] for target in targets]
+
 
 #: What key heads may keep instead of everything, unless the caller says otherwise.
 PLANS = (
@@ -128,6 +388,7 @@ def budget(
         True
     """
     shares = _check(keep, max_loss, shares, plans)
+    asked = "0.5 (default)" if keep is None else f"{keep:g}"
     saving = Saving.to(save, resume=resume, overwrite=overwrite, endings=("", _COSTS, _REACH))
     whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
@@ -159,31 +420,42 @@ def budget(
     reach = read_reach(
         read, fitting, whole.shapes, saving.beside(_REACH), lambda tokens: told(tokens, 2)
     )
-    by_head = {
-        (one.module, one.head): tuple(map(sum, zip(one.slope, one.curvature, strict=True)))
-        for one in costs
-    }
-    options = options_of(whole.shapes, plans, by_head, n)
-    targets = [int(share * whole.full_bytes(n)) for share in shares]
+    options: dict[Place, list[Option]] = {}
+    for gate in costs:
+        shape = whole.shapes[gate.module]
+        options[gate.module, gate.head] = [Option(FULL, FULL.bytes(n, shape), 0.0)] + [
+            Option(plan, plan.bytes(n, shape), slope + curvature)
+            for plan, slope, curvature in zip(plans, gate.slope, gate.curvature, strict=True)
+        ]
     proposals = []
-    for rule, heads in propose(options, reach, targets):
+    for rule, heads in propose(options, reach, [int(s * whole.full_bytes(n)) for s in shares]):
         layers = {
             name: tuple(heads[name, head] for head in range(shape.heads))
             for name, shape in whole.shapes.items()
         }
-        proposals.append((rule, replace(whole, layers=layers)))
-    asked = "0.5 (default)" if keep is None else f"{keep:g}"
-    points, before = _measure(
-        read, deciding, proposals, asked, saving, lambda tokens: told(tokens, 3)
-    )
-    plan = _choose(points, n, keep, max_loss, len(deciding), whole)
-    found = next((one for one in points if one.plan == plan), None)
+        proposed = replace(whole, layers=layers)
+        proposals.append((rule, proposed.words, proposed))
+    different = {words: proposed for _, words, proposed in proposals}
+    settings = {**read.settings, "plans": list(different), "shown": {"plans": asked}}
+    measured = {}
+    with LossTable(settings, saving, "search for a plan to resume") as table:
+        for words, candidate in {"": None, **different}.items():
+            measured[words] = read_units(
+                read, deciding, table, words, partial(_loss, read, candidate),
+                lambda tokens: told(tokens, 3),
+            )  # fmt: skip
+    points = []
+    for rule, words, proposed in proposals:
+        delta, error = difference(measured[""], measured[words])
+        points.append(Point(rule, proposed, proposed.bytes(n), proposed.share(n), delta, error))
+    chosen = _choose(points, keep, max_loss, n, len(deciding))
+    plan = whole if chosen is None else chosen.plan
     recalled = _recall(model, deciding, n, plan, HeadPlan(key_bits=4, value_bits=4) in plans)
-    search = {
+    search: dict[str, Any] = {
         "n": n,
-        "mean_loss": before,
-        "delta": 0.0 if found is None else found.delta,
-        "error": 0.0 if found is None else found.error,
+        "mean_loss": mean_loss(measured[""]),
+        "delta": 0.0 if chosen is None else chosen.delta,
+        "error": 0.0 if chosen is None else chosen.error,
         "recall": {name: mean for name, (mean, _) in recalled.items()},
     }
     return Budget(
@@ -191,7 +463,7 @@ def budget(
         points=tuple(points),
         n=n,
         windows=len(deciding),
-        mean_loss=before,
+        mean_loss=search["mean_loss"],
         loss=read.loss.words,
         costs=costs,
         options=tuple(plans),
@@ -205,16 +477,15 @@ def _recall(
 ) -> dict[str, tuple[float, float]]:
     """Recall of spans planted in windows under a plan, with the full cache and in 4 bits."""
     batches = [turn.batch for unit in deciding[:_MOST_RECALLED] for turn in unit.turns]
-    rows = [one if isinstance(one, Tensor) else one.get("input_ids") for one in batches]
-    if n < _LEAST_RECALLED or any(one is None for one in rows):
+    ids = [batch if isinstance(batch, Tensor) else batch.get("input_ids") for batch in batches]
+    if n < _LEAST_RECALLED or any(rows is None for rows in ids):
         return {}
-    windows = torch.cat([one[:, :n] for one in rows if one is not None])
-    windows = windows.to(next(model.parameters()).device)
+    windows = torch.cat([rows[:, :n] for rows in ids]).to(next(model.parameters()).device)
     kept: dict[str, CachePlan | None] = {"plan": plan, "full": None}
     if four_bits:
         kept["4 bits"] = CachePlan.of(model, HeadPlan(key_bits=4, value_bits=4))
-    found = {name: recall(model, windows, one) for name, one in kept.items()}
-    return {name: (one.mean, one.error) for name, one in found.items()}
+    results = {name: recall(model, windows, keeping) for name, keeping in kept.items()}
+    return {name: (result.mean, result.error) for name, result in results.items()}
 
 
 def _check(
@@ -241,15 +512,15 @@ def _check(
 
 def _fitting(plans: Sequence[HeadPlan] | None, n: int) -> tuple[HeadPlan, ...]:
     """The plans, or those of :data:`PLANS` that keep less than n keys or round them."""
-    short = [one.kind != "streaming" or one.first + one.recent < n for one in plans or PLANS]
+    short = [plan.kind != "streaming" or plan.first + plan.recent < n for plan in plans or PLANS]
     if plans is None:
-        return tuple(one for one, fits in zip(PLANS, short, strict=True) if fits)
-    for plan, fits in zip(plans, short, strict=True):
-        if not fits:
-            raise ValueError(
-                f"plans must keep fewer keys than a window has, got first={plan.first} and "
-                f"recent={plan.recent} for windows of {n} tokens"
-            )
+        return tuple(plan for plan, fits in zip(PLANS, short, strict=True) if fits)
+    if not all(short):
+        wrong = plans[short.index(False)]
+        raise ValueError(
+            f"plans must keep fewer keys than a window has, got first={wrong.first} and "
+            f"recent={wrong.recent} for windows of {n} tokens"
+        )
     return tuple(plans)
 
 
@@ -265,68 +536,34 @@ def _alternative(plan: HeadPlan) -> Window | Alternative:
 # -- the losses of plans ---------------------------------------------------------------------------
 
 
-def _applied(model: torch.nn.Module, plan: CachePlan | None) -> AbstractContextManager[Any]:
-    """Context in which a model runs under a plan, as a mask where a mask expresses it."""
-    if plan is None:
-        return nullcontext()
-    kept = {head for heads in plan.layers.values() for head in heads}
-    if kept == {FULL}:
-        return nullcontext()
-    if any(head.kind == "dropped" or head.quantised for head in kept):
-        return plan.applied(model)
-    return apply(model, plan.law())
-
-
-def _measure(
-    read: Windows,
-    deciding: Sequence[Unit],
-    proposals: Sequence[tuple[str, CachePlan]],
-    asked: str,
-    saving: Saving,
-    advance: Callable[[int], object],
-) -> tuple[list[Point], float]:
-    """The loss of every proposal on the deciding windows, and the mean loss without a plan."""
-    different: dict[str, CachePlan | None] = {"": None}
-    different |= {plan.words: plan for _, plan in proposals}
-    settings = {**read.settings, "plans": [*different][1:], "shown": {"plans": asked}}
-    measured: dict[str, list[Reading]] = {}
-    with LossTable(settings, saving, "search for a plan to resume") as table:
-        for words, plan in different.items():
-
-            def loss(batch: dict[str, Any], plan: CachePlan | None = plan) -> Reading:
-                with evaluating(read.model), torch.no_grad(), _applied(read.model, plan):
-                    return Reading.of(read.loss.score(read.model, batch))
-
-            measured[words] = read_units(read, deciding, table, words, loss, advance)
-    n, before = read.lengths[-1], measured[""]
-    points = []
-    for rule, plan in proposals:
-        delta, error = difference(before, measured[plan.words])
-        points.append(Point(rule, plan, plan.bytes(n), plan.share(n), delta, error))
-    return points, mean_loss(before)
+def _loss(read: Windows, plan: CachePlan | None, batch: dict[str, Any]) -> Reading:
+    """The loss of a batch under a plan, as a mask where a mask expresses it."""
+    kept = set() if plan is None else {head for heads in plan.layers.values() for head in heads}
+    context: AbstractContextManager[Any] = nullcontext()
+    if plan is not None and any(head.kind == "dropped" or head.quantised for head in kept):
+        context = plan.applied(read.model)
+    elif plan is not None and kept != {FULL}:
+        context = apply(read.model, plan.law())
+    with evaluating(read.model), torch.no_grad(), context:
+        return Reading.of(read.loss.score(read.model, batch))
 
 
 def _choose(
-    points: Sequence[Point],
-    n: int,
-    keep: float | None,
-    max_loss: float | None,
-    windows: int,
-    whole: CachePlan,
-) -> CachePlan:
-    """The plan that was asked for: the least loss at a share, or the fewest bytes at a loss."""
-    if max_loss is None:
-        share = 0.5 if keep is None else keep
-        fitting = [one for one in points if one.share <= share]
-        least = min((one.share for one in points), default=1.0)
-        if not fitting:
-            raise ValueError(
-                f"keep={share!r} is not reached: the smallest plan of these heads takes "
-                f"{least:.3f} of the cache at {n} tokens; allow plans that keep less"
-            )
-        return min(fitting, key=lambda one: one.delta).plan
-    within = [one for one in points if one.delta + margin(one.error, windows) <= max_loss]
-    return min(within, key=lambda one: one.bytes).plan if within else whole
+    points: Sequence[Point], keep: float | None, max_loss: float | None, n: int, windows: int
+) -> Point | None:
+    """The least loss at a share, or the fewest bytes at a loss; None if that is the full cache."""
+    if max_loss is not None:
+        within = [one for one in points if one.delta + margin(one.error, windows) <= max_loss]
+        return min(within, key=lambda point: point.bytes, default=None)
+    share = 0.5 if keep is None else keep
+    fitting = [point for point in points if point.share <= share]
+    if not fitting:
+        least = min((point.share for point in points), default=1.0)
+        raise ValueError(
+            f"keep={share!r} is not reached: the smallest plan of these heads takes "
+            f"{least:.3f} of the cache at {n} tokens; allow plans that keep less"
+        )
+    return min(fitting, key=lambda point: point.delta)
 
 
 def rounded(x: Tensor, bits: int, *, along: str, group: int = 32) -> Tensor:

@@ -11,6 +11,18 @@ from acutance.caching.head_plan import HeadPlan
 from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
 from acutance.calibration.result import GateSlope
 from acutance.files import as_json, finite, write_text
+from acutance.report.plot_style import (
+    LIGHT,
+    Theme,
+    curves,
+    draw_line,
+    draw_marks,
+    label,
+    legend,
+    new_figure,
+    reference,
+    save,
+)
 from acutance.report.table import Cell, Column, Table
 from acutance.summary.layer import UNTRAINED
 
@@ -123,17 +135,9 @@ class Budget:
             "recall": finite({name: list(one) for name, one in self.recall.items()}),
             "full_bytes": self.plan.full_bytes(self.n),
             "points": [
-                {
-                    "rule": one.rule,
-                    "plan": one.plan.name,
-                    "bytes": one.bytes,
-                    "share": one.share,
-                    "delta": one.delta,
-                    "error": finite(one.error),
-                    "frontier": one in frontier,
-                    "chosen": one == chosen,
-                }
-                for one in self.points
+                finite(vars(point) | {"plan": point.plan.name})
+                | {"frontier": point in frontier, "chosen": point == chosen}
+                for point in self.points
             ],
             "options": [asdict(one) for one in self.options],
             "costs": [finite(asdict(one)) for one in self.costs],
@@ -174,3 +178,43 @@ def sentences(found: Budget) -> Iterator[str]:
         f"± is a standard error over {found.windows} windows, whose derivatives were not read. "
         "They chose among the plans: judge the plan on other text."
     )
+
+
+def draw(found: Budget, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
+    """Draw loss against bytes: every measured plan by its rule, and a line along the frontier.
+
+    Args:
+        found: a search.
+        path: a .png or .svg file.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for another ending.
+    """
+    rules = list(dict.fromkeys(one.rule for one in found.points))
+    figure, [axes] = new_figure(
+        "Loss against bytes of the key-value cache",
+        f"Each mark is a plan, with its standard error over {found.windows} windows of {found.n:,} "
+        f"tokens. Mean loss with the full cache: {found.mean_loss:.3f} nat.",
+        theme=theme,
+    )
+    styles = curves(len(rules) + 1, theme)
+    front = [(100.0, 0.0)] + [(100 * one.share, one.delta) for one in found.frontier]
+    draw_line(axes, [x for x, _ in front], [y for _, y in front], styles[-1], "frontier")
+    for rule, style in zip(rules, styles, strict=False):
+        some = [one for one in found.points if one.rule == rule]
+        draw_marks(
+            axes, [100 * one.share for one in some], [one.delta for one in some], style, rule,
+            error=[one.error for one in some],
+        )  # fmt: skip
+    if (chosen := found.chosen) is not None:
+        axes.annotate(
+            "chosen", (100 * chosen.share, chosen.delta), xytext=(-10, 0), ha="right", va="center",
+            textcoords="offset points", color=theme.ink, fontsize=9,
+        )  # fmt: skip
+    reference(axes, theme, y=0.0)
+    axes.set_xlim(0, 103)
+    label(axes, x="bytes, % of the full 16-bit cache", y="rise of the loss, nat a token")
+    legend(axes, theme, where="upper right")
+    save(figure, path)

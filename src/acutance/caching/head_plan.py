@@ -1,14 +1,137 @@
-"""HeadPlan: what one key head keeps in a key-value cache, and its bytes."""
+"""What one key head keeps in a key-value cache, its bytes, and the shapes of a model's cache."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
-from acutance.caching.layer_shapes import LayerShape
+import torch
+
+from acutance.capture.find_layers import (
+    attention_layers,
+    class_name,
+    named_modules,
+    unwrap,
+    uses_interface,
+)
+from acutance.capture.model_cache import cache_argument, returned_cache
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.shapes import check_count
+
+
+class PlanError(ValueError):
+    """A plan cannot be read or does not fit the model, or the model has no cache to plan."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads and widths of one layer's cache.
+
+    Attributes:
+        heads: key heads.
+        query_heads: query heads, a multiple of the key heads.
+        key_width: numbers of one key.
+        value_width: numbers of one value.
+
+    Raises:
+        ValueError: if a number is below 1, or key heads do not divide query heads.
+    """
+
+    heads: int
+    query_heads: int
+    key_width: int
+    value_width: int
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            check_count(part.name, getattr(self, part.name), 1)
+        if self.query_heads % self.heads:
+            raise ValueError(
+                f"query_heads must be a multiple of heads, got {self.query_heads} and {self.heads}"
+            )
+
+    @property
+    def queries_per_key(self) -> int:
+        """Query heads that share one key head."""
+        return self.query_heads // self.heads
+
+
+def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
+    """Heads and widths of each layer's cache, by module name.
+
+    Args:
+        model: a causal language model of transformers, with or without its head.
+
+    Raises:
+        PlanError: if the model is no causal decoder of transformers, its attention does not go
+            through transformers' interface, or a layer's cache has a sliding window or a recurrent
+            state.
+        TypeError: if it is not a module.
+
+    Example:
+        >>> from acutance.reproduce import decoder
+        >>> list(cache_shapes(decoder()).items())[0]
+        ('model.layers.0.self_attn', LayerShape(heads=..., query_heads=..., ...))
+    """
+    check_model(model)
+    name, inner = class_name(model), unwrap(model)
+    shapes: dict[torch.nn.Module, LayerShape] = {}
+
+    def note(call: InterfaceCall, run: Callable[[], Any]) -> Any:
+        module, query, key, value, _ = call.positional()
+        shapes[module] = LayerShape(key.shape[1], query.shape[1], key.shape[3], value.shape[3])
+        return run()
+
+    device = next((part.device for part in inner.parameters()), None)
+    training = inner.training
+    inner.eval()
+    try:
+        with huggingface.intercept(note), torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            cache = returned_cache(inner(input_ids=token, use_cache=True))
+    finally:
+        inner.train(training)
+    if cache is None or not shapes or cache.get_seq_length() != 1:
+        raise PlanError(f"{name} has no key-value cache: it returns none with use_cache=True")
+    names = {id(module): place for place, module in named_modules(model)}
+    return {names[id(module)]: shape for module, shape in shapes.items()}
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise unless a model's configuration is that of a decoder whose cache can be planned.
+
+    Raises:
+        PlanError: as :func:`cache_shapes`.
+        TypeError: if it is not a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    name, inner = class_name(model), unwrap(model)
+    config: Any = getattr(inner, "config", None)
+    takes = inspect.signature(inner.forward).parameters
+    if config is None or cache_argument(takes) is None or "input_ids" not in takes:
+        raise PlanError(f"{name} has no key-value cache: its forward method takes none")
+    if getattr(config, "is_encoder_decoder", False):
+        raise PlanError(f"the cache of {name} cannot be planned: it is an encoder-decoder")
+    by_hand = [name for name, layer in attention_layers(model).items() if not uses_interface(layer)]
+    if by_hand:
+        raise PlanError(
+            f"the cache of {name} cannot be planned: {by_hand[0]} does not use transformers' "
+            "attention interface"
+        )
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
+    if other := next((kind for kind in kinds if kind is not DynamicLayer), None):
+        raise PlanError(
+            f"the cache of {name} cannot be planned: a layer has a {other.__name__}, not a cache "
+            "of all keys"
+        )
+
 
 Kind = Literal["full", "streaming", "dropped"]
 Bits = Literal[16, 8, 4, 2]
@@ -171,27 +294,3 @@ def quantised_groups(n: int, group: int, residual: int) -> int:
 def value_groups(width: int, group: int) -> int:
     """Number of scales of one token's value: groups of channels, or one if they do not divide."""
     return width // group if width % group == 0 else 1
-
-
-class Plan(Protocol):
-    """What a cache reads of a :class:`~acutance.CachePlan`."""
-
-    @property
-    def shapes(self) -> Mapping[str, LayerShape]:
-        """Heads and widths of each layer, by module name."""
-
-    @property
-    def layers(self) -> Mapping[str, tuple[HeadPlan, ...]]:
-        """What each key head keeps, by module name."""
-
-    @property
-    def group(self) -> int:
-        """Tokens, or channels, that share a scale."""
-
-    @property
-    def residual(self) -> int:
-        """Newest tokens that are never quantised."""
-
-    @property
-    def search(self) -> Mapping[str, Any] | None:
-        """The length and the results of the search for it; None if it was not searched for."""

@@ -1,22 +1,35 @@
-"""CachePlan: what each key head of one model keeps in its key-value cache; a JSON file holds it."""
+"""CachePlan: what each key head of a model keeps in its cache; its files, ours and other tools'."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import torch
 
-from acutance.caching.head_plan import FULL, HeadPlan, Kind
-from acutance.caching.layer_shapes import LayerShape, PlanError, cache_shapes, check_model
+from acutance.caching.head_plan import (
+    FULL,
+    HeadPlan,
+    Kind,
+    LayerShape,
+    PlanError,
+    cache_shapes,
+    check_model,
+)
 from acutance.calibration.law import Identity, names_in
+from acutance.capture.find_layers import class_name
 from acutance.capture.layer_choice import choose_layers
-from acutance.files import as_json, write_text
+from acutance.escapes import ranges
+from acutance.files import as_json, check_regular, write_text
 from acutance.from_json import checked, read_json, sealed_json
 from acutance.scaling import Window
 from acutance.shapes import check_count
@@ -24,7 +37,6 @@ from acutance.shapes import check_count
 if TYPE_CHECKING:
     from acutance.caching.run_plan import AppliedPlan
 
-__all__ = ["CachePlan"]
 
 SCHEMA = "acutance.cache_plan/1"
 #: Of files that :meth:`acutance.caching.Budget.to_json` writes, with a plan inside.
@@ -120,22 +132,23 @@ class CachePlan:
         rest = FULL if rest is None else rest
         if isinstance(heads, HeadPlan):
             rest, heads = heads, None
-        found = {name: [rest] * shape.heads for name, shape in shapes.items()}
-        for place, one in ({} if heads is None else heads).items():
-            pair = isinstance(place, tuple) and len(place) == 2
-            layer, head = place if pair else (place, None)
-            if not isinstance(one, HeadPlan):
-                raise TypeError(f"a plan's heads must be HeadPlan, got {type(one).__name__}")
+        layers = {name: [rest] * shape.heads for name, shape in shapes.items()}
+        for place, kept in (heads or {}).items():
+            layer, head = place if isinstance(place, tuple) and len(place) == 2 else (place, None)
+            if not isinstance(kept, HeadPlan):
+                raise TypeError(f"a plan's heads must be HeadPlan, got {type(kept).__name__}")
             for name in choose_layers(model, layer, "layer"):
                 if name not in shapes:
                     raise ValueError(f"{name} has no key-value cache")
                 count = shapes[name].heads
-                if head is not None and check_count("head", head, 0) >= count:
+                if head is None:
+                    layers[name] = [kept] * count
+                elif check_count("head", head, 0) >= count:
                     raise ValueError(f"there is no key head {head}: {name} has {count} key heads")
-                for index in range(count) if head is None else [head]:
-                    found[name][index] = one
-        layers = {name: tuple(kept) for name, kept in found.items()}
-        return cls(Identity.of(model), shapes, layers, group, residual)
+                else:
+                    layers[name][head] = kept
+        frozen = {name: tuple(kept) for name, kept in layers.items()}
+        return cls(Identity.of(model), shapes, frozen, group, residual)
 
     # -- bytes ------------------------------------------------------------------------------------
 
@@ -146,11 +159,11 @@ class CachePlan:
             n: tokens in the cache.
             itemsize: bytes of a number that is not quantised: 2 in 16-bit dtypes, 4 in float32.
         """
-        total = 0
-        for name, heads in self.layers.items():
-            for head, count in Counter(heads).items():
-                total += count * self.head_bytes(name, head, n, itemsize)
-        return total
+        return sum(
+            count * self.head_bytes(name, head, n, itemsize)
+            for name, heads in self.layers.items()
+            for head, count in Counter(heads).items()
+        )
 
     def head_bytes(self, module: str, head: HeadPlan, n: int, itemsize: int = 2) -> int:
         """Bytes of a key head of a layer after n tokens, if it keeps what ``head`` says."""
@@ -185,20 +198,20 @@ class CachePlan:
         Raises:
             ValueError: if heads are dropped or quantised, which no window can express.
         """
-        found = {}
+        windows = {}
         for name, heads in self.layers.items():
             share = self.shapes[name].queries_per_key
-            for head, one in enumerate(heads):
-                if one.kind == "dropped" or one.quantised:
-                    what = "dropped" if one.kind == "dropped" else "quantised"
+            for head, kept in enumerate(heads):
+                if kept.kind == "dropped" or kept.quantised:
+                    what = "dropped" if kept.kind == "dropped" else "quantised"
                     raise ValueError(
                         f"key head {head} of {name} is {what}, which a window cannot express; "
                         "apply the plan itself"
                     )
-                if one.kind == "streaming":
-                    window = Window(one.recent, sinks=one.first)
-                    found.update({(name, head * share + i): window for i in range(share)})
-        return found
+                if kept.kind == "streaming":
+                    window = Window(kept.recent, sinks=kept.first)
+                    windows.update({(name, head * share + i): window for i in range(share)})
+        return windows
 
     # -- what judge and apply ask for -------------------------------------------------------------
 
@@ -289,8 +302,6 @@ class CachePlan:
 
         See :func:`acutance.caching.export_plan`, which returns what the format cannot express.
         """
-        from acutance.caching.export_plan import export_plan
-
         return export_plan(self, name, path)
 
     @classmethod
@@ -345,3 +356,473 @@ class CachePlan:
             Identity.from_dict(record["model"]), shapes, layers, record["group"],
             record["residual"], search,
         )  # fmt: skip
+
+
+#: Files of a folder that DuoAttention loads.
+TABLE, SETTINGS = "full_attention_heads.tsv", "config.json"
+
+
+#: Picks key heads of a plan, by the module name of their layer and what they keep.
+_Pick = Callable[[str, HeadPlan], bool]
+#: Text by file name ("" for the path itself), and what is lost.
+_Export = tuple[dict[str, str], list[str]]
+
+
+def export_plan(plan: CachePlan, name: str, path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Write a plan in another tool's format.
+
+    Args:
+        plan: to write.
+        name: of the format, one of :data:`EXPORTS`.
+        path: the file to write; for ``duo_attention`` a directory, which is made if it is missing.
+
+    Returns:
+        What the format cannot express, one sentence for each kind of loss, with the heads as
+        LAYER.HEAD; empty if it expresses the whole plan.
+
+    Raises:
+        OSError: if the file cannot be written.
+        PlanError: if the format has no place for a plan of this shape.
+        ValueError: if there is no such format.
+    """
+    check_export(name)
+    files, lost = EXPORTS[name](plan)
+    target = Path(path)
+    if "" not in files:
+        target.mkdir(exist_ok=True)
+    for part, text in files.items():
+        write_text(target / part if part else target, text)
+    return tuple(lost)
+
+
+def check_export(name: str) -> None:
+    """Raise ValueError unless there is an export format of this name."""
+    if name not in EXPORTS:
+        known = ", ".join(EXPORTS)
+        raise ValueError(f"export: there is no format {name!r:.60}; the formats are {known}")
+
+
+# -- heads as text ---------------------------------------------------------------------------------
+
+
+def places(plan: CachePlan, pick: _Pick) -> str:
+    """The key heads for which ``pick`` is true, in words, as LAYER.HEAD; "" if it is for none.
+
+    Example:
+        >>> from acutance import CachePlan
+        >>> from acutance.reproduce import decoder
+        >>> plan = CachePlan.of(decoder(), {0: HeadPlan("dropped"), (1, 1): HeadPlan("dropped")})
+        >>> places(plan, lambda layer, head: head.kind == "dropped")
+        'Key heads 1.1 and all of layer 0'
+    """
+    layers: list[int] = []
+    single: list[str] = []
+    for layer, (name, heads) in enumerate(plan.layers.items()):
+        picked = [index for index, head in enumerate(heads) if pick(name, head)]
+        if len(picked) == len(heads):
+            layers.append(layer)
+        else:
+            single += [f"{layer}.{index}" for index in picked]
+    heads_of = f"Key heads {', '.join(single)}"
+    all_of = f"of {ranges(layers, 'layer')}"
+    if not layers or not single:
+        return heads_of if single else f"All key heads {all_of}" if layers else ""
+    return f"{heads_of} and all {all_of}"
+
+
+def _lost(plan: CachePlan, reasons: Mapping[str, _Pick]) -> list[str]:
+    """For each reason why heads lose something, a sentence with the heads, if there are any."""
+    heads = {reason: places(plan, pick) for reason, pick in reasons.items()}
+    return [f"{where} {reason}." for reason, where in heads.items() if where]
+
+
+def _quantised(_: str, head: HeadPlan) -> bool:
+    return head.quantised
+
+
+def _dropped(_: str, head: HeadPlan) -> bool:
+    return head.kind == "dropped"
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def _export_kvpress(plan: CachePlan) -> _Export:
+    """A Python file with a press for kvpress."""
+
+    def kept(head: HeadPlan) -> str:
+        return "None" if head.kind == "full" else f"({head.first}, {head.recent})"
+
+    rows = [f"    [{', '.join(map(kept, heads))}]," for heads in plan.layers.values()]
+    lost = _lost(
+        plan,
+        {
+            "keep 16 bits, as kvpress does not round single heads": _quantised,
+            "read the row's own key and value instead of nothing": _dropped,
+        },
+    )
+    lost.append(
+        "kvpress reads the prompt with full attention, and masks the keys that heads drop instead "
+        "of removing them, so the cache keeps its size."
+    )
+    return {"": _PRESS.replace("    # heads", "\n".join(rows))}, lost
+
+
+def _export_duo_attention(plan: CachePlan) -> _Export:
+    """DuoAttention's table of full-attention heads, with the sizes of streaming heads."""
+    counts = sorted({len(heads) for heads in plan.layers.values()})
+    if len(counts) > 1:
+        raise PlanError(
+            "DuoAttention's table needs the same number of key heads in all layers, and this "
+            f"plan's layers have {' or '.join(map(str, counts))}"
+        )
+    streaming = [one for heads in plan.layers.values() for one in heads if one.kind == "streaming"]
+    first = max((head.first for head in streaming), default=0)
+    recent = max((head.recent for head in streaming), default=1)
+    table = "".join(
+        "\t".join("1.0" if head.kind == "full" else "0.0" for head in heads) + "\n"
+        for heads in plan.layers.values()
+    )
+    kept = f"keep {first} first and {recent} recent keys"
+    lost = {
+        "keep 16 bits, as the table has no precisions": _quantised,
+        f"{kept} instead of nothing": _dropped,
+        f"{kept}, more than planned, as the table has one size for all streaming heads": (
+            lambda _, head: (
+                head.kind == "streaming" and (head.first, head.recent) != (first, recent)
+            )
+        ),
+    }
+    sizes = as_json({"sink_size": first, "recent_size": recent})
+    return {TABLE: table, SETTINGS: f"{sizes}\n"}, _lost(plan, lost)
+
+
+def _export_layer_types(plan: CachePlan) -> _Export:
+    """``layer_types`` and ``sliding_window`` of a transformers configuration, as JSON."""
+    sliding = {
+        name: heads
+        for name, heads in plan.layers.items()
+        if all(head.kind == "streaming" for head in heads)
+    }
+    recent = max((head.recent for heads in sliding.values() for head in heads), default=1)
+    types = ["sliding_attention" if name in sliding else "full_attention" for name in plan.layers]
+    record = {
+        "layer_types": types,
+        "sliding_window": recent if sliding else None,
+        "use_sliding_window": bool(sliding),
+    }
+    lost = {
+        "keep 16 bits, as layer_types has no precisions": _quantised,
+        "keep all keys, as layer_types drops no heads": _dropped,
+        "keep all keys, as layer_types lets only whole layers stream": (
+            lambda name, head: head.kind == "streaming" and name not in sliding
+        ),
+        "lose their first keys, as a sliding window keeps only recent ones": (
+            lambda name, head: name in sliding and head.first > 0
+        ),
+        f"keep {recent} recent keys, more than planned, as there is one sliding_window": (
+            lambda name, head: name in sliding and head.recent != recent
+        ),
+    }
+    text = as_json(record, indent=1) + "\n"
+    return {"": text}, _lost(plan, lost) + _ignored(plan.model.architecture)
+
+
+def _ignored(architecture: str) -> list[str]:
+    """A sentence if the installed transformers does not read layer_types for this class."""
+    import transformers
+
+    kind = getattr(transformers, architecture, None)
+    source = None if kind is None else inspect.getsourcefile(kind)
+    if source is None or "layer_types" in Path(source).read_text(encoding="utf-8"):
+        return []
+    return [
+        f"{architecture} of transformers {transformers.__version__} ignores layer_types: the file "
+        "is of use only for a class that reads it, such as Qwen2ForCausalLM."
+    ]
+
+
+#: Formats by name: what makes the texts of their files, and the sentences about what is lost.
+EXPORTS: dict[str, Callable[[CachePlan], _Export]] = {
+    "kvpress": _export_kvpress,
+    "duo_attention": _export_duo_attention,
+    "layer_types": _export_layer_types,
+}
+
+_PRESS = '''"""A cache plan as a press for kvpress (written for 0.5.5).
+
+Enter the press around the whole generation, for one sequence without padding:
+
+    with press(model):
+        model.generate(...)
+
+kvpress's pipeline enters it for the prompt alone; then heads also keep every key generated later.
+"""
+
+import torch
+from kvpress import BasePress
+
+#: First and recent keys that each key head of each layer keeps; None is all of them.
+HEADS = [
+    # heads
+]
+
+
+class CachePlanPress(BasePress):
+    """Masks the keys that heads drop, for every token after the prompt."""
+
+    def post_init_from_model(self, model):
+        """Refuse a model with other layers or key heads."""
+        config = model.config
+        layers = config.num_hidden_layers
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if layers != len(HEADS) or any(heads != len(layer) for layer in HEADS):
+            raise ValueError(
+                f"the plan has {len(HEADS)} layers of {len(HEADS[0])} key heads, but "
+                f"{type(model).__name__} has {layers} of {heads}"
+            )
+        if config._attn_implementation == "eager":
+            raise ValueError("kvpress masks no keys of single heads in eager attention")
+
+    def forward_hook(self, module, input, kwargs, output):
+        """After a layer has run, mask what its next token does not read."""
+        cache = kwargs["cache" if "cache" in kwargs else "past_key_values"]
+        keys = cache.layers[module.layer_idx].keys
+        stored = keys.shape[2]
+        masked = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
+        for head, kept in enumerate(HEADS[module.layer_idx]):
+            if kept is not None:
+                first, recent = kept  # the next token's own key is one of the recent ones
+                masked[:, head, first : max(first, stored - max(recent - 1, 0))] = True
+        module.masked_key_indices = torch.nonzero(masked, as_tuple=True)
+        return output
+
+
+press = CachePlanPress()
+'''
+
+
+#: Bytes of a table.
+_LARGEST = 16 << 20
+_OPTION = re.compile(r"(threshold|sparsity|first|recent)=([^,=]*)")
+
+
+@dataclass(frozen=True)
+class ForeignPlan:
+    """A plan of another tool, which fits any model with as many layers and key heads.
+
+    Attributes:
+        name: what it was read from, as ``duo_attention:DIR``.
+        layers: what the key heads of each layer keep; one entry where all heads of it are the same.
+    """
+
+    name: str
+    layers: tuple[tuple[HeadPlan, ...] | HeadPlan, ...]
+
+    @property
+    def words(self) -> str:
+        """A text with a digest of the plan; different plans have different ones."""
+        record = [
+            asdict(part) if isinstance(part, HeadPlan) else [asdict(one) for one in part]
+            for part in self.layers
+        ]
+        return f"imported plan {hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]}"
+
+    def plan(self, model: torch.nn.Module) -> CachePlan:
+        """The plan for a model.
+
+        Raises:
+            PlanError: if the model has other layers or key heads, or no cache to plan.
+        """
+        whole = CachePlan.of(model)
+        counts = [len(heads) for heads in whole.layers.values()]
+        fits = len(counts) == len(self.layers) and all(
+            isinstance(part, HeadPlan) or len(part) == count
+            for part, count in zip(self.layers, counts, strict=False)
+        )
+        if not fits:
+            heads = sorted({len(part) for part in self.layers if not isinstance(part, HeadPlan)})
+            mine = f" of {_either(heads)} key heads" if heads else ""
+            theirs = f" of {_either(sorted(set(counts)))}" if heads else ""
+            raise PlanError(
+                f"{self.name} is for a model of {len(self.layers)} layers{mine}, but "
+                f"{class_name(model)} has {len(counts)} layers{theirs}"
+            )
+        layers = {
+            name: (part,) * len(heads) if isinstance(part, HeadPlan) else part
+            for (name, heads), part in zip(whole.layers.items(), self.layers, strict=True)
+        }
+        return CachePlan(whole.model, whole.shapes, layers)
+
+    def applied(self, model: torch.nn.Module) -> AppliedPlan:
+        """Run a model under the plan, see :meth:`acutance.CachePlan.applied`."""
+        return self.plan(model).applied(model)
+
+
+def import_plan(source: str | os.PathLike[str], model: torch.nn.Module) -> CachePlan:
+    """Read a plan for a model from a file of acutance or of another tool.
+
+    Args:
+        source: one of
+
+            * a file that :meth:`acutance.CachePlan.save` wrote;
+            * ``duo_attention:DIR``, a directory with DuoAttention's ``full_attention_heads.tsv``, a
+              value in [0, 1] for each key head, and ``config.json``; or such a table, with
+              ``,first=N,recent=N``. Heads above 0.5, or ``,threshold=X``, are full, and the rest
+              stream; with ``,sparsity=X`` the share X of the heads with the least values streams;
+            * ``layer_types:FILE``, the ``config.json`` of a transformers model: layers of
+              ``sliding_attention`` stream with ``sliding_window`` recent keys.
+        model: a causal language model of transformers.
+
+    Raises:
+        OSError: if a file cannot be read.
+        PlanError: if a file is no plan, or is the plan of another model.
+        ValueError: if an option is wrong.
+
+    Example:
+        >>> import tempfile
+        >>> from acutance.reproduce import decoder
+        >>> plan = CachePlan.of(decoder(), {1: HeadPlan("streaming", first=4, recent=60)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lost = plan.export("duo_attention", folder)
+        ...     import_plan(f"duo_attention:{folder}", decoder()) == plan
+        True
+    """
+    foreign = read_foreign(os.fspath(source))
+    return CachePlan.load(source).check(model) if foreign is None else foreign.plan(model)
+
+
+def read_foreign(text: str) -> ForeignPlan | None:
+    """The plan of another tool that a text names; None if it begins with none of their names.
+
+    Raises:
+        OSError: if a file cannot be read.
+        PlanError: if a file is no plan.
+        ValueError: if an option is wrong.
+    """
+    name, colon, rest = text.partition(":")
+    if not colon or name not in IMPORTS or os.path.exists(text):
+        return None
+    path, options = rest, {}
+    while match := re.search(rf",{_OPTION.pattern}$", path):
+        path = path[: match.start()]
+        options[match[1]] = match[2]
+    try:
+        return ForeignPlan(text, IMPORTS[name](Path(path), options))
+    except PlanError as error:
+        raise PlanError(f"{text}: {error}") from error
+
+
+_Layers = tuple[tuple[HeadPlan, ...] | HeadPlan, ...]
+
+
+def _import_duo_attention(path: Path, options: dict[str, str]) -> _Layers:
+    """The heads of DuoAttention's table."""
+    if not path.exists():
+        raise PlanError(f"there is no file or directory at {path}")
+    folder = path.is_dir()
+    table = path / TABLE if folder else path
+    settings = (path if folder else path.parent) / SETTINGS
+    sizes = {"sink_size": options.get("first"), "recent_size": options.get("recent")}
+    if None in sizes.values():
+        if not settings.is_file():
+            raise PlanError(
+                f"the table has no sizes of streaming heads and there is no {settings.name}: add "
+                ",first=N,recent=N"
+            )
+        record = _json(settings)
+        sizes = {part: record.get(part) if one is None else one for part, one in sizes.items()}
+    first = check_count("first", _whole("first", sizes["sink_size"]), 0)
+    recent = check_count("recent", _whole("recent", sizes["recent_size"]), 1)
+    values = _values(table)
+    if "threshold" in options and "sparsity" in options:
+        raise ValueError("duo_attention: give threshold or sparsity, not both")
+    if "sparsity" in options:
+        share = _number("sparsity", options["sparsity"])
+        count = round(share * values.size)
+        order = np.argsort(values, axis=None, kind="stable")
+        rank = np.argsort(order, kind="stable").reshape(values.shape)
+        full: list[list[bool]] = (rank >= count).tolist()
+    else:
+        full = (values > _number("threshold", options.get("threshold", "0.5"))).tolist()
+    streaming = HeadPlan("streaming", first=first, recent=recent)
+    return tuple(tuple(HeadPlan() if one else streaming for one in row) for row in full)
+
+
+def _values(path: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The numbers of a tab-separated table, one line for each layer."""
+    check_regular(path)
+    if path.stat().st_size > _LARGEST:
+        raise PlanError(f"{path.name} is larger than {_LARGEST >> 20} MiB")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [[float(one) for one in line.split("\t")] for line in lines if line.strip()]
+    except ValueError as error:
+        raise PlanError(f"{path.name} must be numbers separated by tabs: {error}") from None
+    if not rows or len({len(row) for row in rows}) > 1:
+        raise PlanError(
+            f"{path.name} must have one line for each layer, all of as many key heads, got lines "
+            f"of {_either(sorted({len(row) for row in rows})) or 'none'}"
+        )
+    values = np.array(rows)
+    if not np.isfinite(values).all():
+        raise PlanError(f"{path.name} must have finite numbers")
+    return values
+
+
+def _import_layer_types(path: Path, options: dict[str, str]) -> _Layers:
+    """The layers of a transformers configuration."""
+    if options:
+        raise ValueError(f"layer_types has no option {next(iter(options))}")
+    record = _json(path)
+    types, window = record.get("layer_types"), record.get("sliding_window") or 0
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or not types or not all(isinstance(one, str) for one in types):
+        raise PlanError(f"{path.name} has no list layer_types")
+    if unknown := sorted(set(types) - known):
+        raise PlanError(f"a cache plan cannot express layers of {unknown[0]!r:.60}")
+    slides = "sliding_attention" in types
+    if slides and (type(window) is not int or window < 1):
+        raise PlanError(f"sliding_window of {path.name} must be at least 1, got {window!r:.60}")
+    streaming = HeadPlan("streaming", recent=window) if slides else HeadPlan()
+    return tuple(streaming if one == "sliding_attention" else HeadPlan() for one in types)
+
+
+#: Readers by the name before the colon.
+IMPORTS: dict[str, Callable[[Path, dict[str, str]], _Layers]] = {
+    "duo_attention": _import_duo_attention,
+    "layer_types": _import_layer_types,
+}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The record of a JSON file."""
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise PlanError(f"{path.name}: {error}") from None
+
+
+def _whole(name: str, value: object) -> int:
+    """A whole number from an option or a file."""
+    if type(value) is int:
+        return value
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    raise PlanError(f"{name} must be a whole number, got {value!r:.60}")
+
+
+def _number(name: str, text: str) -> float:
+    """A number in [0, 1] from an option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"duo_attention: {name} must be a number in [0, 1], got {text!r:.60}")
+    return value
+
+
+def _either(numbers: list[int]) -> str:
+    """``2 or 3``."""
+    return " or ".join(map(str, numbers))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from acutance.caching.head_plan import FULL, HeadPlan
-from acutance.caching.layer_shapes import PlanError
+from acutance.caching.head_plan import FULL, HeadPlan, PlanError
 from acutance.caching.plan import CachePlan
 from acutance.from_json import checked, read_json
 from acutance.report.table import Column, Table
@@ -95,9 +94,31 @@ def plan_record(
             )
     first_of: dict[str, int] = {}
     key_heads: list[dict[str, Any]] = []
-    for module, kept in plan.layers.items():
+    for module, heads in plan.layers.items():
         first_of[_short(module)] = len(key_heads)
-        key_heads += [_key_head(plan, module, head, n, costs) for head in range(len(kept))]
+        group = plan.shapes[module].queries_per_key
+        for head, kept in enumerate(heads):
+            known = {} if costs is None else costs.heads.get((module, head), {})
+            cost = None if costs is None else costs.of(module, head, kept)
+            key_heads.append(
+                {
+                    "head": head,
+                    "queries": [head * group, (head + 1) * group - 1],
+                    "keeps": kept.words,
+                    "share": plan.head_share(module, kept, n),
+                    "cost": None if cost is None else list(cost),
+                    "options": [
+                        {
+                            "keeps": option.words,
+                            "share": plan.head_share(module, option, n),
+                            "first": first,
+                            "second": second,
+                            "chosen": option == kept,
+                        }
+                        for option, (first, second) in known.items()
+                    ],
+                }
+            )
     return {
         "name": plan.name,
         "n": n,
@@ -109,32 +130,6 @@ def plan_record(
             first_of[_short(module)] + number // planned[_short(module)].queries_per_key
             for module, numbers in layers
             for number in numbers
-        ],
-    }
-
-
-def _key_head(
-    plan: CachePlan, module: str, head: int, n: int, costs: Costs | None
-) -> dict[str, Any]:
-    """What one key head keeps, its share of its full bytes, and its costs."""
-    kept, shape = plan.layers[module][head], plan.shapes[module]
-    known = {} if costs is None else costs.heads.get((module, head), {})
-    cost = None if costs is None else costs.of(module, head, kept)
-    return {
-        "head": head,
-        "queries": [head * shape.queries_per_key, (head + 1) * shape.queries_per_key - 1],
-        "keeps": kept.words,
-        "share": plan.head_share(module, kept, n),
-        "cost": None if cost is None else list(cost),
-        "options": [
-            {
-                "keeps": option.words,
-                "share": plan.head_share(module, option, n),
-                "first": first,
-                "second": second,
-                "chosen": option == kept,
-            }
-            for option, (first, second) in known.items()
         ],
     }
 

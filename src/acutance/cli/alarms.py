@@ -37,8 +37,7 @@ def alarms(options: AlarmsOptions) -> None:
         raise typer.BadParameter(
             f"must be a number above 0, got {options.false_alarms:g}", param_hint="--false-alarms"
         )
-    from acutance.training.replay import read_log, replay
-    from acutance.training.replay_figure import draw_replay
+    from acutance.training.replay import draw_replay, read_log, replay
 
     with misuse():
         replayed = replay(read_log(options.log), false_alarms=options.false_alarms)

@@ -65,7 +65,7 @@ def budget(options: BudgetOptions) -> None:
     """Find what each key-value head must keep in the cache, for a given size or loss."""
     if options.lengths is not None and len(options.lengths) > 1:
         raise typer.BadParameter("a plan is for one length", param_hint="--lengths")
-    from acutance.caching.figure import draw
+    from acutance.caching.frontier import draw
 
     result = _search(options)
     plan = options.out, result.plan.save
@@ -76,7 +76,7 @@ def _search(options: BudgetOptions) -> "Budget":
     """Load the model, read the texts, and search; progress is shown on standard error."""
     from acutance.caching import HeadPlan
     from acutance.caching.find_plan import budget as search
-    from acutance.caching.layer_shapes import check_model
+    from acutance.caching.head_plan import check_model
     from acutance.judging.judge_model import loss_of
 
     pairs = options.streaming or []

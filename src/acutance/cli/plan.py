@@ -52,7 +52,7 @@ class PlanOptions(cli.ModelOptions):
 @cli.command(PlanOptions, {cli.READ: "model", cli.WRITE: "export"})
 def plan(options: PlanOptions) -> None:
     """Show what each key head keeps in the cache under a plan, and convert it for other tools."""
-    from acutance.caching.export_plan import TABLE, check_export, export_plan
+    from acutance.caching.plan import TABLE, check_export, export_plan
     from acutance.caching.plan_record import plan_table, read_costs
 
     exports = options.export or {}
@@ -84,8 +84,7 @@ def plan(options: PlanOptions) -> None:
 
 def _read(options: PlanOptions) -> "CachePlan":
     """The plan, checked against the model if there is one."""
-    from acutance.caching.import_plan import IMPORTS, import_plan
-    from acutance.caching.plan import CachePlan
+    from acutance.caching.plan import IMPORTS, CachePlan, import_plan
 
     if options.model is not None:
         return import_plan(options.plan, options.load(head=True).model)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.caching.import_plan import ForeignPlan
-from acutance.caching.plan import CachePlan
+from acutance.caching.plan import CachePlan, ForeignPlan
 from acutance.calibration.apply_law import ApplyError
 from acutance.calibration.law import longest, positions_are_learned
 from acutance.calibration.loss_table import LossTable, Saving

@@ -18,8 +18,7 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 
-from acutance.caching.import_plan import IMPORTS, ForeignPlan, read_foreign
-from acutance.caching.plan import BUDGET_SCHEMA, CachePlan
+from acutance.caching.plan import BUDGET_SCHEMA, IMPORTS, CachePlan, ForeignPlan, read_foreign
 from acutance.caching.plan import SCHEMA as PLAN_SCHEMA
 from acutance.calibration import apply_law
 from acutance.calibration.apply_law import Applied, AppliedChange, ApplyError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from acutance.training.alarms import Alarm, AttentionWarning
-from acutance.training.logs import MonitorRecord
 from acutance.training.losses import (
     ClampedTemperature,
     ContrastiveReport,
@@ -16,7 +15,7 @@ from acutance.training.losses import (
     remove_sigma_reparam,
     sigma_reparam,
 )
-from acutance.training.monitor import AttentionMonitor
+from acutance.training.monitor import AttentionMonitor, MonitorRecord
 from acutance.training.qk_clip import ClipReport, LayerClip, QKClip
 from acutance.training.watch import AttentionWatch, WatchedRows
 

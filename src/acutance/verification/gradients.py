@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.probing.causes import changes_of, dense_scores, visible_keys
-from acutance.verification.arguments import Comparison, Difference
+from acutance.verification.expectation import Comparison, Difference
 
 #: Rounding of scores above which a softmax says nothing about gradients.
 _LARGEST_ROUNDING = 100.0

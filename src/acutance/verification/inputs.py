@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -16,8 +17,7 @@ from acutance.capture.find_layers import unwrap
 from acutance.capture.model_cache import cache_argument, returned_cache
 from acutance.corpus.load_model import OptionError, TextModel
 from acutance.corpus.texts import Text, special_tokens
-from acutance.verification.arguments import Pass
-from acutance.verification.expectation import windows_of
+from acutance.verification.expectation import Pass, windows_of
 
 #: Names of the kinds of input, and what each is.
 KINDS: dict[str, str] = {
@@ -98,28 +98,27 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
     text = _Text(ids, names, given.get("attention_mask"))
     yield Kind("plain", text.plain)
     if "attention_mask" in names and ids.shape[1] >= 4:
-        yield Kind("right padding", lambda read: text.padded(read, left=False))
+        yield Kind("right padding", partial(text.padded, left=False))
         if "position_ids" in names:
-            yield Kind("left padding", lambda read: text.padded(read, left=True))
+            yield Kind("left padding", partial(text.padded, left=True))
     causal = (getattr(module, "is_causal", None) for module in model.modules())
-    if {flag for flag in causal if isinstance(flag, bool)} != {True}:
+    if {flag for flag in causal if isinstance(flag, bool)} != {True} or ids.shape[1] < 12:
         return
     cache = cache_argument(names)
-    without_cache = "use_cache" in names or cache is None
-    if "position_ids" in names and without_cache and ids.shape[1] >= 12:
-        separates = makes_masks_from_positions(model)
-        yield Kind("packed", lambda read: text.packed(read, separates))
-    if cache is not None and "use_cache" in names and ids.shape[1] >= 12:
-        steps = [ids.shape[1] - _STEPS, *([1] * _STEPS)]
-        yield Kind("cache by token", lambda read: text.cached(read, "cache by token", steps), True)
+    if "position_ids" in names and ("use_cache" in names or cache is None):
+        yield Kind("packed", partial(text.packed, separates=makes_masks_from_positions(model)))
+    if cache is not None and "use_cache" in names:
         size = -(-ids.shape[1] // _CHUNKS)
-        chunks = [len(part) for part in torch.arange(ids.shape[1]).split(size)]
-        yield Kind(
-            "cache in chunks", lambda read: text.cached(read, "cache in chunks", chunks), True
-        )
-        if {"attention_mask", "position_ids"} <= names:
-            name = "left padding with cache"
-            yield Kind(name, lambda read: text.cached(read, name, steps, padded=True), True)
+        steps = [ids.shape[1] - _STEPS, *([1] * _STEPS)]
+        chunks = [len(chunk) for chunk in torch.arange(ids.shape[1]).split(size)]
+        for name, sizes in {
+            "cache by token": steps,
+            "cache in chunks": chunks,
+            "left padding with cache": steps,
+        }.items():
+            padded = name.startswith("left padding")
+            if not padded or {"attention_mask", "position_ids"} <= names:
+                yield Kind(name, partial(text.cached, name=name, sizes=sizes, padded=padded), True)
 
 
 def makes_masks_from_positions(model: torch.nn.Module) -> bool:
@@ -158,13 +157,14 @@ class _Text:
         positions = (real.long().cumsum(-1) - 1).clamp(min=0)
         if bool(real.all()):
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        facts = Pass("plain", ids.shape[1], 0, real, positions, is_text=True)
-        return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
+        return self._read(read, "plain", ids, real, positions)
 
     def padded(self, read: Reader, *, left: bool) -> Any:
         """Read two texts of different lengths."""
-        ids, real, positions = self._padded(left)
-        name = "left padding" if left else "right padding"
+        return self._read(read, "left padding" if left else "right padding", *self._padded(left))
+
+    def _read(self, read: Reader, name: str, ids: Tensor, real: Tensor, positions: Tensor) -> Any:
+        """Read whole texts in one pass, with a mask of the real tokens."""
         facts = Pass(name, ids.shape[1], 0, real, positions, is_text=True)
         return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
 
@@ -179,7 +179,7 @@ class _Text:
         facts = Pass("packed", length, 0, real, positions, documents, True, separates)
         return read(facts, self._arguments(ids, positions))
 
-    def cached(self, read: Reader, name: str, sizes: list[int], *, padded: bool = False) -> Any:
+    def cached(self, read: Reader, name: str, sizes: list[int], padded: bool) -> Any:
         """Read the tokens in parts with a cache."""
         ids, real = self._ids, self._real
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

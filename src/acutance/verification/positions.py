@@ -8,8 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.verification.arguments import Comparison, Difference, Pass
-from acutance.verification.expectation import Expectation, Rope, rotated
+from acutance.verification.expectation import (
+    Comparison,
+    Difference,
+    Expectation,
+    Pass,
+    Rope,
+)
 
 _NORMS = ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
 
@@ -48,7 +53,7 @@ def check_rotation(
     after: tuple[Tensor, Tensor],
     counted: Tensor,
     shift: Tensor | None = None,
-) -> Comparison:
+) -> tuple[Comparison, Tensor | None]:
     """Compare rotated queries and keys with those that the configuration gives.
 
     Args:
@@ -58,42 +63,52 @@ def check_rotation(
         after: the same as the attention function gets them.
         counted: boolean (B, L), True on real tokens.
         shift: of the positions in earlier passes over these texts, (B, 1); None for none.
+
+    Returns:
+        The comparison, and by how much positions are shifted in each text, (B, 1), which changes no
+        score if it is the same in later passes; None if they are not.
+
+    Raises:
+        ValueError: if nothing can be said.
     """
     rope, given = expected.rope, facts.positions
     if rope is None or given is None:
-        return Comparison(0.0, 0.0, problem="no rotary positions to compare with")
+        raise ValueError("no rotary positions to compare with")
     last = int(given.max()) + 1
     tolerance = _TOLERANCE.get(after[0].dtype, 5e-2) + 4 * torch.finfo(torch.float32).eps * last
     width = after[0].shape[-1]
     ratio = _ratio(rope, before, after, counted)
     if ratio is None or rope.width > width or rope.width % 2:
-        return Comparison(0.0, tolerance, problem="its rotation is not of a known form")
+        raise ValueError("its rotation is not of a known form")
     compared = _Compared(before, after, counted, tolerance)
     if shift is not None:
         way = _Way(given + shift, rope.frequencies(last), rope.attention_factor)
         if (error := compared.error(way, expected.interleaved)) <= tolerance:
-            return Comparison(error, tolerance, shift=shift)
+            return Comparison(error, tolerance), shift
     untried = _ways(expected, rope, facts, given, width, ratio, counted)
     configured, right = next(untried), expected.interleaved
     error = compared.error(configured, right)
     if error <= tolerance:
-        return Comparison(error, tolerance)
+        return Comparison(error, tolerance), None
     if right is not None and compared.error(configured, not right) <= tolerance:
         pairs = ("neighbouring components", "components of the two halves")
         text = f"it pairs {pairs[right]}, but this architecture pairs {pairs[not right]}"
-        return Comparison(error, tolerance, Difference("wrong pairs", text))
+        return Comparison(error, tolerance, Difference("wrong pairs", text)), None
     if compared.unmoved(0) and compared.unmoved(1):
-        return Comparison(0.0, tolerance, problem="its queries and keys have no positions")
+        raise ValueError("its queries and keys have no positions")
     ways = list(untried)
-    for way in ways:
-        if compared.error(way) <= tolerance:
-            if way.cause:
-                return Comparison(error, tolerance, Difference(way.cause, way.sentence))
-            first = counted.int().argmax(1, keepdim=True)
-            moved = (way.positions - given).expand(counted.shape).gather(1, first)
-            return Comparison(0.0, tolerance, shift=moved)
-    one = _one_only(configured, ways, compared)
-    return Comparison(error, tolerance, one, "" if one else "its rotation is of no known form")
+    fitting = next((way for way in ways if compared.error(way) <= tolerance), None)
+    if fitting is not None and not fitting.cause:
+        first = counted.int().argmax(1, keepdim=True)
+        moved = (fitting.positions - given).expand(counted.shape).gather(1, first)
+        return Comparison(0.0, tolerance), moved
+    if fitting is None:
+        fault = _one_only(configured, ways, compared)
+    else:
+        fault = Difference(fitting.cause, fitting.sentence)
+    if fault is None:
+        raise ValueError("its rotation is of no known form")
+    return Comparison(error, tolerance, fault), None
 
 
 class _Compared(NamedTuple):
@@ -121,29 +136,41 @@ class _Compared(NamedTuple):
             interleaved: how components are paired; None tries both.
             sides: 0 for queries, 1 for keys.
         """
-        found = torch.inf
-        for start in sorted({0, self.after[0].shape[-1] - 2 * way.frequencies.numel()}):
-            for pairs in (False, True) if interleaved is None else (interleaved,):
-                found = min(found, max([self._at(way, side, start, pairs) for side in sides]))
-        return found
+        pairs = [(self.before[side], self.after[side]) for side in sides]
+        width, least = self.after[0].shape[-1], torch.inf
+        for start in sorted({0, width - 2 * way.frequencies.numel()}):
+            for adjacent in (False, True) if interleaved is None else (interleaved,):
+                turned = [(_rotated(x, way, start, adjacent), y) for x, y in pairs]
+                least = min(least, max(_apart(x, y, self.counted) for x, y in turned))
+        return least
 
     def unmoved(self, index: int) -> bool:
         """Whether queries (0) or keys (1) are not rotated."""
         return _apart(self.before[index], self.after[index], self.counted) <= self.tolerance
 
-    def _at(self, way: _Way, index: int, start: int, interleaved: bool) -> float:
-        """Largest relative difference at one place."""
-        x, y = self.before[index], self.after[index]
-        turned = rotated(
-            x,
-            way.positions.to(x.device),
-            way.frequencies,
-            factor=way.factor,
-            start=start,
-            interleaved=interleaved,
-            dtype=way.dtype,
-        )
-        return _apart(turned, y, self.counted)
+
+def _rotated(x: Tensor, way: _Way, start: int, interleaved: bool) -> Tensor:
+    """Queries or keys (B, H, L, E) rotated in float64.
+
+    Args:
+        x: without positions.
+        way: how; positions and frequencies are rounded to its dtype, if it has one.
+        start: index of the first rotated component.
+        interleaved: whether pairs are adjacent components; else halves are paired.
+    """
+    frequencies, positions = way.frequencies.to(x.device), way.positions.to(x.device)
+    if way.dtype is not None:
+        frequencies, positions = frequencies.to(way.dtype), positions.to(way.dtype)
+    else:
+        positions = positions.double()
+    angle = (positions[:, None, :, None] * frequencies).double()
+    cos, sin = angle.cos() * way.factor, angle.sin() * way.factor
+    width = 2 * frequencies.numel()
+    before, turned, after = x.double().split([start, width, x.shape[-1] - start - width], -1)
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    parts = a * cos - b * sin, b * cos + a * sin
+    done = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([before, done, after], -1)
 
 
 def _one_only(configured: _Way, ways: list[_Way], compared: _Compared) -> Difference | None:
