@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +39,18 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
 
     No release of transformers passes what the reader gets wrong, or the reader would be mended.
     """
-    from acutance.capture.readers import huggingface
+    from acutance.capture.readers.huggingface import InterfaceCall
 
-    read = huggingface.read_interface_call
+    original = InterfaceCall.read
+
+    def read(function: Any, implementation: str, name: str, args: Any, kwargs: Any) -> Any:
+        return original(InterfaceCall(function, implementation, args, kwargs), name)
 
     def use(reading: Callable[..., Any]) -> None:
-        monkeypatch.setattr(huggingface, "read_interface_call", functools.partial(reading, read))
+        def read_by_test(call: InterfaceCall, name: str) -> Any:
+            rest = name, call.args, call.kwargs
+            return reading(read, call.function, call.implementation, *rest)
+
+        monkeypatch.setattr(InterfaceCall, "read", read_by_test)
 
     return use

@@ -43,7 +43,7 @@ class InterfaceCall:
         provided: its output (B, Hq, L, Ev) if that was computed already.
     """
 
-    __slots__ = ("_stored", "args", "function", "implementation", "instead", "kwargs", "provided")
+    __slots__ = ("args", "function", "implementation", "instead", "kwargs", "provided")
 
     def __init__(
         self,
@@ -56,22 +56,18 @@ class InterfaceCall:
         self.args, self.kwargs = args, kwargs
         self.instead: Any = None
         self.provided: Tensor | None = None
-        self._stored: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         """An argument by name; None if it is absent."""
-        return (
-            self.positional()[_POSITIONAL.index(name)]
-            if name in _POSITIONAL
-            else self.kwargs.get(name)
-        )
+        place = _POSITIONAL.index(name) if name in _POSITIONAL else len(self.args)
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
 
     def positional(self) -> tuple[Any, ...]:
         """Module, query, key, value and mask; None for absent ones."""
         if len(self.args) == len(_POSITIONAL):
             return self.args
         rest = _POSITIONAL[len(self.args) :]
-        return (*self.args[: len(_POSITIONAL)], *(self.kwargs.get(name) for name in rest))
+        return (*self.args[: len(_POSITIONAL)], *map(self.kwargs.get, rest))
 
     def set_query(self, query: Tensor) -> None:
         """Replace the query of the call."""
@@ -81,15 +77,44 @@ class InterfaceCall:
             self.kwargs = {**self.kwargs, "query": query}
 
     def masks(self) -> dict[str, Any]:
-        """The call's masks, as fields of an :class:`AttentionCall`."""
+        """The masks as the implementation reads them, as fields of an :class:`AttentionCall`.
+
+        Flash attention aligns its causal mask bottom-right and has padding from a 2-d mask.
+
+        Raises:
+            ValueError: if they cannot be read; the message is the reason.
+        """
         if self["cache"] is not None:
-            raise ValueError(_PAGED)
+            raise ValueError("paged attention stores its keys in a separate cache")
         module, query, key, _, mask = self.positional()
-        kind = base_name(self.implementation)
+        queries, keys, causal = query.shape[2], key.shape[2], self["is_causal"]
+        causal = getattr(module, "is_causal", True) if causal is None else causal
         if uses_flash_masks(self.implementation):
-            masks = _flash_masks(self.kwargs, query, key, mask, module)
-            return {part: masks[part] for part in masks if part not in ("softcap", "sinks")}
-        return _mask(kind, self["is_causal"], query, key, mask, module)
+            lengths = self.kwargs.get("cu_seq_lens_k")
+            if lengths is None and mask is None:
+                lengths = packed_lengths(self.kwargs.get("position_ids"), query, keys)
+            return {
+                "is_causal": bool(causal),
+                "query_offset": keys - queries,
+                "key_mask": mask[:, -keys:].bool() if isinstance(mask, Tensor) else None,
+                "window": self.kwargs.get("sliding_window"),
+                "cu_seqlens": lengths if isinstance(lengths, Tensor) else None,
+            }
+        if mask is None:
+            is_eager = base_name(self.implementation) == "eager"
+            return {"is_causal": bool(causal) and queries > 1 and not is_eager}
+        if hasattr(mask, "mask_mod"):
+            from torch.nn.attention.flex_attention import create_mask
+
+            batch, heads, device = *query.shape[:2], str(query.device)
+            seen = create_mask(mask.mask_mod, batch, heads, queries, keys, device=device)
+            return {"attn_mask": seen}
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"an attention mask of type {type(mask).__name__} is not supported")
+        if mask.dim() == 2:
+            return {"key_mask": mask[:, :keys].bool()}
+        mask = mask[..., :keys]
+        return {"attn_mask": mask if mask.dtype.is_floating_point else mask.bool()}
 
     def read(self, name: str) -> AttentionCall:
         """The call as its implementation reads it; ``name`` is that of the module.
@@ -100,8 +125,36 @@ class InterfaceCall:
         if self.instead is not None:
             read: AttentionCall = self.instead.read(name)
             return read
-        kwargs = self.kwargs if self._stored is None else self._stored
-        return read_interface_call(self.function, self.implementation, name, self.args, kwargs)
+        module, query, key, value, _ = self.positional()
+        kind, read_names = base_name(self.implementation), set(self.kwargs)
+        if kind in ("eager", "sdpa"):  # whose functions swallow the rest
+            read_names &= _ALWAYS_READ | _parameters(self.function)
+        known = {part: self.kwargs[part] for part in read_names if self.kwargs[part] is not None}
+        scale, bias, softcap = map(known.get, ("scaling", "position_bias", "softcap"))
+        sinks, positions = map(known.get, ("s_aux", "position_ids"))
+        if sinks is None and kind == "eager":
+            sinks = getattr(module, "sinks", None)
+        is_flash = uses_flash_masks(self.implementation)
+        unknown = [
+            part for part in sorted(read_names - _KNOWN) if known.get(part, False) is not False
+        ]
+        return AttentionCall(
+            module=name,
+            source=f"transformers {self.implementation or 'eager'}",
+            query=query,
+            key=key,
+            value=value,
+            scale=None if scale is None else float(scale),
+            dropout_p=float(known.get("dropout") or 0.0),
+            bias=bias[..., : key.shape[2]] if isinstance(bias, Tensor) and not is_flash else None,
+            softcap=None if softcap is None or (is_flash and not softcap) else float(softcap),
+            sinks=sinks.reshape(-1) if isinstance(sinks, Tensor) and kind != "sdpa" else None,
+            cross=is_cross(name, module),
+            unknown=tuple(unknown),
+            packed=bool(known.get("packed")),
+            positions=positions if isinstance(positions, Tensor) else None,
+            **self.masks(),
+        )
 
     def replace(self, instead: Any) -> None:
         """Have another object compute the call: its ``run(call)`` and ``read(name)`` are called.
@@ -121,8 +174,11 @@ class InterfaceCall:
             return self.instead.run(self)
         if self.kwargs.get("cache") is None:
             return self.function(*self.args, **self.kwargs)
-        with stored_keys(self.kwargs) as self._stored:
-            return self.function(*self.args, **self.kwargs)
+        given = dict(zip(_POSITIONAL, self.positional(), strict=True))
+        with stored_keys(self.kwargs) as stored:
+            result = self.function(*self.args, **self.kwargs)
+        self.args, self.kwargs = (), given | stored
+        return result
 
     @staticmethod
     def output(result: Any) -> Tensor:
@@ -161,7 +217,8 @@ _KNOWN = {
 }
 
 
-_PAGED = "paged attention stores its keys in a separate cache"
+#: Those that are read whatever parameters a function has.
+_ALWAYS_READ = _KNOWN - {"softcap", "position_bias"}
 
 
 @contextmanager
@@ -196,103 +253,10 @@ def stored_keys(kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         del cache.update
 
 
-def read_interface_call(
-    function: Callable[..., Any],
-    implementation: str,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> AttentionCall:
-    """Read an interface call as its implementation reads it."""
-    arguments = dict(zip(_POSITIONAL, args, strict=False))
-    arguments.update(kwargs)
-    if arguments.get("cache") is not None:
-        raise ValueError(_PAGED)
-    module, query, key, value = (arguments[part] for part in ("module", "query", "key", "value"))
-    mask = arguments.get("attention_mask")
-    accepts = _parameters(function)
-    scale = arguments.get("scaling")
-    call = {
-        "module": name,
-        "source": f"transformers {implementation or 'eager'}",
-        "query": query,
-        "key": key,
-        "value": value,
-        "scale": None if scale is None else float(scale),
-        "dropout_p": float(arguments.get("dropout") or 0.0),
-        "cross": is_cross(name, module),
-        "unknown": _unknown(base_name(implementation), accepts, arguments),
-        "packed": bool(arguments.get("packed")),
-    }
-    if isinstance(positions := arguments.get("position_ids"), Tensor):
-        call["positions"] = positions
-    kind = base_name(implementation)
-    if uses_flash_masks(implementation):
-        return AttentionCall(**call, **_flash_masks(arguments, query, key, mask, module))
-    bias = (
-        arguments.get("position_bias") if _reads_keyword(kind, accepts, "position_bias") else None
-    )
-    if isinstance(bias, Tensor):
-        call["bias"] = bias[..., : key.shape[2]]
-    if _reads_keyword(kind, accepts, "softcap") and arguments.get("softcap") is not None:
-        call["softcap"] = float(arguments["softcap"])
-    call["sinks"] = _sinks(kind, arguments, module)
-    call.update(_mask(kind, arguments.get("is_causal"), query, key, mask, module))
-    return AttentionCall(**call)
-
-
 @functools.lru_cache(maxsize=64)
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     """Names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
-
-
-def _reads_keyword(kind: str, accepts: frozenset[str], keyword: str) -> bool:
-    """Whether the function reads a keyword, rather than ignoring it in ``**kwargs``."""
-    return keyword in accepts or kind not in ("eager", "sdpa")
-
-
-def _unknown(kind: str, accepts: frozenset[str], arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keywords that are not read and may change the rows: not absent, and not swallowed."""
-    return tuple(
-        name
-        for name in sorted(set(arguments) - _KNOWN)
-        if arguments[name] is not None
-        and arguments[name] is not False
-        and _reads_keyword(kind, accepts, name)
-    )
-
-
-def _mask(
-    kind: str, causal: bool | None, query: Tensor, key: Tensor, mask: Any, module: Any
-) -> dict[str, Any]:
-    """Mask arguments of an :class:`AttentionCall`, as this kind of implementation reads them."""
-    queries, keys = query.shape[2], key.shape[2]
-    if mask is None:
-        if kind == "eager":
-            return {}
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return {"is_causal": bool(causal) and queries > 1}
-    if not isinstance(mask, Tensor):
-        if hasattr(mask, "mask_mod"):
-            return {"attn_mask": _block_mask(mask, query, key)}
-        raise ValueError(f"an attention mask of type {type(mask).__name__} is not supported")
-    if mask.dim() == 2:
-        return {"key_mask": mask[:, :keys].bool()}
-    mask = mask[..., :keys]
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        mask = mask.bool()
-    return {"attn_mask": mask}
-
-
-def _block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """The boolean mask (B, H, L, S) equivalent to a FlexAttention BlockMask."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    batch, heads = query.shape[0], query.shape[1]
-    shape = (batch, heads, query.shape[2], key.shape[2])
-    result: Tensor = create_mask(mask.mask_mod, *shape, device=str(query.device))
-    return result
 
 
 def base_name(implementation: str | None) -> str:
@@ -324,27 +288,6 @@ def uses_flash_masks(implementation: str | None) -> bool:
     if registered is not None:
         return registered is getattr(masking, "flash_attention_mask", None)
     return "flash" in name
-
-
-def _flash_masks(
-    arguments: dict[str, Any], query: Tensor, key: Tensor, mask: Any, module: Any
-) -> dict[str, Any]:
-    """Mask arguments for flash attention: bottom-right causal mask, padding from a 2-d mask."""
-    queries, keys = query.shape[2], key.shape[2]
-    causal = arguments.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    lengths = arguments.get("cu_seq_lens_k")
-    if lengths is None and mask is None:
-        lengths = packed_lengths(arguments.get("position_ids"), query, keys)
-    return {
-        "is_causal": bool(causal),
-        "query_offset": keys - queries,
-        "key_mask": mask[:, -keys:].bool() if isinstance(mask, Tensor) else None,
-        "window": arguments.get("sliding_window"),
-        "softcap": arguments.get("softcap") or None,
-        "sinks": arguments.get("s_aux"),
-        "cu_seqlens": lengths if isinstance(lengths, Tensor) else None,
-    }
 
 
 def packed_lengths(positions: Any, query: Tensor, keys: int) -> Tensor | None:
@@ -380,16 +323,6 @@ def packed_lengths(positions: Any, query: Tensor, keys: int) -> Tensor | None:
         if len(starts) < 2:
             return None
     return torch.cat([starts, starts.new_full((1,), length)]).to(torch.int32)
-
-
-def _sinks(kind: str, arguments: dict[str, Any], module: Any) -> Tensor | None:
-    """Learned sinks (Hq,) of a call: sdpa ignores them, eager functions have them in the module."""
-    if kind == "sdpa":
-        return None
-    sinks = arguments.get("s_aux")
-    if sinks is None and kind == "eager":
-        sinks = getattr(module, "sinks", None)
-    return sinks.reshape(-1) if isinstance(sinks, Tensor) else None
 
 
 # -- the interface -------------------------------------------------------------------------------
