@@ -37,13 +37,14 @@ from acutance.capture.intercept import Interception, classes_are_library, eager,
 from acutance.capture.kernel_functions import calls
 from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.huggingface import InterfaceCall
-from acutance.capture.readers.torch_multihead import (
+from acutance.capture.readers.functions import (
     changing_sdpa,
     changing_softmax,
     equivalent_sdpa_arguments,
+    sdpa_arguments,
+    sdpa_call,
 )
-from acutance.capture.readers.torch_sdpa import sdpa_arguments, sdpa_call
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
 from acutance.scaling import AnyScaling, visible_keys

@@ -18,8 +18,8 @@ from torch import Tensor
 from acutance.attend import attention, row_statistics
 from acutance.calibration.law import HeadLaws
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.functions import restore_shape
 from acutance.capture.readers.huggingface import InterfaceCall
-from acutance.capture.readers.torch_sdpa import restore_shape
 from acutance.capture.rotary import Rotary
 from acutance.masks import hidden_scores, hides
 from acutance.probing.read_call import MOVED

@@ -88,13 +88,14 @@ class AttentionCall:
 
         If one of them is read correctly, all of them are.
         """
-        tensors = (self.attn_mask, self.key_mask, self.cu_seqlens, self.bias, self.sinks)
-        kinds = tuple(None if part is None else (part.dtype, part.dim()) for part in tensors)
+        kinds: list[object] = []
+        for tensor in (self.attn_mask, self.key_mask, self.cu_seqlens, self.bias, self.sinks):
+            kinds.append(None if tensor is None else (tensor.dtype, tensor.dim()))
         queries, keys = self.query.shape[2], self.key.shape[2]
         return (
             self.module,
             self.source,
-            kinds,
+            *kinds,
             self.is_causal,
             self.scale,
             self.window,

@@ -24,8 +24,7 @@ from acutance.capture.handwritten.softmax import (
     Softmaxes,
 )
 from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, Interception, leave
-from acutance.capture.readers.acutance_attention import ACUTANCE
-from acutance.capture.readers.torch_sdpa import FLEX
+from acutance.capture.readers.functions import ACUTANCE, FLEX
 
 #: What each function is that is not simply run.
 _KINDS: dict[Any, str] = {

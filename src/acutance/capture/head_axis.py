@@ -40,7 +40,7 @@ def heads_at_once(module: torch.nn.Module | None) -> int | None:
     return size if sliced else heads
 
 
-def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
+def fold(scores: Tensor, heads: int | None, place: int | None = None, dim: int = -1) -> Tensor:
     """Reshape scores of any rank to (B, H, L, S).
 
     Three dimensions are (B · H, L, S), or (B, L, S) if the first is not divisible by ``heads``. Of
@@ -48,12 +48,15 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
     one with ``heads`` entries, and the others are folded into the batch.
 
     Args:
-        scores: (..., S).
+        scores: (..., S); (B, L, S, H) or (B, S, L, H) if ``dim`` is not the last of four.
         heads: number of heads; None if unknown.
         place: index of the head dimension of four-dimensional scores, if it is known.
+        dim: dimension of the keys.
 
     Raises:
-        ValueError: if heads cannot be distinguished from other dimensions.
+        ValueError: if heads cannot be distinguished from other dimensions; with another ``dim``, if
+            the second of four has as many entries as the last: it may be linear attention's softmax
+            of each feature over the tokens.
 
     Example:
         >>> [list(fold(torch.zeros(shape), 2).shape) for shape in ((6, 5, 7), (3, 5, 2, 7))]
@@ -62,42 +65,30 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
         [27, 2, 5, 7]
         >>> list(fold(torch.zeros(2, 3, 5, 7), 2).shape)  # heads first
         [3, 2, 5, 7]
+        >>> list(fold(torch.zeros(2, 5, 7, 3), 3, dim=2).shape)
+        [2, 3, 5, 7]
     """
     shape = scores.shape
+    if dim not in (-1, scores.dim() - 1):
+        if scores.dim() == 4 and shape[1] == shape[-1] > 1 < shape[2] and dim % 4 == 2:
+            raise ValueError(
+                f"its softmax of {tuple(shape)} is over dimension 2, and both dimension 1 and the "
+                "last fit its heads: it may be that of linear attention"
+            )
+        return scores.movedim(dim, -1).transpose(1, 2)
     if scores.dim() == 3:
         fits = heads is not None and shape[0] % heads == 0
         three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
         return three
+    places = [axis for axis in range(scores.dim() - 1) if shape[axis] == heads]
     if scores.dim() == 4:
-        places = candidate_head_axes(shape, heads)
         if place is None:
             place = places[0] if len(places) == 1 else 1
         return scores.transpose(1, place)
-    places = [place for place in range(1, scores.dim() - 1) if shape[place] == heads]
-    if not places and shape[0] == heads:
-        places = [0]
     if not places:
         raise ValueError(f"it is not known which dimension of its softmax {tuple(shape)} is heads")
-    place = places[0] if places[0] == 1 else places[-1]
+    place = 1 if 1 in places else places[-1]
     return scores.movedim(place, -3).flatten(0, -4)
-
-
-def candidate_head_axes(shape: Sequence[int], heads: int | None) -> list[int]:
-    """Indices of the first three of four dimensions that have ``heads`` entries.
-
-    Args:
-        shape: shape of the scores.
-        heads: number of heads; None if unknown.
-
-    Returns:
-        The indices, ascending. Empty if no dimension fits, ``heads`` is None, or there are not four
-        dimensions.
-
-    Example:
-        >>> candidate_head_axes((4, 2, 9, 9), 4), candidate_head_axes((4, 4, 9, 9), 4)
-        ([0], [0, 1])
-    """
-    return [place for place in range(3) if shape[place] == heads] if len(shape) == 4 else []
 
 
 def decide_head_axis(
@@ -212,34 +203,6 @@ class HeadAxes:
         undecided = [(name, reason) for name, (_, reason) in self._undecided.items()]
         self._undecided.clear()
         return undecided
-
-
-def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None) -> Tensor:
-    """Like :func:`fold`, for scores whose keys are dimension ``dim``: (B, H, L, S).
-
-    Args:
-        scores: scores of any rank; (B, L, S, H) or (B, S, L, H) if ``dim`` is not the last of four.
-        dim: dimension of the keys.
-        heads: number of heads; None if unknown.
-        place: as for :func:`fold`.
-
-    Raises:
-        ValueError: as :func:`fold`, or if the second of four dimensions has as many entries as the
-            last: it may be linear attention's softmax of each feature over the tokens.
-
-    Example:
-        >>> list(folded(torch.zeros(2, 5, 7, 3), 2, 3).shape)
-        [2, 3, 5, 7]
-    """
-    if dim in (-1, scores.dim() - 1):
-        return fold(scores, heads, place)
-    ambiguous = scores.dim() == 4 and scores.shape[1] == scores.shape[-1] > 1 < scores.shape[2]
-    if ambiguous and dim % 4 == 2:
-        raise ValueError(
-            f"its softmax of {tuple(scores.shape)} is over dimension 2, and both dimension 1 and "
-            "the last fit its heads: it may be that of linear attention"
-        )
-    return scores.movedim(dim, -1).transpose(1, 2)
 
 
 def first_head(module: torch.nn.Module | None, query: Tensor) -> int:

@@ -35,7 +35,7 @@ from acutance.capture.handwritten.softmax import (
 from acutance.capture.head_axis import (
     HeadAxes,
     could_be_over_keys,
-    folded,
+    fold,
     heads_at_once,
 )
 from acutance.capture.intercept import (
@@ -52,18 +52,16 @@ from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.padding import RowReader
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.acutance_attention import acutance_call
-from acutance.capture.readers.huggingface import InterfaceCall
-from acutance.capture.readers.torch_multihead import (
+from acutance.capture.readers.functions import (
+    QueryChunks,
+    SdpaCall,
+    acutance_call,
+    flex_call,
     looking_at_sdpa,
     outputs_agree,
     run_again,
 )
-from acutance.capture.readers.torch_sdpa import (
-    QueryChunks,
-    SdpaCall,
-    flex_call,
-)
+from acutance.capture.readers.huggingface import InterfaceCall
 
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
@@ -629,7 +627,7 @@ class FunctionCapture(FunctionMode):
                 head_axis = self._heads.place(
                     base, module, softmax.base.shape, heads, softmax.product_axes
                 )
-            scores = folded(softmax.base, softmax.dim, heads, head_axis)
+            scores = fold(softmax.base, heads, head_axis, softmax.dim)
             if self.scores is not None:
                 with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
                     products = products_of(self.scores.of(softmax.base), scores)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.capture.intercept import notify_all
 from acutance.capture.listener import FunctionCapture, Listener
-from acutance.capture.readers.acutance_attention import call_from_arguments
+from acutance.capture.readers.functions import call_from_arguments
 
 
 def tap(

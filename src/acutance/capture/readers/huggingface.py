@@ -106,8 +106,8 @@ class InterfaceCall:
         if hasattr(mask, "mask_mod"):
             from torch.nn.attention.flex_attention import create_mask
 
-            batch, heads, device = *query.shape[:2], str(query.device)
-            seen = create_mask(mask.mask_mod, batch, heads, queries, keys, device=device)
+            batch, heads = query.shape[:2]
+            seen = create_mask(mask.mask_mod, batch, heads, queries, keys, str(query.device))
             return {"attn_mask": seen}
         if not isinstance(mask, Tensor):
             raise ValueError(f"an attention mask of type {type(mask).__name__} is not supported")

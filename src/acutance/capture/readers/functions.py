@@ -1,29 +1,41 @@
-"""Reads the arguments of ``F.scaled_dot_product_attention`` and of FlexAttention."""
+"""Reads and changes calls of attention functions: SDPA and what calls it, FlexAttention, our own.
+
+Inside ``F.multi_head_attention_forward`` no function mode is active, so that the names of the
+functions that it calls are replaced meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
+from acutance import scaling as scalings
+from acutance import scores
+from acutance import weights as weightings
+from acutance.attend import DEFAULTS, attention
+from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall
 from acutance.capture.find_layers import is_cross
-from acutance.masks import hides
+from acutance.capture.intercept import Handler, pass_on
+from acutance.capture.kernel_functions.reading import alibi
+from acutance.masks import check_masking, hides
+from acutance.scaling import NoScaling
+from acutance.scores import DotScore
+from acutance.shapes import check_inputs
+from acutance.weights import Softmax, SoftmaxOne
 
-_NAMES = (
-    "query",
-    "key",
-    "value",
-    "attn_mask",
-    "dropout_p",
-    "is_causal",
-    "scale",
-    "enable_gqa",
-)
+# -- scaled dot-product attention ------------------------------------------------------------------
+
+_NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,6 +320,8 @@ def to_four_dims(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(1) if tensor.dim() == 3 else _fold_batch(tensor)
 
 
+# -- FlexAttention ---------------------------------------------------------------------------------
+
 #: The operator that FlexAttention calls, whatever happens before; None where PyTorch has none.
 FLEX: Any = None
 with contextlib.suppress(ImportError):
@@ -393,3 +407,233 @@ def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callab
         return function(*arguments, *rest)
 
     return all_places
+
+
+# -- nn.MultiheadAttention -------------------------------------------------------------------------
+
+_Change = Callable[[dict[str, Any]], dict[str, Any]]
+_SDPA = "scaled_dot_product_attention"
+
+
+class _Thread(threading.local):
+    """What the open contexts of a thread do with its calls, outermost first.
+
+    Attributes:
+        changing: handlers of SDPA calls that change them.
+        looking: those that see them as all others change them.
+        scores: changes made to the scores of softmaxes.
+    """
+
+    changing: tuple[Handler, ...] = ()
+    looking: tuple[Handler, ...] = ()
+    scores: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_open: Counter[str] = Counter()  # contexts in which a function is replaced, by its name
+_originals: dict[str, Callable[..., Tensor]] = {}
+
+
+@contextmanager
+def _replaced(name: str, function: Callable[..., Tensor], **of_thread: Any) -> Iterator[None]:
+    """Context in which a function of ``torch.nn.functional`` is replaced, for all threads.
+
+    Function modes are inactive inside a function that a mode handles, so that the name has to be.
+
+    Args:
+        name: name of the function.
+        function: replaces it.
+        of_thread: attributes of this thread's :class:`_Thread` meanwhile.
+    """
+    outer = {key: getattr(_thread, key) for key in of_thread}
+    vars(_thread).update(of_thread)
+    with _lock:
+        if not _open[name]:
+            _originals[name] = getattr(F, name)
+            setattr(F, name, function)
+        _open[name] += 1
+    try:
+        yield
+    finally:
+        vars(_thread).update(outer)
+        with _lock:
+            _open[name] -= 1
+            if not _open[name]:
+                setattr(F, name, _originals[name])
+
+
+def looking_at_sdpa(handler: Handler, *, alone: bool = False) -> AbstractContextManager[None]:
+    """Context in which a handler looks at this thread's calls of SDPA, or computes them.
+
+    Args:
+        handler: called with the call, and with ``run``, which goes on with it.
+        alone: whether those of enclosing contexts do not see them.
+    """
+    outer = () if alone else _thread.looking
+    return _replaced(_SDPA, _handled_sdpa, looking=(*outer, handler))
+
+
+def changing_sdpa(change: _Change) -> AbstractContextManager[None]:
+    """Context that changes the arguments of this thread's calls of SDPA."""
+
+    def handler(call: SdpaCall, run: Callable[[], Any]) -> Any:
+        call.arguments = change(call.arguments)
+        return run()
+
+    return _replaced(_SDPA, _handled_sdpa, changing=(*_thread.changing, handler))
+
+
+def _handled_sdpa(*args: Any, **kwargs: Any) -> Any:
+    """``F.scaled_dot_product_attention``, through this thread's handlers."""
+    call = SdpaCall(_originals[_SDPA], args, kwargs)
+    return pass_on(call, (*_thread.changing, *_thread.looking))
+
+
+@contextmanager
+def changing_softmax(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context that changes the scores of this thread's ``F.softmax`` calls."""
+    with _replaced("softmax", _changed_softmax, scores=(*_thread.scores, change)):
+        yield
+
+
+def _changed_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``F.softmax`` with the scores changed by this thread's open contexts."""
+    for change in _thread.scores:
+        scores = change(scores)
+    return _originals["softmax"](scores, *args, **kwargs)
+
+
+class _ArgumentsKnown(Exception):  # noqa: N818 - it is no error
+    """Raised to stop a call once its arguments are known."""
+
+
+def equivalent_sdpa_arguments(
+    func: Callable[..., Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The SDPA arguments that multi-head attention would use if no weights were requested.
+
+    Args:
+        func: ``F.multi_head_attention_forward``; it runs only up to that call.
+        arguments: its arguments.
+    """
+    calls: list[dict[str, Any]] = []
+
+    def stop(inner: dict[str, Any]) -> dict[str, Any]:
+        calls.append(inner)
+        raise _ArgumentsKnown
+
+    # with is_causal it would leave the mask out
+    arguments_without_weights = {**arguments, "need_weights": False, "is_causal": False}
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+        suppress(_ArgumentsKnown),
+        changing_sdpa(stop),
+    ):
+        func(**arguments_without_weights)
+    return calls[0]
+
+
+def run_again(
+    func: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[Tensor, SdpaCall, Tensor]:
+    """Run multi-head attention without weights and dropout, unseen by enclosing handlers that look.
+
+    Returns:
+        Its output, its call of SDPA, and the output of that.
+    """
+    calls: list[tuple[SdpaCall, Tensor]] = []
+
+    def note(call: SdpaCall, run: Callable[[], Any]) -> Any:
+        result = run()
+        calls.append((call, result))
+        return result
+
+    with looking_at_sdpa(note, alone=True):
+        output, _ = func(**{**arguments, "need_weights": False, "training": False})
+    return output, *calls[-1]
+
+
+def outputs_agree(second_output: Tensor, output: Tensor) -> bool:
+    """Whether two outputs are equal up to rounding where the second is finite.
+
+    A row that sees no key is 0 from SDPA and NaN where the weights are computed.
+    """
+    finite = output.isfinite()
+    first, second = (torch.where(finite, part.detach(), 0.0) for part in (second_output, output))
+    size = float(second.abs().max()) if second.numel() else 0.0
+    tolerance = VERIFY_TOLERANCE.get(output.dtype, 1e-4) * max(size, 1e-30)
+    return torch.allclose(first, second, rtol=0.0, atol=tolerance)
+
+
+# -- acutance.attention, and what acutance.tap reports ---------------------------------------------
+
+ACUTANCE = attention
+_SIGNATURE = inspect.signature(attention)
+_MASKS = list(inspect.signature(check_masking).parameters)[2:]  # without query and key
+_OPTIONS = {*_MASKS, "scale", "dropout_p", "softcap", "sinks"} - {"document_ids", "alibi_slopes"}
+
+
+def call_from_arguments(arguments: Mapping[str, Any], name: str, source: str) -> AttentionCall:
+    """An :class:`AttentionCall` from query, key, value and options.
+
+    Raises:
+        TypeError: as :func:`acutance.attention`.
+        ValueError: as :func:`acutance.attention`.
+    """
+    query, key, value = arguments["query"], arguments["key"], arguments.get("value")
+    if value is None:
+        value = key[..., :0]
+    check_inputs(query, key, value, True)
+    check_masking(
+        query, key, **{name: arguments[name] for name in _MASKS if arguments.get(name) is not None}
+    )
+    options = {name: arguments[name] for name in _OPTIONS if arguments.get(name) is not None}
+    cross = query.shape[-2] != key.shape[-2]
+    return AttentionCall(name, source, query, key, value, **options, cross=cross)
+
+
+def acutance_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> AttentionCall:
+    """Read a call of :func:`acutance.attention`.
+
+    Raises:
+        ValueError: if it is not a softmax of dot products, or has a scaling.
+
+    Example:
+        >>> x = torch.zeros(1, 1, 2, 4)
+        >>> acutance_call((x, x, x), {"score": "cosine"}, "layer").source
+        'acutance.attention'
+        >>> acutance_call((x, x, x), {"weights": "relu2"}, "layer")
+        Traceback (most recent call last):
+            ...
+        ValueError: acutance.attention with weights='relu2': return_stats=True reads it
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = {**DEFAULTS, **bound.arguments, **bound.arguments["options"]}
+    score, weighting = scores.get(arguments["score"]), weightings.get(arguments["weights"])
+    law, query, key = scalings.get(arguments["scaling"]), arguments["query"], arguments["key"]
+    other = []
+    if not isinstance(score, DotScore):
+        other.append(f"score={arguments['score']!r}")
+    if isinstance(weighting, SoftmaxOne):
+        arguments["sinks"] = query.new_zeros(query.shape[1])
+    elif weighting != Softmax():
+        other.append(f"weights={arguments['weights']!r}")
+    if not isinstance(law, NoScaling):
+        other.append("a scaling")
+    if arguments["document_ids"] is not None:
+        other.append("document_ids")
+    if other or not isinstance(score, DotScore):
+        reason = "return_stats=True reads it"
+        raise ValueError(f"acutance.attention with {', '.join(other)}: {reason}")
+    scale = arguments["scale"]
+    query, key, score_scale = score.transform(query.detach(), key.detach())
+    arguments |= {"query": query, "key": key, "scale": score_scale if scale is None else scale}
+    if arguments["alibi_slopes"] is not None:
+        slopes, offset = arguments["alibi_slopes"].detach(), arguments["query_offset"]
+        bias = alibi(slopes, query.shape[2], key.shape[2], offset)
+        arguments["bias"] = bias if arguments["bias"] is None else arguments["bias"] + bias
+        arguments["alibi_slopes"] = None
+    return call_from_arguments(arguments, name, "acutance.attention")
