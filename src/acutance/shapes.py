@@ -13,7 +13,21 @@ import torch
 from torch import Tensor
 
 from acutance.compiling import constant
-from acutance.escapes import did_you_mean as did_you_mean
+from acutance.escapes import did_you_mean
+
+__all__ = [
+    "FLOATS",
+    "cast_inputs",
+    "check_count",
+    "check_flag",
+    "check_flags",
+    "check_inputs",
+    "check_number",
+    "check_softcap",
+    "check_tensor",
+    "describe",
+    "did_you_mean",
+]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Positions and distances are 64-bit integers; no sum of two overflows.

@@ -63,7 +63,6 @@ from acutance.capture.readers.functions import (
 )
 from acutance.capture.readers.huggingface import InterfaceCall
 
-_Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
 #: What is wrong with the rows of a softmax that has a sink among its scores.
@@ -139,6 +138,7 @@ class Listener(Interception):
         context: another context that is open while the listener is.
 
     Attributes:
+        receiver: as given.
         modules: the model's modules, and which of them is running.
         rows: decides which rows are padding.
         passes: counts forward passes.
@@ -195,7 +195,7 @@ class Listener(Interception):
         self.modules_ran: dict[str, None] = {}
         self.calls = 0
         self.skipped: frozenset[str] = frozenset()
-        self._receiver: Any = receiver
+        self.receiver: Any = receiver
         self._gradients = gradients
         self._listed_errors, self._all_rows, self._around = listed_errors, all_rows, context
         self._started = False
@@ -336,13 +336,13 @@ class Listener(Interception):
             with self.mute():
                 with unwatched():
                     call = read_call()
-                output, record = self._receiver.compute(
+                output, record = self.receiver.compute(
                     call, model_output, self.modules.module_of(module)
                 )
         except Exception as problem:  # the model has its own way to go on
             self._add_to_list(self.not_provided, module, problem)
             return None
-        self._deliver(module, record)
+        self.deliver(module, record)
         computed: Tensor = output
         return computed
 
@@ -362,20 +362,10 @@ class Listener(Interception):
         if self._all_rows and not self.captures_module(module):
             with self.mute(), torch.no_grad(), unwatched():
                 self.rows.real(read_call())
-        self._deliver(
+        self.deliver(
             module,
-            lambda: self._receiver.on_call(read_call(), output, self.modules.module_of(module)),
+            lambda: self.receiver.on_call(read_call(), output, self.modules.module_of(module)),
         )
-
-    def observe_scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
-    ) -> None:
-        """Pass the scores (B, H, L, S) of a hand-written softmax to the receiver."""
-        self._deliver(module, lambda: self._receiver.on_scores(scores, module, doubt))
-
-    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
-        """Pass the products in the scores of a hand-written softmax to the receiver."""
-        self._deliver(module, lambda: self._receiver.on_products(products, query, key, module))
 
     def unreadable(self, module: str, reason: object) -> None:
         """List attention that could not be read, with the reason."""
@@ -390,7 +380,7 @@ class Listener(Interception):
             if text not in texts:
                 texts.append(text)
 
-    def _deliver(self, module: str, receive: Callable[[], object]) -> None:
+    def deliver(self, module: str, receive: Callable[[], object]) -> None:
         """Call the receiver, hidden from other listeners, function modes and a default device."""
         if (
             is_rerun()
@@ -465,23 +455,28 @@ class FunctionCapture(FunctionMode):
             return self.follow(func, args, kwargs)
         if self._modules.running() is not None:
             self.observer.note_function()
-        if kind == "sdpa":
-            return self._sdpa(func, args, kwargs)
-        if kind == "multihead":
-            return self._multi_head(func, args, kwargs)
-        if kind == "flex":
-            return self._read_from_arguments(func, args, kwargs, flex_call)
-        if kind == "acutance":
-            return self._read_from_arguments(func, args, kwargs, acutance_call)
         if kind == "operator":
             return self._operator(func, args, kwargs)
-        return self._softmax(func, args, kwargs, log=kind == "log softmax")
-
-    def _sdpa(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run and record a call of scaled dot-product attention."""
+        if kind in ("softmax", "log softmax", "other softmax"):
+            return self._softmax(func, args, kwargs, log=kind == "log softmax")
         name = self._modules.call_name()
         if name is None:
             return func(*args, **kwargs)
+        if kind == "sdpa":
+            return self._sdpa(name, func, args, kwargs)
+        if kind == "multihead":
+            return self._multi_head(name, func, args, kwargs)
+        read = flex_call if kind == "flex" else acutance_call
+        with self.observer.mute():
+            result = func(*args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        self.observer.observe(lambda: read(args, kwargs, name), name, lambda: output)
+        return result
+
+    def _sdpa(
+        self, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run and record a call of scaled dot-product attention."""
         call = SdpaCall(func, args, kwargs, heads_of(self._modules.module_of(name)))
         result = self.observer.handle(call, self._chunks.name(name, call), call.compute)
         if call.provided is not None:  # enclosing modes see no call of the function
@@ -497,21 +492,18 @@ class FunctionCapture(FunctionMode):
             self.observer.handle(call, self._chunks.name(name, call), call.compute)
 
     def _multi_head(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Run multi-head attention and record its inner SDPA call.
 
         If weights are requested there is none, so the call is run again without weights and
         dropout; that output is only compared.
         """
-        name = self._modules.call_name()
-        if name is None:
-            return func(*args, **kwargs)
         observer, sdpa_calls = self.observer, []
         arguments = inspect.signature(func).bind(*args, **kwargs).arguments
         if arguments.get("need_weights", True):
             reason = "its weights are requested: call it with need_weights=False"
-            observer.provide(_never_called, name, _never_called, reason)
+            observer.provide(func, name, func, reason)  # it is refused: neither is called
 
         def on_sdpa(call: SdpaCall, run: Callable[[], Any]) -> Any:
             call.multihead = arguments
@@ -545,7 +537,7 @@ class FunctionCapture(FunctionMode):
         namespace, _, name = str(func).partition(".")
         operator_name = name.partition(".")[0] if namespace == "aten" else ""
         if operator_name == "scaled_dot_product_attention":
-            return self._sdpa(func, args, kwargs)
+            return self.on_call("sdpa", func, args, kwargs)
         if operator_name in OPERATORS or operator_name in LOG_OPERATORS:
             return self._softmax(func, args, kwargs, log=operator_name in LOG_OPERATORS)
         if (call := operator_call(func, args, kwargs)) is not None:
@@ -620,7 +612,7 @@ class FunctionCapture(FunctionMode):
                 raise ValueError(softmax.unreadable_reason)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
-            module = self._modules.module_of(name)
+            module, receiver = self._modules.module_of(name), self.observer.receiver
             heads, head_axis = heads_at_once(module), None
             if softmax.last and softmax.base.dim() == 4:
                 base = name.partition("#")[0]
@@ -631,14 +623,15 @@ class FunctionCapture(FunctionMode):
             if self.scores is not None:
                 with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
                     products = products_of(self.scores.of(softmax.base), scores)
-                self.observer.observe_products(*products, name)
+                receive = functools.partial(receiver.on_products, *products, name)
+                self.observer.deliver(name, receive)
                 return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
         if softmax.left_out == 1:
             self.observer.unreadable(name, NO_VALUE)
-        self.observer.observe_scores(scores, name, doubt)
+        self.observer.deliver(name, functools.partial(receiver.on_scores, scores, name, doubt))
 
     def on_written_out(self) -> None:
         """List a product that takes weights which were computed without a softmax."""
@@ -654,21 +647,3 @@ class FunctionCapture(FunctionMode):
         shape = tuple(softmax.scores.shape)
         if softmax.module is not None and len(shape) == 4:
             self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")
-
-    def _read_from_arguments(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], read: _Reader
-    ) -> Any:
-        """Run and record a function whose arguments describe its attention completely."""
-        name = self._modules.call_name()
-        if name is None:
-            return func(*args, **kwargs)
-        with self.observer.mute():
-            result = func(*args, **kwargs)
-        output = result[0] if isinstance(result, tuple) else result
-        self.observer.observe(lambda: read(args, kwargs, name), name, lambda: output)
-        return result
-
-
-def _never_called() -> Any:
-    """Stands for the functions passed to ``provide`` with a refusal, which are not called."""
-    raise AssertionError("a call that is refused cannot be read")

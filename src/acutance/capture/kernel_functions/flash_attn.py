@@ -28,26 +28,33 @@ from acutance.capture.kernel_functions.reading import (
 )
 from acutance.capture.rotary import rotated
 
+_TABLE = "block_table", "page_table"  # names of the table of pages
+
 
 def _read(call: FunctionCall, layout: str = "BLHE") -> Reading:
-    """Any function without a cache: on a batch or on packed sequences."""
+    """Any function without a cache: on a batch or on packed sequences.
+
+    Queries, keys and values may be one tensor (..., 3, H, E), or (B, L, all heads, E).
+    """
     call.ignore("rotary_interleaved")
-    qkv, kv = call.optional("qkv"), call.optional("kv")
-    if qkv is not None:
-        return _read_packed(call, qkv)
-    key, value = (call.tensor("k"), call.tensor("v")) if kv is None else kv.unbind(-3)
-    return _reading(call, call.tensor("q"), key, value, layout)
-
-
-def _read_packed(call: FunctionCall, qkv: Tensor) -> Reading:
-    """Queries, keys and values in one tensor (..., 3, H, E), or (B, L, all heads, E)."""
-    heads = call["num_heads_q"]
-    if heads is None:
+    qkv, kv, heads = call.optional("qkv"), call.optional("kv"), call["num_heads_q"]
+    if qkv is None:
+        query = call.tensor("q")
+        key, value = (call.tensor("k"), call.tensor("v")) if kv is None else kv.unbind(-3)
+    elif heads is None:
         query, key, value = qkv.unbind(-3)
     else:
         fewer = (qkv.shape[-2] - heads) // 2
         query, key, value = qkv.split([heads, fewer, fewer], dim=-2)
-    reading = _reading(call, query, key, value)
+    tensors = query, key, value = _widened(call, query, key, value)
+    queries, keys = _sequences(call, query, "q"), _sequences(call, key, "k")
+    if queries is None and keys is None:
+        reading = batch_reading(tensors, layout, **_options(call))
+    else:
+        queries, keys = queries or batched(query), keys or batched(key)
+        reading = sequence_reading(tensors, queries, keys, **_options(call))
+    if qkv is None:
+        return reading
 
     def rows(tensor: Tensor) -> Tensor:
         if heads is not None:
@@ -59,24 +66,11 @@ def _read_packed(call: FunctionCall, qkv: Tensor) -> Reading:
     return Reading(reading.fields, rows, "qkv")
 
 
-def _reading(
-    call: FunctionCall, query: Tensor, key: Tensor, value: Tensor, layout: str = "BLHE"
-) -> Reading:
-    """Read a call, given its query, key and value."""
-    tensors = query, key, value = _widened(call, query, key, value)
-    queries, keys = _sequences(call, query, "q"), _sequences(call, key, "k")
-    options = _options(call)
-    if queries is None and keys is None:
-        return batch_reading(tensors, layout, **options)
-    return sequence_reading(tensors, queries or batched(query), keys or batched(key), **options)
-
-
 def _sequences(call: FunctionCall, tensor: Tensor, side: str) -> Sequences | None:
     """The sequences of queries ("q") or keys ("k"); None for a batch of one length."""
-    bounds, lengths = (call.optional(f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
-    bounds = call.optional("cu_seqlens") if bounds is None else bounds
-    table = _table(call) if side == "k" else None
-    if table is not None:
+    bounds = call.optional(f"cu_seqlens_{side}", "cu_seqlens")
+    lengths = call.optional(f"seqused_{side}")
+    if side == "k" and (table := call.optional(*_TABLE)) is not None:
         lengths = bounds.diff() if lengths is None and bounds is not None else lengths
         if lengths is None:
             raise ValueError("the lengths of its keys are missing")
@@ -88,17 +82,11 @@ def _sequences(call: FunctionCall, tensor: Tensor, side: str) -> Sequences | Non
     return None if lengths is None else batched(tensor, lengths)
 
 
-def _table(call: FunctionCall) -> Tensor | None:
-    """The table of pages, which has two names."""
-    table = call.optional("block_table")
-    return call.optional("page_table") if table is None else table
-
-
 def _options(call: FunctionCall) -> dict[str, Any]:
     """What all share: masks, scale, softcap, sinks, dropout."""
     if call["attention_chunk"] not in (None, 0):
         raise ValueError(f"{call.name} with attention_chunk cannot be read")
-    softcap, sinks, sides = (call[name] for name in ("softcap", "s_aux", "window_size"))
+    softcap, sides = call["softcap"], call["window_size"]
     if sides is None:
         sides = call["window_size_left"], call["window_size_right"]
     if any(side is not None and int(side) < -1 for side in sides):
@@ -109,7 +97,7 @@ def _options(call: FunctionCall) -> dict[str, Any]:
         "slopes": call.optional("alibi_slopes"),
         "scale": call.number("softmax_scale"),
         "softcap": float(softcap) if softcap and softcap > 0 else None,
-        "sinks": call.optional("learnable_sink") if sinks is None else sinks,
+        "sinks": call.optional("s_aux", "learnable_sink"),
         "dropout_p": float(call["dropout_p"] or 0.0),
     }
 
@@ -146,7 +134,7 @@ def _read_kvcache(call: FunctionCall) -> Reading:
     new, new_value = call.optional("k"), call.optional("v")
     if call["cu_seqlens_q"] is not None or call["cu_seqlens_k_new"] is not None:
         raise ValueError("flash_attn_with_kvcache with packed sequences cannot be read")
-    blank, table = call.optional("cache_leftpad"), _table(call)
+    blank, table = call.optional("cache_leftpad"), call.optional(*_TABLE)
     if (chosen := call.optional("cache_batch_idx")) is not None:
         key, value = key[chosen.long()], value[chosen.long()]
     if table is None:

@@ -184,9 +184,10 @@ class FunctionCall:
             raise ValueError(f"{self.name} is called with {name} of type {kind}")
         return value
 
-    def optional(self, name: str) -> Tensor | None:
-        """A tensor argument, or None."""
-        return None if self[name] is None else self.tensor(name)
+    def optional(self, *names: str) -> Tensor | None:
+        """The first of these tensor arguments that is given; None if none is."""
+        given = (self.tensor(name) for name in names if self[name] is not None)
+        return next(given, None)
 
     def number(self, name: str) -> float | None:
         """A number, which may be given as a tensor of one element; None if there is none."""
