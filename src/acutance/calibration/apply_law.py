@@ -476,7 +476,7 @@ class Applied(Interception, AppliedChange):
             context.enter_context(self._uncompiled)
             if not self._traces:
                 self._run_uncompiled()
-            context.enter_context(self.opened())
+            context.enter_context(self.opened(named=True))
             context.enter_context(huggingface.intercept(self._on_interface_call))
             forget_compiled()
             self._context = context.pop_all()

@@ -59,7 +59,7 @@ def module_name(model: torch.nn.Module, name: str) -> str:
     parts: list[str] = []
     module: torch.nn.Module | None = model
     for piece in name.split(".") if name else ():
-        if module is None or not _wrapper(type(module)) or piece != _holds(module):
+        if module is None or piece != _wrapper(type(module)):
             parts.append(piece)
         module = None if module is None else module._modules.get(piece)
     return ".".join(parts) or class_name(model)
@@ -71,7 +71,7 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     A wrapper has the same name as the module inside it.
     """
     modules = list(model.named_modules())
-    if not any(map(_wrapper, {type(module) for _, module in modules})):
+    if not any(map(_wrapper, set(map(type, dict(modules).values())))):
         modules[0] = class_name(model), model
         return modules
     return [(module_name(model, name), module) for name, module in modules]
@@ -84,9 +84,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         >>> unwrap(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
         Linear(in_features=2, out_features=2, bias=True)
     """
-    while (inner_name := _holds(module)) is not None:
-        inner = module._modules[inner_name]
-        assert inner is not None
+    while (inner := module._modules.get(_wrapper(type(module)) or "")) is not None:
         module = inner
     return module
 
@@ -97,12 +95,6 @@ def class_name(module: torch.nn.Module) -> str:
     bases = kind.__bases__
     sharded = len(bases) > 1 and bases[0].__name__ in _ADDED
     return bases[1].__name__ if sharded else kind.__name__
-
-
-def _holds(module: torch.nn.Module) -> str | None:
-    """Attribute in which a wrapper stores its module; None if the module is not a wrapper."""
-    name = _wrapper(type(module))
-    return name if name is not None and module._modules.get(name) is not None else None
 
 
 @once_for_a_class
@@ -166,17 +158,18 @@ def computes_attention(script: torch.jit.ScriptModule) -> bool:
         return False
 
 
-def attribute(holder: object, name: str) -> Any:
-    """An attribute of a module or configuration; None if there is none.
+def attributes(holder: object, *names: str) -> list[Any]:
+    """Attributes of a module or configuration; None for those that there are not.
 
-    ``getattr`` on a module without it searches the parameters and raises, which over many names and
-    modules would take longer than a forward pass.
+    ``getattr`` on a module without one searches the parameters and raises, which over many names
+    and modules would take longer than a forward pass.
     """
-    kind = type(holder)
-    if getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
-        exists = name in vars(holder) or hasattr(kind, name)
-        return getattr(holder, name, None) if exists else None
-    return getattr(holder, name, None)
+    kind, values = type(holder), []
+    is_plain = getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__
+    for name in names:
+        exists = not is_plain or name in vars(holder) or hasattr(kind, name)
+        values.append(getattr(holder, name, None) if exists else None)
+    return values
 
 
 def heads_of(module: torch.nn.Module | None) -> int | None:
@@ -186,10 +179,10 @@ def heads_of(module: torch.nn.Module | None) -> int | None:
         >>> heads_of(torch.nn.MultiheadAttention(8, 2))
         2
     """
-    for holder in (module, attribute(module, "config")):
+    for holder in (module, *attributes(module, "config")):
         for name in HEADS:
             try:
-                heads = attribute(holder, name)
+                (heads,) = attributes(holder, name)
             except RuntimeError:  # layers have numbers of their own, says the configuration
                 continue
             if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
@@ -218,24 +211,27 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         ['self_attn', 'multihead_attn']
     """
     modules = dict(model.named_modules())
-    kinds = {type(module) for module in modules.values()}
+    kinds = set(map(type, modules.values()))
     named = {kind for kind in kinds if looks_like_attention(kind.__name__)}
-    called = [name for name, module in modules.items() if type(module) in named]
     counting = {  # classes by which a module may have a number of heads
         kind
         for kind in kinds
         if getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__
         or not _HEADS.isdisjoint(dir(kind))
     }
-    innermost = set(called) - {outer for name in called for outer in _parents(name)}
-    holding = {outer for name in innermost for outer in _parents(name)}
+    innermost: set[str] = set()
+    holding: set[str] = set()
     for name in reversed(modules):  # innermost first
+        if type(modules[name]) in named and name not in holding:
+            innermost.add(name)
+            holding |= _parents(name)
+    for name in reversed(modules):
         if name in innermost or name in holding:
             continue
         module = modules[name]
         if _HEADS.isdisjoint(vars(module)) and type(module) not in counting:
             continue
-        if all(type(attribute(module, heads)) is not int for heads in HEADS):
+        if int not in map(type, attributes(module, *HEADS)):
             continue
         around = _parents(name)
         if innermost.isdisjoint(around):
@@ -282,8 +278,11 @@ def max_heads(model: torch.nn.Module) -> int | None:
 
 def _parents(name: str) -> set[str]:
     """Names of all modules that contain the named module."""
-    parts = name.split(".")
-    return {".".join(parts[:end]) for end in range(len(parts))} - {name}
+    parents: set[str] = set()
+    while name:
+        name = name.rpartition(".")[0]
+        parents.add(name)
+    return parents
 
 
 def is_softmax(module: torch.nn.Module) -> bool:
@@ -323,18 +322,17 @@ def is_windowed(module: torch.nn.Module) -> bool:
     An explicit ``sliding_window`` argument of a call is better evidence; this is for layers whose
     window is only in their mask.
     """
-    for name in ("layer_type", "attention_type"):
-        if attribute(module, name) in _LOCAL:
-            return True
-    if attribute(module, "is_sliding") is True:
+    layer_type, attention_type, is_sliding, longformer_window, config, index = attributes(
+        module,
+        *("layer_type", "attention_type", "is_sliding", "one_sided_attn_window_size"),
+        *("config", "layer_idx"),
+    )
+    if layer_type in _LOCAL or attention_type in _LOCAL or is_sliding is True:
         return True
-    if isinstance(attribute(module, "one_sided_attn_window_size"), int):  # Longformer's
-        return True
-    kinds = getattr(attribute(module, "config"), "layer_types", None)
-    index = attribute(module, "layer_idx")
+    kinds = getattr(config, "layer_types", None)
     if isinstance(kinds, list | tuple) and isinstance(index, int) and index < len(kinds):
-        return kinds[index] in _LOCAL
-    return False
+        return kinds[index] in _LOCAL or isinstance(longformer_window, int)
+    return isinstance(longformer_window, int)
 
 
 def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:

@@ -151,8 +151,9 @@ def unwatched() -> Iterator[None]:
 
     Modes are removed rather than disabled, since disabled modes still slow down each call.
     """
-    count = torch._C._len_torch_function_stack()
-    modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
+    modes: list[Any] = []
+    for _ in range(torch._C._len_torch_function_stack()):
+        modes.append(torch._C._pop_torch_function_stack())
     try:
         with torch._C.DisableTorchFunction():
             yield
@@ -478,9 +479,9 @@ def classes_are_library(model: torch.nn.Module) -> bool:
         (True, False)
     """
     transformers = sys.modules.get("transformers")
-    files = (torch.__file__, __file__, getattr(transformers, "__file__", None) or torch.__file__)
-    folders = tuple(file if file == __file__ else os.path.dirname(file) + os.sep for file in files)
-    for kind in {type(module) for module in model.modules()}:
+    files = (torch.__file__, getattr(transformers, "__file__", None) or torch.__file__)
+    folders = (__file__, *(os.path.dirname(file) + os.sep for file in files))
+    for kind in set(map(type, model.modules())):
         for base in kind.__mro__:
             if base is torch.nn.Module:
                 break
@@ -528,7 +529,7 @@ class Contents:
         self.layers, self.roots, self.inside = map(weakref.WeakSet, (layers, roots, inside))
         modules = list(model.modules())
         self._modules = [
-            (weakref.ref(module), type(module), tuple(map(_reference, module._modules.values())))
+            (weakref.ref(module), type(module), tuple(map(id, module._modules.values())))
             for module in modules
         ]
         self._settings = [
@@ -542,18 +543,14 @@ class Contents:
         for kind, forward in self._forwards:
             if kind.forward is not forward:
                 return False
-        for reference, kind, recorded in self._modules:
+        for reference, kind, children in self._modules:
             module = reference()
             if module is None or type(module) is not kind or "forward" in module.__dict__:
                 return False
             if module._forward_hooks or module._forward_pre_hooks:
                 return False
-            children = module._modules
-            if len(children) != len(recorded):
+            if tuple(map(id, module._modules.values())) != children:  # they are alive: listed too
                 return False
-            for child, known in zip(children.values(), recorded, strict=True):
-                if child is not known():
-                    return False
         for reference, count, settings, implementation in self._settings:
             layer = reference()
             if layer is None or len(layer.__dict__) != count:
@@ -564,15 +561,6 @@ class Contents:
                 if layer.__dict__.get(name) is not value:
                     return False
         return True
-
-
-def _reference(module: torch.nn.Module | None) -> Callable[[], torch.nn.Module | None]:
-    """What returns a module while it is alive; for no module, what returns None."""
-    return _no_module if module is None else weakref.ref(module)
-
-
-def _no_module() -> None:
-    return None
 
 
 #: By whether functions outside the model's passes count, what was shown of each model by a pass in
@@ -859,13 +847,15 @@ class Interception:
         """Handle the end of a forward pass of the model."""
 
     @contextmanager
-    def opened(self, calls_functions: bool = False) -> Iterator[None]:
+    def opened(self, calls_functions: bool = False, *, named: bool = False) -> Iterator[None]:
         """Context in which this is open on its model.
 
         Args:
             calls_functions: follow functions even where all attention uses transformers' interface.
+            named: whether the model's modules have just been named.
         """
-        self.modules.read_names()
+        if not named:
+            self.modules.read_names()
         self._home = threading.get_ident()
         self._calls_functions = calls_functions
         self.interface_modules.clear()

@@ -426,7 +426,9 @@ class Listener(Interception):
 
     def on_leave(self, module: torch.nn.Module) -> None:
         """Forget the masks of a module that ended."""
-        self.rows.leave(module)
+        masks = self.rows.thread.masks
+        if masks and masks[-1][0] == id(module):
+            masks.pop()
 
 
 class FunctionCapture(FunctionMode):

@@ -373,13 +373,17 @@ class RowReader:
     Args:
         attention_mask: a user's mask over tokens, (B, T).
         rows: ``"real"``, ``"all"``, or boolean (L,) or (B, L).
+
+    Attributes:
+        mask: the user's mask; None if there is none.
+        thread: what the current thread knows of the modules that it runs.
     """
 
     def __init__(self, attention_mask: Tensor | None = None, rows: Tensor | str = "real") -> None:
         self.mask: PaddingMask | None = checked_mask(attention_mask)
         self._chosen = checked_rows(rows)
         self._all = isinstance(rows, str) and rows == "all"
-        self._thread = _Thread()
+        self.thread = _Thread()
 
     # -- the masks of running modules -------------------------------------------------------------
 
@@ -392,7 +396,7 @@ class RowReader:
         parameters, names, is_unmasked = _signature(forward)
         if not names and not is_unmasked:
             return
-        arguments, masks = dict(zip(parameters, args, strict=False)) | kwargs, self._thread.masks
+        arguments, masks = dict(zip(parameters, args, strict=False)) | kwargs, self.thread.masks
         for name in names:
             mask = arguments.get(name)
             is_unmasked = is_unmasked and mask is None
@@ -407,16 +411,10 @@ class RowReader:
         if is_unmasked:
             masks.append((id(module), PaddingMask(None, NO_MASK)))
 
-    def leave(self, module: torch.nn.Module) -> None:
-        """Handle the end of a module's forward pass."""
-        masks = self._thread.masks
-        if masks and masks[-1][0] == id(module):
-            masks.pop()
-
     def forget(self) -> None:
         """Forget what this thread runs."""
-        self._thread.masks.clear()
-        self._thread.rows = None
+        self.thread.masks.clear()
+        self.thread.rows = None
 
     # -- the rows of a call -----------------------------------------------------------------------
 
@@ -532,7 +530,7 @@ class RowReader:
             sees: returns whether real rows see padding, given rows and keys.
         """
         batch, _, queries, _ = query.shape
-        masks, user = self._thread.masks, self.mask
+        masks, user = self.thread.masks, self.mask
         around = masks[-1][1] if masks else None
         if user is not None:
             user = user if around is None else replace(user, past=around.past)
@@ -562,7 +560,7 @@ class RowReader:
             real: the real rows as known so far; None if unknown.
             query: (B, Hq, L, E), or scores.
         """
-        thread, unknown = self._thread, RealRows(None, "")
+        thread, unknown = self.thread, RealRows(None, "")
         if not cross:
             thread.rows = module, real or unknown
         elif real is None and thread.rows is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import attribute, class_name, unwrap
+from acutance.capture.find_layers import attributes, class_name, unwrap
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 
@@ -173,7 +173,7 @@ def _of_layer(
             f"the queries and keys of {name} are not rotated by their positions in a known way "
             "(rotary position embedding, in halves or in pairs)"
         )
-    kind = attribute(best.holder, "rope_type")
+    (kind,) = attributes(best.holder, "rope_type")
     if isinstance(kind, dict):
         kind = kind.get(best.buffer.removesuffix("_inv_freq"))
     if kind in _VARYING:
