@@ -454,7 +454,7 @@ class AppliedPlan(AppliedChange):
 
     def mute(self) -> AbstractContextManager[None]:
         """Context of a call that runs under the plan, whatever kernel it calls."""
-        return self._running.mute
+        return self._running
 
     def _on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Raise ApplyError for a kernel that the model calls without transformers' interface."""

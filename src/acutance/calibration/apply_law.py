@@ -559,7 +559,7 @@ class Applied(Interception, AppliedChange):
                     self._window(call, plan, laws, situation, sliding)
         if compiling:
             return run()
-        with self.modules.thread.mute:
+        with self.modules.thread:
             return run()
 
     def _factor(

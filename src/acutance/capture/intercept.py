@@ -573,21 +573,10 @@ _shown: dict[bool, weakref.WeakKeyDictionary[torch.nn.Module, Contents]] = {
 # -- which modules a thread runs ------------------------------------------------------------------
 
 
-class _Mute:
-    """The context :attr:`Running.mute`; it counts how often it is open."""
-
-    def __init__(self, thread: Running) -> None:
-        self._thread = thread
-
-    def __enter__(self) -> None:
-        self._thread.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.depth -= 1
-
-
 class Running(threading.local):
     """What one thread is running in a model.
+
+    As a context, it ignores the thread's captures, so that nested calls count once.
 
     Attributes:
         depth: number of open contexts in which captures are ignored.
@@ -599,12 +588,16 @@ class Running(threading.local):
         calls_in_pass: number of attention calls read in this pass, by module.
         joined_late: whether modules were followed only from inside a pass on; then the Python stack
             is searched.
-        mute: context in which captures of this thread are ignored, so that nested calls count once.
     """
 
     def __init__(self) -> None:
-        self.mute = _Mute(self)
         self.reset()
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
     def reset(self) -> None:
         """Forget everything about this thread."""
@@ -828,9 +821,9 @@ class Interception:
         """Whether this thread is inside a call that is already handled."""
         return self.modules.thread.depth > 0
 
-    def mute(self) -> _Mute:
+    def mute(self) -> Running:
         """Context in which this thread handles nothing, so that nested calls count once."""
-        return self.modules.thread.mute
+        return self.modules.thread
 
     def on_begin(self, module: torch.nn.Module, name: str) -> None:
         """Handle the start of a forward pass of the model, which begins with this module."""

@@ -15,17 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.reading import (
-    FunctionCall,
-    Kernel,
-    Reading,
-    Sequences,
-    batch_reading,
-    batched,
-    packed,
-    paged,
-    sequence_reading,
-)
+from acutance.capture.kernel_functions.reading import FunctionCall, Kernel, Reading, Sequences
 from acutance.capture.rotary import rotated
 
 _TABLE = "block_table", "page_table"  # names of the table of pages
@@ -49,10 +39,10 @@ def _read(call: FunctionCall, layout: str = "BLHE") -> Reading:
     tensors = query, key, value = _widened(call, query, key, value)
     queries, keys = _sequences(call, query, "q"), _sequences(call, key, "k")
     if queries is None and keys is None:
-        reading = batch_reading(tensors, layout, **_options(call))
+        reading = Reading.of_batch(tensors, layout, **_options(call))
     else:
-        queries, keys = queries or batched(query), keys or batched(key)
-        reading = sequence_reading(tensors, queries, keys, **_options(call))
+        queries, keys = queries or Sequences.batched(query), keys or Sequences.batched(key)
+        reading = Reading.of_sequences(tensors, queries, keys, **_options(call))
     if qkv is None:
         return reading
 
@@ -74,12 +64,12 @@ def _sequences(call: FunctionCall, tensor: Tensor, side: str) -> Sequences | Non
         lengths = bounds.diff() if lengths is None and bounds is not None else lengths
         if lengths is None:
             raise ValueError("the lengths of its keys are missing")
-        return paged(table, tensor.shape[1], lengths)
+        return Sequences.paged(table, tensor.shape[1], lengths)
     if bounds is not None:
-        return packed(bounds.to(tensor.device), lengths)
+        return Sequences.packed(bounds.to(tensor.device), lengths)
     if tensor.dim() != 4:
         raise ValueError(f"cu_seqlens_{side} is missing")
-    return None if lengths is None else batched(tensor, lengths)
+    return None if lengths is None else Sequences.batched(tensor, lengths)
 
 
 def _options(call: FunctionCall) -> dict[str, Any]:
@@ -142,7 +132,7 @@ def _read_kvcache(call: FunctionCall) -> Reading:
     filled = call["cache_seqlens"]
     filled = table.shape[1] * key.shape[1] if filled is None else filled
     lengths = torch.as_tensor(filled, device=key.device).long().reshape(-1).expand(len(query))
-    index = paged(table, key.shape[1], lengths).index
+    index = Sequences.paged(table, key.shape[1], lengths).index
     key, value = key.flatten(0, 1), value.flatten(0, 1)
     options = _options(call)
     if call["rotary_cos"] is not None:
@@ -169,9 +159,9 @@ def _read_kvcache(call: FunctionCall) -> Reading:
     query, key, value = _widened(call, query, key, value)
     if bool((lengths == lengths[0]).all()):
         index = index[:, : int(lengths[0])]
-        return batch_reading((query, key[index], value[index]), **options)
+        return Reading.of_batch((query, key[index], value[index]), **options)
     keys = Sequences(index, lengths)
-    return sequence_reading((query, key, value), batched(query), keys, **options)
+    return Reading.of_sequences((query, key, value), Sequences.batched(query), keys, **options)
 
 
 def _rotated(call: FunctionCall, tensor: Tensor, lengths: Tensor, by_row: bool) -> Tensor:

@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.reading import (
-    FunctionCall,
-    Kernel,
-    Reading,
-    Sequences,
-    batch_reading,
-    packed,
-    paged,
-    sequence_reading,
-)
+from acutance.capture.kernel_functions.reading import FunctionCall, Kernel, Reading, Sequences
 
 _IGNORED = (
     *("use_fp16_qk_reduction", "o_dtype", "use_tensor_cores", "rope_scale", "rope_theta"),
@@ -50,7 +41,7 @@ def _read_single(call: FunctionCall) -> Reading:
     if mask is not None:
         options["attn_mask"] = mask.bool()[None, None]
     value = _scaled(value, call.number("v_scale"))
-    return batch_reading((query, key, value), layouts[0], keys=keys, **options)
+    return Reading.of_batch((query, key, value), layouts[0], keys=keys, **options)
 
 
 def _scaled(tensor: Tensor, factor: Tensor | float | None, heads: int | None = None) -> Tensor:
@@ -84,9 +75,9 @@ def _read_paged(call: FunctionCall) -> Reading:
         bounds = torch.arange(len(counts) + 1, device=query.device)
         if len(query) != len(counts):
             raise ValueError(f"{call.name} with several rows of a request cannot be read")
-    table = packed(starts).index.clamp(max=max(len(pages) - 1, 0))
+    table = Sequences.packed(starts).index.clamp(max=max(len(pages) - 1, 0))
     lengths = torch.where(counts > 0, (counts - 1) * key.shape[1] + last, 0)
-    keys = paged(pages[table], key.shape[1], lengths)
+    keys = Sequences.paged(pages[table], key.shape[1], lengths)
     return _planned(call, (query, key, value), bounds, keys, causal=not prefix)
 
 
@@ -95,7 +86,7 @@ def _read_ragged(call: FunctionCall) -> Reading:
     tensors = call.qkv()
     if _add_plan(call) != "NHD":
         raise ValueError("its key layout is not NHD")
-    keys = packed(call.tensor("kv_indptr").to(tensors[0].device))
+    keys = Sequences.packed(call.tensor("kv_indptr").to(tensors[0].device))
     return _planned(call, tensors, call.tensor("qo_indptr"), keys, causal=False)
 
 
@@ -113,8 +104,8 @@ def _planned(
     query, key, value = tensors
     options = _options(call, query, causal=causal)
     tensors = _scaled(query, None), _scaled(key, None), _scaled(value, call.number("v_scale"))
-    queries, sinks = packed(bounds.to(query.device)), call.optional("sinks")
-    return sequence_reading(tensors, queries, keys, sinks=sinks, **options)
+    queries, sinks = Sequences.packed(bounds.to(query.device)), call.optional("sinks")
+    return Reading.of_sequences(tensors, queries, keys, sinks=sinks, **options)
 
 
 def _add_plan(call: FunctionCall) -> str:

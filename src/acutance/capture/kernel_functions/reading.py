@@ -29,21 +29,6 @@ _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one call of a kernel computes.
-
-    Attributes:
-        fields: the fields of the :class:`AttentionCall`, without module and source.
-        rows: takes the argument that holds the queries, or the output, to (B, Hq, L, width).
-        argument: name of that argument.
-    """
-
-    fields: dict[str, Any]
-    rows: Callable[[Tensor], Tensor]
-    argument: str = "q"
-
-
-@dataclass(frozen=True)
 class Kernel:
     """A kernel that models call as a function.
 
@@ -259,42 +244,42 @@ class Sequences:
         real = (column >= 0) & (column < self.lengths.unsqueeze(1))
         return self.index.gather(1, column.masked_fill(~real, 0)).masked_fill(~real, 0), real
 
+    @classmethod
+    def packed(cls, starts: Tensor, lengths: Tensor | None = None) -> Sequences:
+        """Sequences that lie one after another, with or without gaps.
 
-def packed(starts: Tensor, lengths: Tensor | None = None) -> Sequences:
-    """Sequences that lie one after another, with or without gaps.
+        Args:
+            starts: (N + 1,), where each begins and the last one ends.
+            lengths: (N,); None if there are no gaps.
 
-    Args:
-        starts: (N + 1,), where each begins and the last one ends.
-        lengths: (N,); None if there are no gaps.
+        Example:
+            >>> Sequences.packed(torch.tensor([0, 2, 5])).aligned(at_end=True)[0]
+            tensor([[0, 0, 1],
+                    [2, 3, 4]])
+        """
+        starts = starts.long()
+        lengths = starts.diff() if lengths is None else lengths.to(starts.device).long()
+        width = int(lengths.max()) if len(lengths) else 0
+        column = torch.arange(width, device=starts.device)
+        return cls(starts[: len(lengths), None] + column, lengths)
 
-    Example:
-        >>> packed(torch.tensor([0, 2, 5])).aligned(at_end=True)[0]
-        tensor([[0, 0, 1],
-                [2, 3, 4]])
-    """
-    starts = starts.long()
-    lengths = starts.diff() if lengths is None else lengths.to(starts.device).long()
-    width = int(lengths.max()) if len(lengths) else 0
-    column = torch.arange(width, device=starts.device)
-    return Sequences(starts[: len(lengths), None] + column, lengths)
+    @classmethod
+    def batched(cls, tensor: Tensor, lengths: Tensor | None = None) -> Sequences:
+        """Sequences of a tensor (B, W, H, E), whose first two dimensions are flattened."""
+        batch, width = tensor.shape[:2]
+        return cls.packed(torch.arange(batch + 1, device=tensor.device) * width, lengths)
 
+    @classmethod
+    def paged(cls, table: Tensor, page: int, lengths: Tensor) -> Sequences:
+        """Sequences in pages of a tensor (pages, page, H, E), whose first dimensions are flattened.
 
-def batched(tensor: Tensor, lengths: Tensor | None = None) -> Sequences:
-    """Sequences of a tensor (B, W, H, E), whose first two dimensions are flattened."""
-    batch, width = tensor.shape[:2]
-    return packed(torch.arange(batch + 1, device=tensor.device) * width, lengths)
-
-
-def paged(table: Tensor, page: int, lengths: Tensor) -> Sequences:
-    """Sequences in pages of a tensor (pages, page, H, E), whose first dimensions are flattened.
-
-    Args:
-        table: (N, most pages of a sequence), the numbers of its pages.
-        page: tokens in a page.
-        lengths: (N,).
-    """
-    index = table.long().unsqueeze(-1) * page + torch.arange(page, device=table.device)
-    return Sequences(index.flatten(1), lengths.to(table.device).long())
+        Args:
+            table: (N, most pages of a sequence), the numbers of its pages.
+            page: tokens in a page.
+            lengths: (N,).
+        """
+        index = table.long().unsqueeze(-1) * page + torch.arange(page, device=table.device)
+        return cls(index.flatten(1), lengths.to(table.device).long())
 
 
 # -- readings of calls ----------------------------------------------------------------------------
@@ -317,60 +302,81 @@ def heads_first(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
-def batch_reading(
-    tensors: _Tensors, layout: str = "BLHE", *, keys: str | None = None, **options: Any
-) -> Reading:
-    """Read a call on sequences of one length.
+@dataclass(frozen=True)
+class Reading:
+    """What one call of a kernel computes.
 
-    Args:
-        tensors: query, key and value.
-        layout: of the query and of the output, as for :func:`heads_first`.
-        keys: of key and value; None for that of the query.
-        options: masks and others, as for :func:`_fields`.
+    Attributes:
+        fields: the fields of the :class:`AttentionCall`, without module and source.
+        rows: takes the argument that holds the queries, or the output, to (B, Hq, L, width).
+        argument: name of that argument.
     """
-    layouts = (layout, keys or layout, keys or layout)
-    fields = _fields(*map(heads_first, tensors, layouts), **options)
-    return Reading(fields, lambda tensor: heads_first(tensor, layout))
 
+    fields: dict[str, Any]
+    rows: Callable[[Tensor], Tensor]
+    argument: str = "q"
 
-def sequence_reading(
-    tensors: _Tensors, queries: Sequences, keys: Sequences, *, at_end: bool = True, **options: Any
-) -> Reading:
-    """Read a call on sequences of different lengths.
+    @classmethod
+    def of_batch(
+        cls, tensors: _Tensors, layout: str = "BLHE", *, keys: str | None = None, **options: Any
+    ) -> Reading:
+        """A call on sequences of one length.
 
-    Args:
-        tensors: query, key and value, (T, H, E) or with the first dimension in two.
-        queries: the sequences in the query.
-        keys: the sequences in key and value.
-        at_end: whether the last query is at the last key; else the first is at the first.
-        options: masks and others, as for :func:`_fields`.
-    """
-    query, key, value = (tensor.flatten(0, -3) for tensor in tensors)
-    documents = None
-    if options.get("slopes") is None and len(query) == len(key):
-        documents = _documents(queries, keys, len(query))
-    if documents is not None:
+        Args:
+            tensors: query, key and value.
+            layout: of the query and of the output, as for :func:`heads_first`.
+            keys: of key and value; None for that of the query.
+            options: masks and others, as for :func:`_fields`.
+        """
+        layouts = (layout, keys or layout, keys or layout)
+        fields = _fields(*map(heads_first, tensors, layouts), **options)
+        return cls(fields, lambda tensor: heads_first(tensor, layout))
 
-        def rows(tensor: Tensor) -> Tensor:
-            return heads_first(tensor.flatten(0, -3), "LHE")
+    @classmethod
+    def of_sequences(
+        cls,
+        tensors: _Tensors,
+        queries: Sequences,
+        keys: Sequences,
+        *,
+        at_end: bool = True,
+        **options: Any,
+    ) -> Reading:
+        """A call on sequences of different lengths.
 
-        fields = _fields(rows(query), rows(key), rows(value), at_end=at_end, **options)
-        return Reading({**fields, "cu_seqlens": documents, "packed": True}, rows)
-    index, real = queries.aligned(at_end)
-    key_index, seen = keys.aligned(at_end)
+        Args:
+            tensors: query, key and value, (T, H, E) or with the first dimension in two.
+            queries: the sequences in the query.
+            keys: the sequences in key and value.
+            at_end: whether the last query is at the last key; else the first is at the first.
+            options: masks and others, as for :func:`_fields`.
+        """
+        query, key, value = (tensor.flatten(0, -3) for tensor in tensors)
+        documents = None
+        if options.get("slopes") is None and len(query) == len(key):
+            documents = _documents(queries, keys, len(query))
+        if documents is not None:
 
-    def padded(tensor: Tensor) -> Tensor:
-        tensor = tensor.flatten(0, -3)[index]
-        return tensor.masked_fill(~real[..., None, None], 0).transpose(1, 2)
+            def rows(tensor: Tensor) -> Tensor:
+                return heads_first(tensor.flatten(0, -3), "LHE")
 
-    key, value = (
-        tensor[key_index].masked_fill(~seen[..., None, None], 0).transpose(1, 2)
-        for tensor in (key, value)
-    )
-    fields = _fields(padded(query), key, value, at_end=at_end, **options)
-    if not bool(seen.all()):
-        fields["key_mask"] = seen
-    return Reading({**fields, "real": real, "packed": True}, padded)
+            fields = _fields(rows(query), rows(key), rows(value), at_end=at_end, **options)
+            return cls({**fields, "cu_seqlens": documents, "packed": True}, rows)
+        index, real = queries.aligned(at_end)
+        key_index, seen = keys.aligned(at_end)
+
+        def padded(tensor: Tensor) -> Tensor:
+            tensor = tensor.flatten(0, -3)[index]
+            return tensor.masked_fill(~real[..., None, None], 0).transpose(1, 2)
+
+        key, value = (
+            tensor[key_index].masked_fill(~seen[..., None, None], 0).transpose(1, 2)
+            for tensor in (key, value)
+        )
+        fields = _fields(padded(query), key, value, at_end=at_end, **options)
+        if not bool(seen.all()):
+            fields["key_mask"] = seen
+        return cls({**fields, "real": real, "packed": True}, padded)
 
 
 def _documents(queries: Sequences, keys: Sequences, total: int) -> Tensor | None:

@@ -18,9 +18,6 @@ from acutance.capture.kernel_functions.reading import (
     Reading,
     Sequences,
     banded,
-    batch_reading,
-    packed,
-    sequence_reading,
 )
 
 _NAME = "DotProductAttention"
@@ -58,13 +55,13 @@ def _read(call: FunctionCall) -> Reading:
     options |= _added(call, options["scale"], is_packed=form == "thd")
     if form == "thd":
         queries, keys = _of_thd(call, "q"), _of_thd(call, "kv")
-        reading = sequence_reading(tensors, queries, keys, **options)
+        reading = Reading.of_sequences(tensors, queries, keys, **options)
     else:
         if kind == "arbitrary":
             options["attn_mask"] = torch.logical_not(call.tensor("attention_mask").bool())
         elif "padding" not in kind:
             call.ignore("attention_mask", "cu_seqlens_q", "cu_seqlens_kv")
-        reading = batch_reading(tensors, {"sbhd": "LBHE", "bshd": "BLHE"}[form], **options)
+        reading = Reading.of_batch(tensors, {"sbhd": "LBHE", "bshd": "BLHE"}[form], **options)
         if "padding" in kind:
             _add_padding(call, reading.fields, options)
 
@@ -142,7 +139,7 @@ def _of_thd(call: FunctionCall, name: str) -> Sequences:
     """The sequences of a packed tensor (T, H, E), with or without gaps."""
     cumulative = call.tensor(f"cu_seqlens_{name}").long()
     starts = call.optional(f"cu_seqlens_{name}_padded")
-    return packed(cumulative if starts is None else starts, cumulative.diff())
+    return Sequences.packed(cumulative if starts is None else starts, cumulative.diff())
 
 
 def _added(call: FunctionCall, scale: float, *, is_packed: bool) -> dict[str, Any]:

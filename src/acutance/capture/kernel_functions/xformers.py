@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.kernel_functions.reading import (
-    FunctionCall,
-    Kernel,
-    Reading,
-    Sequences,
-    batch_reading,
-    packed,
-    sequence_reading,
-)
+from acutance.capture.kernel_functions.reading import FunctionCall, Kernel, Reading, Sequences
 
 #: By class of a bias: whether it is causal, and whether it is aligned at the last key.
 _ALIGNED = {
@@ -51,7 +43,7 @@ def _read(call: FunctionCall) -> Reading:
     tensors = query, key, value = _four_dims(query), _four_dims(key), _four_dims(value)
     if bias is None or isinstance(bias, Tensor):
         added = None if bias is None else _four_dims(bias, 1)
-        reading = batch_reading(tensors, causal=False, bias=added, **options)
+        reading = Reading.of_batch(tensors, causal=False, bias=added, **options)
         return Reading(reading.fields, lambda tensor: reading.rows(_four_dims(tensor)))
     kind = type(bias)
     if kind.__name__ not in _ALIGNED or not kind.__module__.startswith(_LIBRARIES):
@@ -64,11 +56,11 @@ def _read(call: FunctionCall) -> Reading:
         if len(query) != 1:
             raise ValueError(f"{kind.__name__} needs a batch of 1")
         queries, keys = _sequences(bias.q_seqinfo, query), _sequences(bias.k_seqinfo, key)
-        reading = sequence_reading(tensors, queries, keys, **options)
+        reading = Reading.of_sequences(tensors, queries, keys, **options)
     else:
         added = getattr(bias, "_bias", None)
         added = None if added is None else _four_dims(added, 1)
-        reading = batch_reading(tensors, bias=added, **options)
+        reading = Reading.of_batch(tensors, bias=added, **options)
     return Reading(reading.fields, lambda tensor: reading.rows(_four_dims(tensor)))
 
 
@@ -83,7 +75,7 @@ def _sequences(info: Any, tensor: Tensor) -> Sequences:
     """The sequences that a ``seqinfo`` describes; ``seqlen`` is there where they have gaps."""
     starts = torch.as_tensor(info.seqstart, device=tensor.device)
     lengths = getattr(info, "seqlen", None)
-    return packed(starts, None if lengths is None else torch.as_tensor(lengths))
+    return Sequences.packed(starts, None if lengths is None else torch.as_tensor(lengths))
 
 
 _NAMES = {"q": "query", "k": "key", "v": "value"}
