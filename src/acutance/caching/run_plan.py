@@ -19,10 +19,15 @@ from acutance.caching.head_plan import HeadPlan, value_groups
 from acutance.caching.stores import Attend, Store, is_range, some, store_for
 from acutance.calibration.apply_law import AppliedChange, ApplyError
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import class_name, named_modules, unwrap
+from acutance.capture.find_layers import (
+    CACHE_ARGUMENTS,
+    cache_argument,
+    class_name,
+    named_modules,
+    unwrap,
+)
 from acutance.capture.intercept import Running, eager, forget_compiled, module_of_method
 from acutance.capture.kernel_functions import calls
-from acutance.capture.model_cache import CACHE_ARGUMENTS, cache_argument
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall, base_name
 from acutance.kernels import ragged

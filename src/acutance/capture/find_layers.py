@@ -363,3 +363,28 @@ def is_cross(name: str, module: Any = None) -> bool:
         return True
     ends = name.lower().split(".")[-2:]
     return "encoder_attn" in ends or "cross" in ".".join(ends) or "encdec" in ".".join(ends)
+
+
+# -- the key-value cache ---------------------------------------------------------------------------
+
+#: Names under which a transformers model takes and returns its cache, the newest first: ``cache``
+#: since transformers 5.24; layers of older releases took ``past_key_value``.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value")
+
+
+def cache_argument(names: Iterable[str]) -> str | None:
+    """The first of :data:`CACHE_ARGUMENTS` in ``names``, a forward method's; None without a cache.
+
+    Example:
+        >>> cache_argument(["input_ids", "past_key_values"]), cache_argument(["input_ids"])
+        ('past_key_values', None)
+    """
+    known = set(names)
+    return next((name for name in CACHE_ARGUMENTS if name in known), None)
+
+
+def returned_cache(output: Any) -> Any:
+    """The key-value cache in a model's output; None if it returned none."""
+    if hasattr(output, "cache"):
+        return output.cache
+    return getattr(output, "past_key_values", None)

@@ -697,55 +697,6 @@ class ModuleStack:
         return self._order.get(base, 0), int(call or 0)
 
 
-class Passes:
-    """Counts forward passes and decides which of them are read.
-
-    Attributes:
-        every: the first of every ``every`` passes is read.
-        pass_number: number of the next pass; None to count passes.
-        gradients: True to read only passes that record gradients, False to read only the others
-            (generated text, frozen models), None to read all.
-        left_out: whether a call was left out because of ``gradients``.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.pass_number: int | None = None
-        self.gradients: bool | None = None
-        self.left_out = False
-        self._counts: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, name: str, thread: Running) -> None:
-        """Handle the start of a forward pass at the named module.
-
-        Passes that begin at different modules are counted separately, such as those of an encoder
-        and of its decoder during generation.
-        """
-        if is_rerun():
-            return
-        thread.has_gradients = torch.is_grad_enabled()
-        with self._lock:
-            count = self._counts.get(name, 0)
-            self._counts[name] = count + 1
-        thread.is_read = count % self.every == 0
-        pass_number = count if self.pass_number is None else self.pass_number
-        if self.pass_number is None or pass_number != thread.pass_number:
-            thread.calls_in_pass.clear()
-        thread.pass_number = pass_number
-
-    def wants(self, thread: Running) -> bool:
-        """Whether this pass, or method outside any, is of those that :attr:`gradients` selects.
-
-        What counts is the beginning of a pass: reentrant checkpoints run layers without gradients.
-        """
-        if not thread.stack:
-            thread.has_gradients = torch.is_grad_enabled()
-        wanted = self.gradients is None or thread.has_gradients is self.gradients
-        self.left_out = self.left_out or not wanted
-        return wanted
-
-
 def module_of_method(names: Mapping[int, str]) -> str | None:
     """Name of the module whose method is running outside any forward pass: ``decoder.decode(x)``.
 

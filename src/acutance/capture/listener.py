@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
@@ -40,7 +41,6 @@ from acutance.capture.head_axis import (
 )
 from acutance.capture.intercept import (
     Interception,
-    Passes,
     eager,
     gradient_mode,
     is_rerun,
@@ -141,7 +141,9 @@ class Listener(Interception):
         receiver: as given.
         modules: the model's modules, and which of them is running.
         rows: decides which rows are padding.
-        passes: counts forward passes.
+        pass_number: number of the next forward pass; None to count passes.
+        with_gradients: True to read only passes that record gradients, False to read only the
+            others (generated text, frozen models), None to read all.
         layers: the captured layers; None for all.
         unread: attention that could not be read, with the reason.
         not_provided: attention that the model computed although ``provides`` is set, with the
@@ -186,7 +188,11 @@ class Listener(Interception):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         super().__init__(model)
         self.products, self.provides = products, provides
-        self.passes = Passes(every)
+        self.pass_number: int | None = None
+        self.with_gradients: bool | None = None
+        self._every = every
+        self._passes: Counter[str] = Counter()  # by the module at which they begin
+        self._left_out = False  # whether a pass was because of its gradients
         self.rows = RowReader(attention_mask, rows)
         self.layers = None if layers is None else LayerChoice.from_model(layers, model)
         self.unread: list[str] = []
@@ -249,7 +255,7 @@ class Listener(Interception):
             return f"the probe could not read any attention of {model}: {'; '.join(self.unread)}"
         if not self._started:
             return f"the probe captured no attention call: {model} did not run while it was open"
-        if self.passes.left_out and self.passes.gradients:
+        if self._left_out and self.with_gradients:
             return f"the probe captured no attention call: {model} ran only without gradients"
         return f"the probe captured no attention call in {model}: {_LOOKED_FOR}"
 
@@ -328,7 +334,7 @@ class Listener(Interception):
         """
         if not self.provides or not self.captures_module(module):
             return None
-        if not is_rerun() and not self.passes.wants(self.modules.thread):
+        if not is_rerun() and not self._wants_pass():
             return None
         try:
             if refusal is not None:
@@ -385,7 +391,7 @@ class Listener(Interception):
         if (
             is_rerun()
             or not self.modules.thread.is_read
-            or not self.passes.wants(self.modules.thread)
+            or not self._wants_pass()
             or module.partition("#")[0] in self.skipped
         ):
             return
@@ -408,11 +414,37 @@ class Listener(Interception):
         return FunctionCapture(self)
 
     def on_begin(self, module: torch.nn.Module, name: str) -> None:
-        """Begin a pass."""
+        """Begin a pass, and decide whether it is read.
+
+        Passes that begin at different modules are counted separately, such as those of an encoder
+        and of its decoder during generation.
+        """
         thread = self.modules.thread
         thread.call_counts.clear()
-        self.passes.begin(name, thread)
         self._started = True
+        if is_rerun():
+            return
+        thread.has_gradients = torch.is_grad_enabled()
+        with self._lock:
+            count = self._passes[name]
+            self._passes[name] += 1
+        thread.is_read = count % self._every == 0
+        pass_number = count if self.pass_number is None else self.pass_number
+        if self.pass_number is None or pass_number != thread.pass_number:
+            thread.calls_in_pass.clear()
+        thread.pass_number = pass_number
+
+    def _wants_pass(self) -> bool:
+        """Whether this pass, or method outside any, is of those that are selected by gradients.
+
+        What counts is the beginning of a pass: reentrant checkpoints run layers without gradients.
+        """
+        thread = self.modules.thread
+        if not thread.stack:
+            thread.has_gradients = torch.is_grad_enabled()
+        wanted = self.with_gradients is None or thread.has_gradients is self.with_gradients
+        self._left_out = self._left_out or not wanted
+        return wanted
 
     def on_enter(
         self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any

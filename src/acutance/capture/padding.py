@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import is_cross
-from acutance.capture.model_cache import CACHE_ARGUMENTS
+from acutance.capture.find_layers import CACHE_ARGUMENTS, is_cross
 from acutance.masks import hidden_scores, hides
 
 #: In the place of a mask's name: the model was called without one.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 
 _TOKENS, _SHIFT = 4, 997
+_OUT_OF_USE = "original_inv_freq", "long_inv_freq"  # frequencies that a model keeps for later
 _VARYING = {"dynamic", "longrope"}  # their frequencies depend on the length of the text
 #: Relative error of a rotation that rounding explains; a wrong one is off by more than a half.
 _TOLERANCE = 0.03
@@ -122,13 +123,18 @@ def find_rotary(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> li
     known = [
         (holder, buffer)
         for holder in model.modules()
-        for buffer, rates in _tensors(holder)
-        if _is_rates(buffer) and rates.dim() == 1
+        for buffer, rates in {**vars(holder), **holder._buffers}.items()
+        if buffer.endswith("inv_freq") and not buffer.endswith(_OUT_OF_USE)
+        if isinstance(rates, Tensor) and rates.dim() == 1
     ]
     if not known:
         raise RotaryError(f"{name} has no rotary position embedding (no inv_freq)")
-    limit = _positions(model)
-    shift = min(_SHIFT, max(1, limit - _TOKENS)) if limit else _SHIFT
+    config: Any = getattr(unwrap(model), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    limit, shift = getattr(config, "max_position_embeddings", None), _SHIFT
+    if isinstance(limit, int) and limit > 0:
+        shift = min(shift, max(1, limit - _TOKENS))
     first, second = (_read(model, start) for start in (0, shift))
     return [_of_layer(name, layer, known, shift, first, second) for layer in layers]
 
@@ -244,24 +250,3 @@ def _read(model: torch.nn.Module, start: int) -> _Calls:
         ) from error
     pairs = zip(unwrap(model).modules(), twin.modules(), strict=True)
     return {one: calls[other] for one, other in pairs if other in calls}
-
-
-def _positions(model: torch.nn.Module) -> int | None:
-    """Largest number of positions in a model's configuration; None if it states none."""
-    config: Any = getattr(unwrap(model), "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def _tensors(holder: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that a module holds itself, buffers and plain attributes."""
-    for name, value in {**vars(holder), **holder._buffers}.items():
-        if isinstance(value, Tensor):
-            yield name, value
-
-
-def _is_rates(name: str) -> bool:
-    """Whether a tensor of this name holds the rotary frequencies that the model uses at present."""
-    return name.endswith("inv_freq") and not name.endswith(("original_inv_freq", "long_inv_freq"))

@@ -21,8 +21,7 @@ from acutance.calibration.loss_table import LossTable, Reading, ratio
 from acutance.calibration.losses import Loss, NextToken, call_model, logits_of
 from acutance.calibration.read_window import VisibleKeys, WindowedCall
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import attention_layers, uses_interface
-from acutance.capture.model_cache import cache_argument
+from acutance.capture.find_layers import attention_layers, cache_argument, uses_interface
 from acutance.capture.readers import huggingface
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.extending.record import AS_IS, Final, Tried

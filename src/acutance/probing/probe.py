@@ -170,11 +170,11 @@ class Probe:
 
     def number_passes(self, pass_number: int | None) -> None:
         """Set the number of the next forward pass, which seeds row sampling; None counts passes."""
-        self._listener.passes.pass_number = pass_number
+        self._listener.pass_number = pass_number
 
     def read_passes(self, gradients: bool | None) -> None:
         """Read only passes that record gradients (True), only the others (False), or all (None)."""
-        self._listener.passes.gradients = gradients
+        self._listener.with_gradients = gradients
 
     def expect_tokens(self, longest: int) -> None:
         """Check that all spans end within sequences of ``longest`` tokens.

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import unwrap
-from acutance.capture.model_cache import cache_argument, returned_cache
+from acutance.capture.find_layers import cache_argument, returned_cache, unwrap
 from acutance.corpus.load_model import OptionError, TextModel
 from acutance.corpus.texts import Text, special_tokens
 from acutance.verification.expectation import Pass, windows_of
