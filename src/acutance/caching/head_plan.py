@@ -12,12 +12,13 @@ import torch
 
 from acutance.capture.find_layers import (
     attention_layers,
+    cache_argument,
     class_name,
     named_modules,
+    returned_cache,
     unwrap,
     uses_interface,
 )
-from acutance.capture.model_cache import cache_argument, returned_cache
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.shapes import check_count
