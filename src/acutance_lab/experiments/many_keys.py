@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,7 +110,8 @@ def critical_scale(run: Run, family: str, n: int) -> Estimate:
 
 
 @experiment(
-    among("growth", "Λ grows as √log n (normal), log n (one gap), n (uniform), 1 (exponential)",
+    among("growth",
+          "Λ grows as √log n (normal), log n (one gap), n (uniform), not at all (exponential)",
           HAYASE, within=0.02, bound="logits"),
     theorem("one gap", "one key Δ above the rest: Λ = log n / Δ", HAYASE, within=1e-9),
     refuted("level", "Λ = √(2 log n) for normal logits", HAYASE, within=0.02),
@@ -175,8 +177,7 @@ def outputs_cosine(n: int, rho: float, gamma: float) -> float:
     tokens = math.sqrt(1 - rho) * torch.eye(n, n + 1, dtype=torch.float64)
     tokens[:, n] = math.sqrt(rho)
     x = tokens[None, None]
-    two = attention(x[:, :, :2], x, x, scale=gamma * math.log(n))
-    assert isinstance(two, Tensor)
+    two: Any = attention(x[:, :, :2], x, x, scale=gamma * math.log(n))
     return float(cosine_similarity(two[0, 0, 0], two[0, 0, 1], dim=0))
 
 
@@ -248,7 +249,7 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
 
 
 @experiment(
-    theorem("attained", "one logit above the others, alike, has the least entropy", ZHAI,
+    theorem("attained", "one logit above the others, which are equal, has least entropy", ZHAI,
             within=1e-9),
     theorem("floor", "no row of logits of norm s has less", ZHAI, relation=">=", rounding=1e-9),
     Claim("reached", "gradient descent on the measured entropy ends there", within=0.01),
@@ -304,7 +305,7 @@ def weight_of_top(n: int, scale: float) -> float:
     theorem("least", "with SSMax it stays above 0.8", NAKANISHI, relation=">="),
     up_to("fades", "softmax leaves the one key half of the weight", "what one would expect of it",
           relation=">=", bound="n"),
-    theorem("critical", "a smaller s fails at some length: what counts is s·gap > 1", within=1e-9),
+    theorem("critical", "a smaller s fails at some length: s·gap must exceed 1", within=1e-9),
     figure=[Panel(
         Axis("keys n", log=True), Axis("weight of the one key", limits=(None, 1.5)),
         [Lines("ssmax", "n", f"SSMax, s = {S} (s·gap = 2.15)"),

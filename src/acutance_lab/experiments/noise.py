@@ -79,8 +79,7 @@ def output_error(
             mixed = (wider - narrow).exp() @ chance
             weight = 1 / (1 - share + share * mixed)
         query = torch.zeros(1, 1, size, 1, dtype=torch.float64)
-        output = attention(query, key, value[None, None], bias=(logits + noise)[None, None])
-        assert isinstance(output, Tensor)
+        output: Any = attention(query, key, value[None, None], bias=(logits + noise)[None, None])
         errors.append(weight * (output[0, 0] - clean).square().sum(-1))
     return mean(errors)
 

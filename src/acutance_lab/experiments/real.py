@@ -275,10 +275,10 @@ def r_squared(predicted: Tensor, measured: Tensor) -> float:
 
 
 @experiment(
-    up_to("gauss", "a head's entropy is that of Gaussian logits of its n and deviation",
+    up_to("gauss", "a head has the entropy of Gaussian logits with its n and deviation",
           within=0.03, bound=SPREAD),
-    up_to("four", "a head's entropy follows from gap of the first key, its deviation over rows, "
-          "and deviation and Jensen gap of the other logits", within=0.05, bound=SPREAD),
+    up_to("four", "a head's entropy follows from four numbers: gap of the first key, its deviation "
+          "over rows, deviation and Jensen gap of the other logits", within=0.05, bound=SPREAD),
     theorem("floor", "H ≥ log n − (s_max − s̄)", relation=">=", rounding=1e-4),
     theorem("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3),
     figure=[
