@@ -98,6 +98,8 @@ def main() -> int:
     text, other = texts.read(training), texts.read(held_out)
     start = time.process_time()
     model = trained.train(
+        "decoder",
+        trained.configuration(),
         options.seed,
         text,
         steps=options.steps,

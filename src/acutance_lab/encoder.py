@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,35 +15,41 @@ from acutance.scaling import NoScaling, Scaling
 
 
 class Attention(nn.Module):
-    """Self-attention over all n tokens, with queries multiplied by a scaling law's factor for n.
+    """Self-attention, with queries multiplied by a scaling law's factor for the number of tokens.
 
     Args:
         width: of tokens; a multiple of ``heads``.
         heads: number of heads.
         law: the scaling law.
         base: of rotary positions; None uses none.
+        norm: makes the normalisation of queries, and that of keys.
+        bias: whether the projections have biases.
+        call: further arguments of PyTorch's attention, such as ``is_causal``.
     """
 
-    def __init__(self, width: int, heads: int, law: Scaling, base: float | None) -> None:
+    def __init__(
+        self, width: int, heads: int, *, law: Scaling | None = None, base: float | None = None,
+        norm: Callable[[], nn.Module] = nn.Identity, bias: bool = True, **call: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.law, self.base = heads, law, base
-        self.inputs = nn.Linear(width, 3 * width)
-        self.output = nn.Linear(width, width)
+        self.heads, self.law, self.base, self.call = heads, law or NoScaling(), base, call
+        self.inputs = nn.Linear(width, 3 * width, bias=bias)
+        self.output = nn.Linear(width, width, bias=bias)
+        self.norms = nn.ModuleList([norm(), norm()])
 
-    def queries_keys_values(self, x: Tensor) -> Tensor:
-        """Project (B, n, width) to queries, keys and values, (3, B, heads, n, head width).
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project (B, n, width) to queries, keys and values, (B, heads, n, head width) each.
 
-        Rotary positions are applied, the law is not.
+        They are normalised and have their rotary positions; the law is not applied.
         """
-        batch, n, width = x.shape
-        projected = self.inputs(x).view(batch, n, 3, self.heads, width // self.heads)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        projected = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key = (norm(y) for norm, y in zip(self.norms, projected[:2], strict=True))
         if self.base is not None:
             query, key = rotate(query, base=self.base), rotate(key, base=self.base)
-        return torch.stack([query, key, value])
+        return query, key, projected[2]
 
     def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Self-attention without a causal mask.
+        """Self-attention.
 
         Args:
             x: (B, n, width).
@@ -49,41 +59,18 @@ class Attention(nn.Module):
         Returns:
             (B, n, width).
         """
-        batch, n, width = x.shape
         query, key, value = self.queries_keys_values(x)
-        seen = n if counts is None else int(counts[0].sum())
+        seen = x.shape[1] if counts is None else int(counts[0].sum())
         query = query * self.law.factor(torch.tensor([seen])).unsqueeze(-1)
         mask = None if counts is None else counts.log().to(x.dtype)[:, None, None]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.output(out.transpose(1, 2).reshape(batch, n, width))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward network with residual connections and layer norms.
-
-    With ``norm_first`` the input of each is normalised, else the sum after each.
-    """
-
-    def __init__(self, attention: Attention, width: int, hidden: int, *, norm_first: bool) -> None:
-        super().__init__()
-        self.attention, self.norm_first = attention, norm_first
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)
-        )
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-
-    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Map (B, n, width) to (B, n, width); ``counts`` as in :meth:`Attention.forward`."""
-        first, second = self.norms
-        if self.norm_first:
-            x = x + self.attention(first(x), counts)
-            return x + self.feed_forward(second(x))  # type: ignore[no-any-return]
-        x = first(x + self.attention(x, counts))
-        return second(x + self.feed_forward(x))  # type: ignore[no-any-return]
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **self.call)
+        return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):
-    """A transformer encoder: embedded tokens, position embeddings, blocks, and output logits.
+    """A transformer encoder: embedded tokens, position embeddings, layers, and output logits.
+
+    A layer is attention and a feed-forward network, with residual connections and layer norms.
 
     Args:
         symbols: size of the vocabulary.
@@ -92,34 +79,26 @@ class Encoder(nn.Module):
         heads: of each layer.
         hidden: of the feed-forward networks.
         layers: how many.
-        law: the scaling law of all layers.
-        base: of rotary positions; None has none.
         kinds: number of position embeddings: the first ``kinds - 1`` positions have one each, all
             others share the last. 0 embeds no positions.
         norm_first: normalise the input of attention and network, not the sum after them.
+        attention: further arguments of :class:`Attention`, such as ``law`` and ``base``.
     """
 
     def __init__(
-        self,
-        symbols: int,
-        outputs: int,
-        *,
-        width: int,
-        heads: int,
-        hidden: int,
-        layers: int,
-        law: Scaling = NoScaling(),  # noqa: B008 - a frozen record
-        base: float | None = None,
-        kinds: int = 0,
-        norm_first: bool = False,
-    ) -> None:
+        self, symbols: int, outputs: int, *, width: int, heads: int, hidden: int, layers: int,
+        kinds: int = 0, norm_first: bool = False, **attention: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.symbols = nn.Embedding(symbols, width)
         self.kinds = nn.Embedding(kinds, width) if kinds else None
-        self.blocks = nn.ModuleList(
-            Block(Attention(width, heads, law, base), width, hidden, norm_first=norm_first)
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            attend = Attention(width, heads, **attention)
+            norms = nn.LayerNorm(width), nn.LayerNorm(width)
+            network = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+            self.layers.append(nn.ModuleList([attend, network, *norms]))
+        self.norm_first = norm_first
         self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.output = nn.Linear(width, outputs)
 
@@ -134,6 +113,8 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
         """Map tokens (B, n) to logits (B, n, outputs); ``counts`` as in :class:`Attention`."""
         x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x, counts)
+        for layer in self.layers:
+            attention, network, first, second = cast("nn.ModuleList", layer)
+            for step, norm in ((partial(attention, counts=counts), first), (network, second)):
+                x = x + step(norm(x)) if self.norm_first else norm(x + step(x))
         return self.output(self.norm(x))  # type: ignore[no-any-return]

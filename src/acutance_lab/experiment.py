@@ -52,10 +52,14 @@ class Run:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be a whole number from 0 to {2**32 - 1}, got {self.seed}")
 
-    def checkpoint(self, name: str) -> Path | None:
-        """Path for a model's checkpoint, different for each seed and size; None stores none."""
-        size = "quick" if self.quick else "full"
-        return self.keep and self.keep / f"{name}-{size}-seed{self.seed}.checkpoint"
+    def saving(self, name: str) -> dict[str, Any]:
+        """Options of :func:`acutance_lab.training.fit`: a checkpoint of that name, and the notes.
+
+        Its path is different for each seed and size; None stores none.
+        """
+        size = f"{'quick' if self.quick else 'full'}-seed{self.seed}"
+        keep = self.keep and self.keep / f"{name.replace(' ', '')}-{size}.checkpoint"
+        return {"keep": keep, "note": self.note}
 
     @cached_property
     def generator(self) -> torch.Generator:

@@ -83,11 +83,6 @@ def _flat(values: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double()
 
 
-def difference(first: Estimate, second: Estimate) -> Estimate:
-    """The first of two independent estimates less the second."""
-    return first - second
-
-
 #: From a run, a number of rows and n to scores of unit scale, (rows, n), as :meth:`Run.normal`.
 Draw = Callable[[Run, int, int], Tensor]
 

@@ -49,19 +49,16 @@ def files(part: Part, folder: Path | None = None) -> list[Path]:
     if part not in ("training", "held out"):
         raise ValueError(f"part must be 'training' or 'held out', got {part!r}")
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if not any(
-            folder in _LEFT_OUT or folder.startswith("config-")
-            for folder in path.relative_to(root).parts[:-1]
-        )
-        and not path.name.startswith("_sysconfigdata")
-        and is_held_out(path.relative_to(root).as_posix()) == (part == "held out")
-    ]
-    if not paths:
+    chosen: dict[str, Path] = {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        left_out = any(f in _LEFT_OUT or f.startswith("config-") for f in name.parts[:-1])
+        asked_for = is_held_out(name.as_posix()) == (part == "held out")
+        if asked_for and not left_out and not path.name.startswith("_sysconfigdata"):
+            chosen[name.as_posix()] = path
+    if not chosen:
         raise FileNotFoundError(f"the standard library has no source files in {root}")
-    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+    return [chosen[name] for name in sorted(chosen)]
 
 
 def digest(paths: Sequence[Path]) -> str:

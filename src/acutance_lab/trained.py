@@ -6,7 +6,7 @@ the slowest of the rotations has gone round once within 128 positions: in a long
 new, so what changes with length is the number of keys. (With the usual base of 10000 a model
 trained as briefly meets angles it has never seen, and no temperature helps it.)
 
-:func:`train_hybrid` makes decoders whose layers repeat in fours: three with rotary positions and a
+:func:`hybrid_configuration` has layers that repeat in fours: three with rotary positions and a
 sliding window, then one that reads all keys without positions, as in SWAN (arXiv 2504.08719) and,
 with chunks for windows, in Llama 4. The class is transformers' SmolLM3. A model of the same size
 with rotary positions and all keys in every layer is for comparison.
@@ -15,8 +15,9 @@ with rotary positions and all keys in every layer is for comparison.
 from __future__ import annotations
 
 import importlib.resources
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,12 @@ from acutance_lab import texts
 from acutance_lab.training import Plan, fit, seeded
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, SmolLM3Config
 
 #: The decoders that come with acutance; :func:`train` makes others.
 SEEDS = (0,)
 #: Bytes of context in training.
 TRAIN_LENGTH = 128
-
-_STEPS = 3000
 
 
 def directory(seed: int = 0) -> Path:
@@ -100,122 +99,68 @@ def configuration() -> LlamaConfig:
     return config
 
 
-def train(seed: int, text: Tensor, *, steps: int = _STEPS, **how: Any) -> LlamaForCausalLM:
-    """Train a decoder from random weights; the same text, seed and versions give the same one.
-
-    Args:
-        seed: of initial weights and batches.
-        text: bytes, (length,), longer than 128.
-        steps: of 32 windows each.
-        how: ``keep`` and ``note`` of :func:`acutance_lab.training.fit`.
-    """
-    from transformers import LlamaForCausalLM
-
-    with seeded(seed):
-        model = LlamaForCausalLM(configuration())
-    size = Size(length=TRAIN_LENGTH, width=96, steps=steps, batch=32)
-    _fit("decoder", model, size, seed, text, **how)
-    return model
-
-
-class Size(NamedTuple):
-    """How large a decoder is, and how it is trained.
-
-    Attributes:
-        length: bytes of context in training.
-        width: of tokens; heads are a quarter of it.
-        steps: of training.
-        batch: windows in each step.
-    """
-
-    length: int
-    width: int
-    steps: int
-    batch: int
-
-    @property
-    def window(self) -> int:
-        """Keys that a row of a sliding-window layer reads: a quarter of the training length."""
-        return self.length // 4
-
-
-def hybrid_configuration(size: Size, *, position_free: bool) -> SmolLM3Config:
+def hybrid_configuration(length: int, width: int, *, position_free: bool) -> SmolLM3Config:
     """A decoder of bytes with 4 layers, 4 query heads and 2 key heads.
 
     Args:
-        size: of the decoder.
-        position_free: windows with rotary positions in three layers and a global layer without
-            positions; else rotary positions and all keys in every layer.
+        length: bytes of context in training.
+        width: of tokens.
+        position_free: windows of a quarter of ``length`` with rotary positions in three layers, and
+            a global layer without positions; else rotary positions and all keys in every layer.
     """
     from transformers import SmolLM3Config
 
-    rotary = [1, 1, 1, 0 if position_free else 1]
+    kinds = ["sliding_attention" if position_free else "full_attention"] * 3 + ["full_attention"]
     return SmolLM3Config(
-        vocab_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        hidden_size=size.width,
-        intermediate_size=5 * size.width // 2,
-        num_hidden_layers=len(rotary),
-        max_position_embeddings=16 * size.length,
+        vocab_size=256, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        hidden_size=width, intermediate_size=5 * width // 2, tie_word_embeddings=True,
+        num_hidden_layers=len(kinds), num_attention_heads=4, num_key_value_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        use_sliding_window=position_free,
-        sliding_window=size.window if position_free else None,
-        no_rope_layers=rotary,
-        layer_types=[
-            "sliding_attention" if position_free and rotates else "full_attention"
-            for rotates in rotary
-        ],
-    )
+        max_position_embeddings=16 * length, use_sliding_window=True, sliding_window=length // 4,
+        no_rope_layers=[1, 1, 1, 0 if position_free else 1], layer_types=kinds,
+    )  # fmt: skip
 
 
-def train_hybrid(
-    size: Size, seed: int, text: Tensor, *, position_free: bool, **how: Any
-) -> SmolLM3ForCausalLM:
-    """Train a decoder from random weights; both kinds read the same batches.
+def train(
+    name: str, configuration: Any, seed: int, text: Tensor, *,
+    length: int = TRAIN_LENGTH, steps: int = 3000, batch: int = 32, **how: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """Train a decoder from random weights; the same text, seed and versions give the same one.
 
     Args:
-        size: of the decoder and its training.
+        name: the batches depend on it and the seed.
+        configuration: of the decoder.
         seed: of initial weights and batches.
-        text: bytes, (length,).
-        position_free: as in :func:`hybrid_configuration`.
+        text: bytes, longer than ``length``.
+        length: bytes of context in training.
+        steps: how many.
+        batch: windows in each step.
         how: ``keep`` and ``note`` of :func:`acutance_lab.training.fit`.
     """
-    from transformers import SmolLM3ForCausalLM
-
-    with seeded(seed):
-        model = SmolLM3ForCausalLM(hybrid_configuration(size, position_free=position_free))
-    _fit("hybrid", model, size, seed, text, **how)
-    return model
-
-
-def _fit(
-    name: str, model: torch.nn.Module, size: Size, seed: int, text: Tensor, **how: Any
-) -> None:
-    """Train a decoder on random windows of a text."""
+    from transformers import AutoModelForCausalLM
 
     def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
-        batch = texts.sample_windows(text, size.length + 1, size.batch, generator)
-        return next_byte_losses(model, batch).mean()
+        windows = texts.sample_windows(text, length + 1, batch, generator)
+        return next_byte_losses(model, windows).mean()
 
-    warm = min(50, size.steps)
-    plan = Plan(name, size.steps, 4e-3, seed=seed, warm=warm, fall=0.6, decay=0.1, clip=1.0)
-    fit(model, loss, plan, **how)
+    plan = Plan(name, steps, 4e-3, seed=seed, warm=min(50, steps), fall=0.6, decay=0.1)
+    return fit(partial(AutoModelForCausalLM.from_config, configuration), loss, plan, **how)
 
 
-def next_byte_losses(model: torch.nn.Module, ids: Tensor) -> Tensor:
+def next_byte_losses(model: torch.nn.Module, ids: Tensor, batch: int | None = None) -> Tensor:
     """Negative log probability of every byte after the first, in nats; gradients flow through it.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, which returns logits or has them in its output.
         ids: (B, L + 1) int64.
+        batch: how many are read at a time; None reads all at once.
 
     Returns:
         (B, L); entry i is the loss of byte i + 1, predicted from bytes 0 to i.
     """
-    logits = model(input_ids=ids[:, :-1]).logits.float()
-    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    losses = []
+    for some in ids.split(batch or len(ids)):
+        output = model(input_ids=some[:, :-1])
+        logits = getattr(output, "logits", output).float()
+        losses.append(F.cross_entropy(logits.transpose(1, 2), some[:, 1:], reduction="none"))
+    return torch.cat(losses)

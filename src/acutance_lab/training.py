@@ -12,16 +12,18 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from acutance.plugins import write_whole
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Plan:
         name: of the model; its random numbers depend on it.
         steps: how many.
         rate: highest learning rate.
-        seed: of the batches.
+        seed: of initial weights and batches.
         warm: steps over which the rate rises.
         fall: share of the steps, at the end, over which the rate falls linearly to 0.
         decay: weight decay.
@@ -46,7 +48,7 @@ class Plan:
     warm: int = 0
     fall: float = 0.0
     decay: float = 0.0
-    clip: float = math.inf
+    clip: float = 1.0
 
     def rate_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0.
@@ -67,18 +69,18 @@ class Plan:
 
 @torch.enable_grad()
 def fit(
-    model: torch.nn.Module,
+    make: Callable[[], Model],
     loss: Callable[[torch.nn.Module, torch.Generator], Tensor],
     plan: Plan,
     *,
     keep: Path | None = None,
     every: float = 30.0,
     note: Callable[[str], None] | None = None,
-) -> torch.nn.Module:
+) -> Model:
     """Train a model, continuing from a checkpoint of the same plan if there is one.
 
     Args:
-        model: with initial weights; trained in place.
+        make: makes the model; its random weights are those of the plan's seed.
         loss: function of the model and a generator: the loss on a batch drawn with it.
         plan: steps, rates and seeds.
         keep: path of the checkpoint, written atomically; None stores none. The checkpoint of a
@@ -92,72 +94,55 @@ def fit(
     Raises:
         FloatingPointError: if the loss is no longer finite.
     """
+    with seeded(plan.seed):
+        model = make()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=plan.decay
     )
     shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
-    identity = asdict(plan) | {
-        "shapes": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-        "code": source_hash(loss), "torch": str(torch.__version__),
-    }  # fmt: skip
-    trained: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    start = _resume(keep, identity, trained)
-    saved, seconds = time.perf_counter(), 0.0
+    identity = repr((plan, shapes, source_hash(loss), torch.__version__))
+    state: dict[str, Any] = {}
+    if keep is not None:
+        with suppress(Exception):  # no file, or whatever a damaged one makes of the reader
+            state |= torch.load(keep, weights_only=True)
+    first = 0
+    if state.get("identity") == identity:
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    began = saved = time.perf_counter()
     model.train()
-    for step in range(start, plan.steps):
+    for step in range(first, plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = plan.rate_at(step)
-        began = time.perf_counter()
         value = loss(model, plan.generator(step))
         optimizer.zero_grad(set_to_none=True)
         value.backward()
-        if math.isfinite(plan.clip):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
         optimizer.step()
-        seconds += time.perf_counter() - began
-        done = step + 1
+        done, now = step + 1, time.perf_counter()
         if done % 50 == 0 or done == plan.steps:
             latest = float(value.detach())
             if not math.isfinite(latest):
                 raise FloatingPointError(f"{plan.name}: the loss is {latest} after {done} steps")
             if note is not None:
-                left = seconds / (done - start) * (plan.steps - done)
+                left = (now - began) / (done - first) * (plan.steps - done)
                 note(f"{plan.name}: step {done}/{plan.steps}, loss {latest:.3f}, {left:.0f} s left")
-        if keep is not None and (time.perf_counter() - saved > every or done == plan.steps):
-            state: dict[str, Any] = {"identity": identity, "step": done}
-            state |= {name: subject.state_dict() for name, subject in trained.items()}
+        if keep is not None and (now - saved > every or done == plan.steps):
+            state = {"identity": identity, "step": done}
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             keep.parent.mkdir(parents=True, exist_ok=True)
             write_whole(keep, partial(torch.save, state))
-            saved = time.perf_counter()
+            saved = now
     return model.eval()
 
 
 def source_hash(function: Callable[..., Any]) -> str:
-    """A hash of the source file that defines a function; "" if there is no file."""
-    try:
+    """A hash of the source file that defines a function; that of nothing if there is no file."""
+    source = b""
+    with suppress(OSError, TypeError):
         source = Path(inspect.getsourcefile(function) or "").read_bytes()
-    except (OSError, TypeError):
-        return ""
     return hashlib.sha256(source).hexdigest()[:16]
-
-
-def _resume(keep: Path | None, identity: dict[str, Any], trained: dict[str, Any]) -> int:
-    """Load a checkpoint into the model and optimizer; return the number of steps done.
-
-    0, with nothing loaded, if there is no checkpoint, it is damaged, or has another ``identity``.
-    """
-    if keep is None:
-        return 0
-    try:
-        state = torch.load(keep, weights_only=True)
-        same = state["identity"] == identity
-    except Exception:  # no file, or whatever a damaged one makes of the reader
-        same = False
-    if not same:
-        return 0
-    for name, subject in trained.items():
-        subject.load_state_dict(state[name])
-    return int(state["step"])
 
 
 @contextmanager

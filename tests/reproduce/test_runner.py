@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from acutance.cli import INTERRUPTED, app
 from acutance.reproduce import EXPERIMENTS, Experiment, Row, Run, load, pick, run
-from acutance_lab.training import Plan, fit, seeded
+from acutance_lab.training import Plan, fit
 
 QUICKEST = ("sparsity_decay", "ssmax")
 
@@ -260,9 +260,7 @@ def test_models_stay_so_that_a_training_is_not_done_twice(tmp_path: Path) -> Non
         def loss(model: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
             return model(torch.randn(4, 2, generator=generator)).square().mean()
 
-        with seeded(given.seed):
-            model = torch.nn.Linear(2, 1)
-        fit(model, loss, Plan("tiny", 50, 1e-2), keep=given.checkpoint("tiny"), note=given.note)
+        fit(lambda: torch.nn.Linear(2, 1), loss, Plan("tiny", 50, 1e-2), **given.saving("tiny"))
         return EXPERIMENTS["ssmax"].measure(given)  # type: ignore[return-value]
 
     chosen = [replace(EXPERIMENTS["ssmax"], measure=measure)]

@@ -12,19 +12,17 @@ from torch import Tensor
 import acutance
 from acutance.scaling import ClipLogN, Window
 from acutance_lab import experiment, trained
-from acutance_lab.experiment import Run
-from acutance_lab.experiments import swan
+from acutance_lab.experiments import text_models as swan
 from acutance_lab.record import judge
 
 if TYPE_CHECKING:
-    from transformers import SmolLM3ForCausalLM
-
-SIZE = trained.Size(length=16, width=32, steps=2, batch=2)
+    from transformers import PreTrainedModel
 
 
-def hybrid_model() -> SmolLM3ForCausalLM:
+def hybrid_model() -> PreTrainedModel:
     text = torch.randint(256, (400,), dtype=torch.uint8)
-    return trained.train_hybrid(SIZE, 0, text, position_free=True)
+    configuration = trained.hybrid_configuration(16, 32, position_free=True)
+    return trained.train("hybrid", configuration, 0, text, length=16, steps=2, batch=2)
 
 
 @pytest.mark.parametrize("law", [ClipLogN(train_length=16), Window(16)])
@@ -41,16 +39,14 @@ def test_only_the_global_layer_has_no_positions() -> None:
     rotating = [layer.self_attn.use_rope for layer in model.model.layers]
     windows = [layer.self_attn.sliding_window for layer in model.model.layers]
     assert rotating == [1, 1, 1, 0]
-    assert windows == [SIZE.window] * 3 + [None]
-    everywhere = trained.hybrid_configuration(SIZE, position_free=False)
+    assert windows == [16 // 4] * 3 + [None]
+    everywhere = trained.hybrid_configuration(16, 32, position_free=False)
     assert everywhere.no_rope_layers == [1] * 4
     assert set(everywhere.layer_types) == {"full_attention"}
 
 
 def test_a_law_with_one_coefficient_is_one_plus_c_log_n() -> None:
-    run = Run("swan", quick=True)
-    first = swan.size(run).length
-    factor = swan.growing(run, 0.3).factor(torch.tensor([5, first, 2 * first, 4 * first]))
+    factor = swan.growing([64, 128, 256], 0.3).factor(torch.tensor([5, 64, 128, 256]))
     expected = [1.0, 1.0, 1 + 0.3 * math.log(2), 1 + 0.3 * math.log(4)]
     torch.testing.assert_close(factor, torch.tensor([expected] * 4))
 
@@ -73,7 +69,7 @@ def test_verdicts_follow_the_sign_of_paired_differences() -> None:
     }
     found[swan.ROPE, swan.NONE] = [losses(0.5, 0)]
     claims = {claim.key: claim for claim in swan.swan.claims}
-    rows = list(experiment.rows(claims.values(), swan.of_all_seeds((1, 2, 4), found)))
+    rows = list(experiment.rows(claims.values(), swan.of_all_seeds(found)))
     verdicts = {
         key: judge(claim, rows).kind
         for key, claim in claims.items()

@@ -17,7 +17,7 @@ from acutance.reproduce import decoder
 from acutance.scaling import LogN
 from acutance_lab import texts, trained
 from acutance_lab.encoder import Encoder
-from acutance_lab.experiments import first
+from acutance_lab.experiments import small_tasks
 from acutance_lab.training import Plan, fit, seeded
 
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
@@ -42,38 +42,37 @@ def squares(stop_at: int | None = None) -> Loss:
 
 
 def linear() -> nn.Linear:
-    with seeded(0):
-        return nn.Linear(3, 1)
+    return nn.Linear(3, 1)
 
 
 def test_a_training_that_was_stopped_ends_at_the_same_weights(tmp_path: Path) -> None:
     plan, keep = Plan("squares", 60, 1e-2, warm=5, fall=0.5, decay=0.1, clip=1.0), tmp_path / "c"
-    whole = fit(linear(), squares(), plan)
+    whole = fit(linear, squares(), plan)
     with pytest.raises(StoppedError, match="stopped"):
-        fit(linear(), squares(stop_at=37), plan, keep=keep, every=0.0)
+        fit(linear, squares(stop_at=37), plan, keep=keep, every=0.0)
     taken = 60 - 37
-    rest = fit(linear(), squares(stop_at=taken), plan, keep=keep)  # one step more would stop it
+    rest = fit(linear, squares(stop_at=taken), plan, keep=keep)  # one step more would stop it
     for one, other in zip(whole.parameters(), rest.parameters(), strict=True):
         assert torch.equal(one, other)
-    again = fit(linear(), squares(stop_at=0), plan, keep=keep)  # finished: nothing is trained
+    again = fit(linear, squares(stop_at=0), plan, keep=keep)  # finished: nothing is trained
     assert torch.equal(again.weight, whole.weight)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("spoil", ["other plan", "broken file"])
 def test_a_checkpoint_of_something_else_is_not_used(tmp_path: Path, spoil: str) -> None:
     plan, keep = Plan("squares", 20, 1e-2), tmp_path / "c"
-    fit(linear(), squares(), plan if spoil == "broken file" else Plan("squares", 20, 1e-3),
+    fit(linear, squares(), plan if spoil == "broken file" else Plan("squares", 20, 1e-3),
         keep=keep)  # fmt: skip
     if spoil == "broken file":
         keep.write_bytes(keep.read_bytes()[:100])
-    found = fit(linear(), squares(), plan, keep=keep)
-    assert torch.equal(found.weight, fit(linear(), squares(), plan).weight)  # type: ignore[arg-type]
+    found = fit(linear, squares(), plan, keep=keep)
+    assert torch.equal(found.weight, fit(linear, squares(), plan).weight)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_not_a_number_ends_the_training() -> None:
     plan = Plan("nan", 1, 1e-2)
     with pytest.raises(FloatingPointError, match="nan: the loss is nan after 1 steps"):
-        fit(linear(), lambda model, _: model(torch.zeros(1, 3)).sum() * math.nan, plan)
+        fit(linear, lambda model, _: model(torch.zeros(1, 3)).sum() * math.nan, plan)
 
 
 def test_seeds_give_other_weights_and_leave_the_callers_numbers() -> None:
@@ -119,7 +118,7 @@ def test_a_model_that_no_longer_sees_the_first_symbol_is_at_chance_exactly() -> 
     with seeded(0):
         model = Encoder(3, 1, width=16, heads=1, hidden=64, layers=2, kinds=3).eval()
     drawn = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert first.accuracy_by_counts(model, first.FAR, drawn) == 0.5
+    assert small_tasks.accuracy_by_counts(model, small_tasks.FAR, drawn) == 0.5
 
     def majority(ids: Tensor, counts: Tensor) -> Tensor:  # of the other symbols
         return (counts[:, 3] - counts[:, 2])[:, None, None]
@@ -127,9 +126,9 @@ def test_a_model_that_no_longer_sees_the_first_symbol_is_at_chance_exactly() -> 
     def seeing(ids: Tensor, counts: Tensor) -> Tensor:
         return (2.0 * ids[:, 1] - 1)[:, None, None]
 
-    for n in (10, 1000, first.FAR):
-        assert first.accuracy_by_counts(majority, n, drawn) == 0.5  # type: ignore[arg-type]
-        assert first.accuracy_by_counts(seeing, n, drawn) == 1.0  # type: ignore[arg-type]
+    for n in (10, 1000, small_tasks.FAR):
+        assert small_tasks.accuracy_by_counts(majority, n, drawn) == 0.5  # type: ignore[arg-type]
+        assert small_tasks.accuracy_by_counts(seeing, n, drawn) == 1.0  # type: ignore[arg-type]
 
 
 def test_the_weights_fit_into_two_megabytes() -> None:
@@ -194,10 +193,11 @@ def test_a_seed_that_does_not_come_with_it_is_named() -> None:
 
 def test_training_is_deterministic() -> None:
     text = texts.read(texts.files("training")[:3])
-    one, other = (trained.train(3, text, steps=1) for _ in range(2))
+    configuration = trained.configuration()
+    one, other = (trained.train("d", configuration, 3, text, steps=1) for _ in range(2))
     assert torch.equal(one.lm_head.weight, other.lm_head.weight)
     with seeded(3):
-        fresh = type(one)(trained.configuration())
+        fresh = type(one)(configuration)
     assert not torch.equal(one.lm_head.weight, fresh.lm_head.weight)
 
 

@@ -6,8 +6,7 @@ from acutance_lab.experiment import Experiment
 
 #: Files of this folder, in the order in which they run.
 _FILES = (
-    "noise", "entropy", "sparsity", "scores", "many_keys", "real", "first", "max_retrieval",
-    "mlm_table", "qk_norm_scale", "calibrated_length", "swan",
+    "noise", "entropy", "sparsity", "scores", "many_keys", "real", "small_tasks", "text_models"
 )  # fmt: skip
 
 #: Every experiment by name, in the order they run: as they stand in the files.
