@@ -513,6 +513,8 @@ def examine(run: Run, subject: Subject, losses: Losses) -> Iterator[Measured]:
 
 #: Not ssmax: with s = 1 / log of the length it is log_n.
 _SHOWN = {law: law for law in (*FIXED, ENTROPY, SHARE, LOSS, *WINDOWS) if law != "ssmax"}
+#: In the panel of losses, where only windows are named: the other panel names temperatures.
+_MARKED = dict.fromkeys(_SHOWN, "") | {law: law for law in WINDOWS}
 
 
 @experiment(
@@ -533,9 +535,9 @@ _SHOWN = {law: law for law in (*FIXED, ENTROPY, SHARE, LOSS, *WINDOWS) if law !=
     theorem("same", "laws that are 1 up to the training length do not change the loss there",
             within=1e-5),
     figure=[
-        Panel(_LENGTH, Axis("loss, nat a byte"), [_by_law(DECODER, "loss, nat", _SHOWN)], "loss"),
+        Panel(_LENGTH, Axis("loss, nat a byte"), [_by_law(DECODER, "loss, nat", _MARKED)], "loss"),
         Panel(_LENGTH, Axis("mean entropy of heads, nat"),
-              [_by_law(DECODER, "mean H, nat", dict.fromkeys(_SHOWN, ""))], "entropy"),
+              [_by_law(DECODER, "mean H, nat", _SHOWN)], "entropy"),
     ],
     needs="transformers", full_only=("loses", "encoders", "share", "helps"),
 )  # fmt: skip
@@ -554,7 +556,7 @@ def calibrated_length(run: Run) -> Iterator[Measured]:
 
     Figure: Beyond its training length a window serves a decoder better than every temperature.
     Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at every
-    length. A window's entropy is not measured.
+    length; the right panel names the temperatures. A window's entropy is not measured.
     """
     losses: Losses = defaultdict(list)
     numbers: list[Measured] = []
