@@ -237,7 +237,7 @@ def private_imports(source: str) -> list[str]:
 
 def test_the_lab_imports_public_names_only() -> None:
     paths = sorted((PACKAGE.parent / "acutance_lab").rglob("*.py"))
-    assert len(paths) > FLOOR
+    assert len(paths) > FLOOR // 2
     assert {path.name: private_imports(path.read_text("utf-8")) for path in paths} == {
         path.name: [] for path in paths
     }

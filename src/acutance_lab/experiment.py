@@ -57,9 +57,8 @@ class Run:
 
         Its path is different for each seed and size; None stores none.
         """
-        size = f"{'quick' if self.quick else 'full'}-seed{self.seed}"
-        keep = self.keep and self.keep / f"{name.replace(' ', '')}-{size}.checkpoint"
-        return {"keep": keep, "note": self.note}
+        file = f"{name}-{'quick' if self.quick else 'full'}-seed{self.seed}.checkpoint"
+        return {"keep": self.keep and self.keep / file, "note": self.note}
 
     @cached_property
     def generator(self) -> torch.Generator:
