@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ def likely_cause(
 
 def find_cause(
     call: AttentionCall, theirs: Tensor, counted: Tensor, module: torch.nn.Module | None = None
-) -> Change | Fault | None:
-    """Find a change of a call under which its output agrees with the model's.
+) -> Cause | None:
+    """Find a change or fault of a call under which its output agrees with the model's.
 
     Args:
         call: the captured call whose rebuilt output differs.
@@ -56,21 +56,21 @@ def find_cause(
     Returns:
         The first change or fault that agrees; None if none does.
     """
-    for change in changes_of(call, module):
-        changed = replace(call, **change.arguments)
+    for cause in itertools.chain(changes_of(call, module), faults_of(call)):
         try:
-            rebuilt, stats = changed.rebuild(False)
-            errors, tolerance = differences(changed, rebuilt, stats.state.m, theirs, counted)
+            if cause.faults:
+                rebuilt, largest = dense_output(call, **cause.faults)
+                errors = row_errors(rebuilt, theirs, counted)
+                tolerance = call.tolerance(theirs.dtype, largest)
+            else:
+                changed = replace(call, **cause.arguments)
+                rebuilt, stats = changed.rebuild(False)
+                errors, tolerance = differences(changed, rebuilt, stats.state.m, theirs, counted)
         except (ValueError, RuntimeError):  # a change that does not fit this call
             continue
-        if bool((errors <= tolerance).all()):
-            return change
-    for fault in faults_of(call):
-        output, largest = fault.output()
-        errors = row_errors(output, theirs, counted)
-        close = (errors <= call.tolerance(theirs.dtype, largest))[counted]
-        if bool(close.all()) or (fault.rounds and float(close.double().mean()) >= _MOST_ROWS):
-            return fault
+        close = (errors <= tolerance)[counted]
+        if bool(close.all()) or (cause.rounds and float(close.double().mean()) >= _MOST_ROWS):
+            return cause
     return None
 
 
@@ -148,25 +148,30 @@ _ATTRIBUTES = {
 
 
 _LARGE = 1 << 20  # pairs of query and key above which only two changes are combined
+_MOST_SCORES = 1 << 26  # of calls that are recomputed whole
 
 
-class Change(NamedTuple):
-    """Arguments to replace in a call.
+class Cause(NamedTuple):
+    """What may explain that an output differs.
 
     Attributes:
-        arguments: new values by name.
+        arguments: arguments to replace in the call, by name.
         kind: a short name of the cause, such as ``"sinks dropped"``.
-        agrees: the change as a condition: "the sinks are left out".
+        agrees: the cause as a condition: "the sinks are left out".
         means: what it suggests if the outputs then agree.
+        faults: options of :func:`dense_output`, for a fault that no argument describes.
+        rounds: whether it rounds, so that some rows may round differently.
     """
 
     arguments: dict[str, Any]
     kind: str
     agrees: str
     means: str
+    faults: Mapping[str, Any] = {}
+    rounds: bool = False
 
 
-def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Change]:
+def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cause]:
     """Candidate changes of a call, likeliest first.
 
     Args:
@@ -175,7 +180,7 @@ def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[
     """
     present = [name for name in _DROPPED if getattr(call, name) is not None]
     for name in present:
-        yield Change({name: None}, *_DROPPED[name])
+        yield Cause({name: None}, *_DROPPED[name])
     yield from _windows(call)
     yield from _scales(call, module)
     yield from _added(call, module)
@@ -184,19 +189,19 @@ def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[
     if call.sinks is not None:
         means = "it seems to use sinks that were not loaded"
         zeros = torch.zeros_like(call.sinks)
-        yield Change({"sinks": zeros}, "sinks not loaded", "the sinks are 0", means)
+        yield Cause({"sinks": zeros}, "sinks not loaded", "the sinks are 0", means)
         means = "it seems to multiply the sinks by the scale too"
         scaled = call.sinks * call.factor
-        yield Change({"sinks": scaled}, "sinks scaled", "the sinks are scaled", means)
+        yield Cause({"sinks": scaled}, "sinks scaled", "the sinks are scaled", means)
     if call.bias is not None and call.bias.is_floating_point():
         means = "it seems to multiply both by the scale"
         scaled = call.bias * call.factor
-        yield Change({"bias": scaled}, "bias scaled", "the bias is added before the scale", means)
+        yield Cause({"bias": scaled}, "bias scaled", "the bias is added before the scale", means)
     yield from _groups(call)
     yield from _several(call, present)
 
 
-def _several(call: AttentionCall, present: list[str]) -> Iterator[Change]:
+def _several(call: AttentionCall, present: list[str]) -> Iterator[Cause]:
     """Changes that leave several arguments out, or also add or remove causality."""
     parts: dict[str, tuple[dict[str, Any], str, str]] = {}
     for name in present:
@@ -215,31 +220,31 @@ def _several(call: AttentionCall, present: list[str]) -> Iterator[Change]:
             kind = " and ".join(parts[part][1] for part in names)
             agrees = " and ".join(parts[part][2] for part in names)
             means = "it seems to ignore both" if count == 2 else "it seems to ignore them"
-            yield Change(arguments, kind, agrees, means)
+            yield Cause(arguments, kind, agrees, means)
 
 
-def _groups(call: AttentionCall) -> Iterator[Change]:
+def _groups(call: AttentionCall) -> Iterator[Cause]:
     """Another assignment of query heads to key heads."""
     group = call.query.shape[1] // call.key.shape[1]
     if group == 1 or call.key.shape[1] == 1:
         return
     kind, means = "heads grouped differently", "it seems to group heads differently"
     in_turn = {name: getattr(call, name).repeat(1, group, 1, 1) for name in ("key", "value")}
-    yield Change(in_turn, kind, "query heads are assigned to key heads in turn", means)
+    yield Cause(in_turn, kind, "query heads are assigned to key heads in turn", means)
     first = {name: getattr(call, name)[:, :1] for name in ("key", "value")}
-    yield Change(first, kind, "all query heads use the first key head", means)
+    yield Cause(first, kind, "all query heads use the first key head", means)
 
 
-def _windows(call: AttentionCall) -> Iterator[Change]:
+def _windows(call: AttentionCall) -> Iterator[Cause]:
     """Changes that widen, narrow or remove a window, in ``window`` or in the mask."""
     if call.window is not None:
         for window in (call.window + 1, call.window - 1):
             means = f"it seems to count the window differently from the given {call.window}"
             agrees = f"the window is {window} keys"
-            yield Change({"window": window}, "window off by one", agrees, means)
+            yield Cause({"window": window}, "window off by one", agrees, means)
         for window in {call.window // 2, call.window // 2 + 1, 2 * call.window} - {0}:
             agrees = f"the window is {window} keys"
-            yield Change({"window": window}, "wrong window", agrees, means)
+            yield Cause({"window": window}, "wrong window", agrees, means)
     mask, queries, keys = call.attn_mask, call.query.shape[2], call.key.shape[2]
     if mask is None or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return
@@ -255,12 +260,12 @@ def _windows(call: AttentionCall) -> Iterator[Change]:
         (last, visible & (distance < last)),
     ):
         agrees = f"the window is {window} keys"
-        yield Change({"attn_mask": changed_mask}, "window off by one", agrees, means)
+        yield Cause({"attn_mask": changed_mask}, "window off by one", agrees, means)
     agrees, means = "the mask has no window", "it seems to ignore it"
-    yield Change({"attn_mask": visible | (distance > last)}, "window ignored", agrees, means)
+    yield Cause({"attn_mask": visible | (distance > last)}, "window ignored", agrees, means)
 
 
-def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Change]:
+def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cause]:
     """Changes of the scale: 1/√d, 1, 1/d, its square, and values that the module has."""
     width = call.query.shape[-1]
     candidates = [(width**-0.5, ", 1/√d"), (1.0, ""), (1 / width, ", 1/d")]
@@ -279,10 +284,10 @@ def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cha
         if abs(factor - call.factor) > 1e-6 * abs(call.factor):
             means = f"it seems not to use the given {call.factor:.4g}"
             agrees = f"the scale is {factor:.4g}{origin}"
-            yield Change({"scale": factor}, "wrong scale", agrees, means)
+            yield Cause({"scale": factor}, "wrong scale", agrees, means)
 
 
-def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Change]:
+def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cause]:
     """Changes that each add what the module has and the call lacks: sinks, a window or a softcap.
 
     Each is tried alone, to see whether it explains the model's output.
@@ -294,14 +299,14 @@ def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Chan
             fits = isinstance(value, Tensor) and value.numel() == call.query.shape[1]
             if fits and isinstance(value, Tensor):
                 means, changed = "the call does not pass them", value.detach().reshape(-1)
-                yield Change({name: changed}, kind, "the module's sinks are included", means)
+                yield Cause({name: changed}, kind, "the module's sinks are included", means)
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             cast = {"window": int, "softcap": float}[name]
             agrees = f"the module's {name} of {value:g} is applied"
-            yield Change({name: cast(value)}, kind, agrees, "the call does not pass it")
+            yield Cause({name: cast(value)}, kind, agrees, "the call does not pass it")
 
 
-def _mask_added(call: AttentionCall) -> Iterator[Change]:
+def _mask_added(call: AttentionCall) -> Iterator[Cause]:
     """A boolean mask that is added to the scores as numbers."""
     if call.bias is not None or call.query.shape[2] * call.key.shape[2] > _LARGE:
         return
@@ -311,28 +316,28 @@ def _mask_added(call: AttentionCall) -> Iterator[Change]:
         masks |= {"is_causal": False, "bias": seen.to(call.query.dtype)}
         agrees = "the boolean mask is added to the scores as 0 and 1"
         means = "it adds the boolean mask to the scores instead of hiding keys"
-        yield Change(masks, "boolean mask added", agrees, means)
+        yield Cause(masks, "boolean mask added", agrees, means)
 
 
-def _causal(call: AttentionCall) -> Iterator[Change]:
+def _causal(call: AttentionCall) -> Iterator[Cause]:
     """Changes that add, remove or realign a causal mask."""
     end = call.key.shape[2] - call.query.shape[2]
     if call.is_causal:
         means = "it seems to ignore is_causal"
-        yield Change({"is_causal": False}, "not causal", "it is not causal", means)
+        yield Cause({"is_causal": False}, "not causal", "it is not causal", means)
     elif call.cu_seqlens is None:
         means = "it seems to hide later keys by itself"
         changed: dict[str, Any] = {"is_causal": True, "query_offset": end}
-        yield Change(changed, "causal by itself", "it is causal", means)
+        yield Cause(changed, "causal by itself", "it is causal", means)
     if end and (call.is_causal or call.window is not None):
         offset, end_name = (0, "first") if call.query_offset else (end, "last")
         means = f"it seems to count positions from the {end_name} key"
         agrees = f"query 0 is at key {offset}"
-        yield Change({"query_offset": offset}, "causal mask shifted", agrees, means)
+        yield Cause({"query_offset": offset}, "causal mask shifted", agrees, means)
     if call.attn_mask is not None and not call.is_causal:
         means = "it seems to use only the causal part"
         changed = {"attn_mask": None, "is_causal": True, "query_offset": end}
-        yield Change(changed, "mask ignored", "the mask is only causal", means)
+        yield Cause(changed, "mask ignored", "the mask is only causal", means)
 
 
 def configured_value(module: torch.nn.Module | None, name: str) -> Any:
@@ -348,55 +353,36 @@ def configured_value(module: torch.nn.Module | None, name: str) -> Any:
     return None
 
 
-_MOST_SCORES = 1 << 26  # of calls that are recomputed whole
-_NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_BASES = "it seems to mix logarithms of base 2 and base e"
+#: The argument that a call must have for a fault, the fault as an option of :func:`dense_output`,
+#: its kind, the condition, and what it suggests; likeliest first.
+_FAULTS: tuple[tuple[str, dict[str, Any], str, str, str], ...] = (
+    ("sinks", {"log_factor": 1 / math.log(2)}, "sinks against log2",
+        "the sinks are weighed against a log-sum-exp in base 2", _BASES),
+    ("sinks", {"log_factor": math.log(2)}, "sinks against log2",
+        "the sinks are weighed against a log-sum-exp in base 2 and is taken for base e", _BASES),
+    ("query", {"hidden": 0.0}, "hidden keys counted",
+        "hidden keys count with a score of 0", "it seems to give hidden keys a score of 0"),
+    ("softcap", {"cap_first": True}, "softcap before scale",
+        "the softcap is applied before the scale", "it seems to apply the softcap first"),
+)  # fmt: skip
+_ROUNDED = {"scores": "the scores", "weights": "the weights", "inputs": "queries and keys"}
 
 
-class Fault(NamedTuple):
-    """A computation with one fault.
-
-    Attributes:
-        output: returns its output (B, Hq, L, Ev) and the largest score of each row (B, Hq, L).
-        kind: a short name of the cause, such as ``"scores rounded"``.
-        agrees: the fault as a condition: "the scores are rounded to bfloat16".
-        means: what it suggests if the outputs then agree.
-        rounds: whether it rounds, so that some rows may round differently.
-    """
-
-    output: Callable[[], tuple[Tensor, Tensor]]
-    kind: str
-    agrees: str
-    means: str
-    rounds: bool = False
-
-
-def faults_of(call: AttentionCall) -> Iterator[Fault]:
+def faults_of(call: AttentionCall) -> Iterator[Cause]:
     """Candidate faults of a call, likeliest first; none of a call too large to recompute whole."""
     batch, heads, queries, _ = call.query.shape
     if batch * heads * queries * call.key.shape[2] > _MOST_SCORES or call.moved:
         return
-    if call.sinks is not None:
-        for base, factor in (("2", 1 / math.log(2)), ("2 and is taken for base e", math.log(2))):
-            means = "it seems to mix logarithms of base 2 and base e"
-            agrees = f"the sinks are weighed against a log-sum-exp in base {base}"
-            yield Fault(_sinks_against(call, factor), "sinks against log2", agrees, means)
-    means = "it seems to give hidden keys a score of 0"
-    agrees = "hidden keys count with a score of 0"
-    yield Fault(_with(call, hidden=0.0), "hidden keys counted", agrees, means)
-    if call.softcap is not None:
-        means = "it seems to apply the softcap first"
-        agrees = "the softcap is applied before the scale"
-        yield Fault(_with(call, cap_first=True), "softcap before scale", agrees, means)
-    for dtype, name in _NARROW.items():
-        for part, words in (
-            ("scores", "the scores are"),
-            ("weights", "the weights are"),
-            ("inputs", "queries and keys are"),
-        ):
-            means = f"it seems to compute its {part} in {name}"
-            kind, agrees = f"{part} rounded", f"{words} rounded to {name}"
-            narrow: dict[str, Any] = {part: dtype}
-            yield Fault(_with(call, **narrow), kind, agrees, means, rounds=True)
+    for argument, faults, *texts in _FAULTS:
+        if getattr(call, argument) is not None:
+            yield Cause({}, *texts, faults)
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        for rounded, what in _ROUNDED.items():
+            agrees = f"{what} are rounded to {name}"
+            means = f"it seems to compute its {rounded} in {name}"
+            yield Cause({}, f"{rounded} rounded", agrees, means, {rounded: dtype}, rounds=True)
 
 
 def visible_keys(call: AttentionCall) -> Tensor:
@@ -436,76 +422,56 @@ def dense_scores(
         inputs: dtype to round queries and keys to; None for none.
     """
     query, key = (_rounded(part.double(), inputs) for part in (call.query, call.key))
-    products = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
-    factor, cap = call.factor, call.softcap
-    if cap is not None and cap_first:
-        scores = cap * torch.tanh(products / cap) * factor
-    else:
-        scores = products * factor
-        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+    if not cap_first:
+        scores = scores * call.factor
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if cap_first:
+        scores = scores * call.factor
     for mask in (call.bias, call.attn_mask):
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + torch.where(hides(mask), 0.0, mask.double())
     return scores
 
 
-def _with(
+def dense_output(
     call: AttentionCall,
     *,
     hidden: float = -torch.inf,
     cap_first: bool = False,
+    log_factor: float = 1.0,
     inputs: torch.dtype | None = None,
     scores: torch.dtype | None = None,
     weights: torch.dtype | None = None,
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that computes the call with what is given in place of the right computation.
+) -> tuple[Tensor, Tensor]:
+    """Compute a call in float64 with what is given in place of the right computation.
 
     Args:
         call: the call.
         hidden: score of the keys that masks hide.
         cap_first: whether the softcap is applied before the scale.
+        log_factor: factor of the log-sum-exp that sinks are weighed against.
         inputs: dtype to round queries and keys to; None for none.
         scores: dtype to round scores to; None for none.
         weights: dtype to round weights to; None for none.
+
+    Returns:
+        The output (B, Hq, L, Ev) and the largest score of each row (B, Hq, L).
     """
-
-    def output() -> tuple[Tensor, Tensor]:
-        full = _rounded(dense_scores(call, cap_first=cap_first, inputs=inputs), scores)
-        full = full.masked_fill(~visible_keys(call), hidden)
-        joined = _with_sinks(call, full)
-        probabilities = joined.softmax(-1).nan_to_num(0.0)[..., : full.shape[-1]]
-        group = call.query.shape[1] // call.value.shape[1]
-        value = call.value.double().repeat_interleave(group, 1)
-        return _rounded(probabilities, weights) @ value, full.amax(-1)
-
-    return output
+    full = _rounded(dense_scores(call, cap_first=cap_first, inputs=inputs), scores)
+    full = full.masked_fill(~visible_keys(call), hidden)
+    probabilities = full.softmax(-1)
+    if call.sinks is not None:
+        beyond = full.logsumexp(-1) * log_factor - call.sinks.double().view(1, -1, 1)
+        probabilities = probabilities * torch.sigmoid(beyond).unsqueeze(-1)
+    value = call.value.double().repeat_interleave(call.query.shape[1] // call.value.shape[1], 1)
+    return _rounded(probabilities.nan_to_num(0.0), weights) @ value, full.amax(-1)
 
 
-def _sinks_against(call: AttentionCall, factor: float) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that weighs the sinks against the log-sum-exp times a factor."""
-
-    def output() -> tuple[Tensor, Tensor]:
-        scores = dense_scores(call).masked_fill(~visible_keys(call), -torch.inf)
-        assert call.sinks is not None
-        share = torch.sigmoid(scores.logsumexp(-1) * factor - call.sinks.double().view(1, -1, 1))
-        group = call.query.shape[1] // call.value.shape[1]
-        value = call.value.double().repeat_interleave(group, 1)
-        return (scores.softmax(-1).nan_to_num(0.0) @ value) * share.unsqueeze(-1), scores.amax(-1)
-
-    return output
-
-
-def _with_sinks(call: AttentionCall, scores: Tensor) -> Tensor:
-    """Scores with the sinks as one more key."""
-    if call.sinks is None:
-        return scores
-    sinks = call.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sinks], -1)
-
-
-def _rounded(part: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _rounded(values: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor rounded to a dtype and widened again; itself for None."""
-    return part if dtype is None else part.to(dtype).to(part.dtype)
+    return values if dtype is None else values.to(dtype).to(values.dtype)
 
 
 _SIDE = 512  # only the first rows and columns of a matrix are tested
@@ -533,36 +499,26 @@ def is_untrained(model: torch.nn.Module) -> bool:
     """
     gains = 0
     with torch.no_grad():
-        for gain, start in _norms(model):
-            if not bool((gain == start).all()):
-                return False
-            gains += 1
-        return gains > 0 and all(_looks_random(matrix) for matrix in _matrices(model))
-
-
-def _norms(model: torch.nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Gain and shift of each norm layer, with their initial values."""
-    for module in model.modules():
-        if "norm" not in type(module).__name__.lower():
-            continue
-        parameters = dict(module.named_parameters(recurse=False))
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is not None and weight.ndim == 1 and _readable(weight):
-            yield weight, 0.0 if not bool(weight[0]) else 1.0
-        if bias is not None and bias.ndim == 1 and _readable(bias):
-            yield bias, 0.0
-
-
-def _matrices(model: torch.nn.Module) -> Iterator[Tensor]:
-    """The first 512 rows and columns of the first four weight matrices, without embeddings."""
-    count = 0
-    for name, parameter in model.named_parameters():
-        wide = parameter.ndim == 2 and min(parameter.shape) >= 16 and _readable(parameter)
-        if wide and parameter.is_floating_point() and "embed" not in name:
-            yield parameter.detach()[:_SIDE, :_SIDE].double()
-            count += 1
-            if count == _MATRICES:
-                return
+        for module in model.modules():
+            if "norm" not in type(module).__name__.lower():
+                continue
+            for name, gain in module.named_parameters(recurse=False):
+                if name not in ("weight", "bias") or gain.ndim != 1 or not _readable(gain):
+                    continue
+                start = 1.0 if name == "weight" and bool(gain[0]) else 0.0
+                if not bool((gain == start).all()):
+                    return False
+                gains += 1
+        matrices = [
+            matrix
+            for name, matrix in model.named_parameters()
+            if matrix.ndim == 2
+            and min(matrix.shape) >= 16
+            and matrix.is_floating_point()
+            and "embed" not in name
+            and _readable(matrix)
+        ]
+        return gains > 0 and all(map(_looks_random, matrices[:_MATRICES]))
 
 
 def _readable(parameter: Tensor) -> bool:
@@ -572,13 +528,16 @@ def _readable(parameter: Tensor) -> bool:
 
 
 def _looks_random(matrix: Tensor) -> bool:
-    """Whether mean squares of rows, and of columns, vary no more than for random entries."""
-    squares = matrix.square()
+    """Whether mean squares of rows, and of columns, vary no more than for random entries.
+
+    Only the first 512 of both are looked at.
+    """
+    squares = matrix.detach()[:_SIDE, :_SIDE].double().square()
     mean = float(squares.mean())
     if not 0 < mean < math.inf:
         return False
     for dim in (0, 1):
         spread = float(squares.mean(dim).std()) / mean
-        if not spread < _MAX_SPREAD * math.sqrt(2 / matrix.shape[dim]):
+        if not spread < _MAX_SPREAD * math.sqrt(2 / squares.shape[dim]):
             return False
     return True
