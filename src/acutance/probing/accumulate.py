@@ -29,29 +29,17 @@ MAX_TOGETHER = 4 * MAX_PENDING
 class _LayerRecord:
     """The statistics accumulated for one layer, and the calls not yet summarised."""
 
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-        self.identical_calls: Counter[Layer] = Counter()  # later calls, merged on demand
+    def __init__(self) -> None:
+        self.layers: Counter[Layer] = Counter()  # the counts of rows of each call, merged on demand
         self.parts = Parts()
         self.pending: list[CallRows] = []
         self.pending_rows = 0
 
-    def add(self, layer: Layer) -> None:
-        """Add the counts (calls, rows, padding) of another call of this layer.
-
-        Raises:
-            ValueError: if it is another layer or has other heads.
-        """
-        if (layer.heads, layer.chosen) != (self.layer.heads, self.layer.chosen):
-            self.layer = self.layer.merge(layer)  # raises if they do not fit
-        else:
-            self.identical_calls[layer] += 1
-
-    def merge_pending_layers(self) -> None:
-        """Add the counts of postponed calls to :attr:`layer`, identical calls in one step."""
-        for layer, calls in self.identical_calls.items():
-            self.layer = self.layer.merge(layer.times(calls))
-        self.identical_calls.clear()
+    def layer(self) -> Layer:
+        """The counts of all calls, those of identical calls added in one step."""
+        layer = reduce(Layer.merge, (layer.times(calls) for layer, calls in self.layers.items()))
+        self.layers = Counter([layer])
+        return layer
 
     def add_parts(self, parts: Parts) -> None:
         """Merge the statistics of further rows into the layer's."""
@@ -84,11 +72,11 @@ class LayerRecords:
         at_once = rows.sampled is not None or rows.counted.numel() > MAX_PENDING // 4
         parts = self._summarise(rows) if at_once else Parts()
         with self._lock:
-            record = self._records.get(rows.layer.module)
-            if record is None:
-                record = self._records[rows.layer.module] = _LayerRecord(rows.layer)
-            else:
-                record.add(rows.layer)
+            record = self._records.setdefault(rows.layer.module, _LayerRecord())
+            first = next(iter(record.layers), rows.layer)
+            if (first.heads, first.chosen) != (rows.layer.heads, rows.layer.chosen):
+                first.merge(rows.layer)  # raises if they do not fit
+            record.layers[rows.layer] += 1
             record.add_parts(Parts(parts, **rows.parts))
             if at_once:
                 return
@@ -116,11 +104,10 @@ class LayerRecords:
             self._summarise_pending(list(self._records.values()))
             finished = {}
             for name, record in self._records.items():
-                record.merge_pending_layers()
-                parts = Parts(moments=record.parts["moments"])
+                layer, parts = record.layer(), Parts(moments=record.parts["moments"])
                 for readout, empty in self._empty.items():
-                    parts[readout] = record.parts.get(readout) or empty(record.layer.heads)
-                finished[name] = LayerSummary(record.layer, parts)
+                    parts[readout] = record.parts.get(readout) or empty(layer.heads)
+                finished[name] = LayerSummary(layer, parts)
             return finished
 
     def _summarise_pending(self, records: Sequence[_LayerRecord]) -> None:
@@ -172,24 +159,15 @@ def _join_rows(calls: Sequence[CallRows], dim: int) -> CallRows:
     first = calls[0]
     if len(calls) == 1:
         return first
-    structure = positions = None
-    if first.structure is not None:
-        structure = _join_structures(
-            [call.structure for call in calls if call.structure is not None]
-        )
-    if first.positions is not None:
-        positions = torch.cat(
-            [
-                call.positions.expand(len(call.counted), -1)
-                for call in calls
-                if call.positions is not None
-            ]
-        )
+    positions = [
+        call.positions.expand(len(call.counted), -1) for call in calls if call.positions is not None
+    ]
+    structures = [call.structure for call in calls if call.structure is not None]
     return first._replace(
         stats=joined([call.stats for call in calls], dim),
         counted=torch.cat([call.counted for call in calls], dim),
-        structure=structure,
-        positions=positions,
+        structure=_join_structures(structures) if structures else None,
+        positions=torch.cat(positions) if positions else None,
     )
 
 
@@ -238,8 +216,9 @@ def join_calls(
         calls = [records[names[number]].named(base) for number in sorted(names)]
         complete = sorted(names) == list(range(len(names)))
         joined = _join_head_loop(calls, heads_of(base)) if complete else None
-        if joined is None and len(calls) > MAX_SEPARATE_CALLS:
-            joined = _merge_calls(calls)
+        alike = all(call.layer.numbers == calls[0].layer.numbers for call in calls)
+        if joined is None and alike and len(calls) > MAX_SEPARATE_CALLS:
+            joined = reduce(LayerSummary.merge, calls)
         if joined is None:
             result |= {name: records[name] for name in names.values()}
         else:
@@ -266,10 +245,3 @@ def _join_head_loop(calls: Sequence[LayerSummary], heads: int | None) -> LayerSu
         numbers = tuple(range(turn * each, (turn + 1) * each))
         items.append(item._replace(layer=replace(item.layer, chosen=numbers)))
     return reduce(LayerSummary.merge, items)
-
-
-def _merge_calls(calls: Sequence[LayerSummary]) -> LayerSummary | None:
-    """Merge several calls of the same heads; None if the calls had different heads."""
-    if any(call.layer.numbers != calls[0].layer.numbers for call in calls):
-        return None
-    return reduce(LayerSummary.merge, calls)

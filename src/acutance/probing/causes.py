@@ -74,12 +74,6 @@ def find_cause(
     return None
 
 
-def relative_error(rebuilt: Tensor, output: Tensor, counted: Tensor) -> float:
-    """Largest of :func:`row_errors`; 0 if there are no rows."""
-    errors = row_errors(rebuilt, output, counted)
-    return float(errors.max()) if errors.numel() else 0.0
-
-
 def row_errors(rebuilt: Tensor, output: Tensor, counted: Tensor) -> Tensor:
     """Largest difference of two outputs in each row, relative to the largest entry of ``output``.
 

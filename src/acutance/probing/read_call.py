@@ -1,4 +1,10 @@
-"""Read one captured call: the statistics of its rows, and whether they can be trusted."""
+"""Read one captured call: the statistics of its rows, and whether they can be trusted.
+
+With ``provide`` acutance's kernel also computes the call in place of the model, and returns the
+statistics with the output: measuring then costs little more than running the model. Outputs equal
+the model's up to rounding. The first call of each kind is also computed by the model's function; a
+layer whose outputs differ is not replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from acutance.capture.attention_call import AttentionCall, observe_scores
+from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, observe_scores
 from acutance.capture.head_axis import first_head
 from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.listener import Listener
+from acutance.capture.torch_modes import unwatched
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.accumulate import LayerRecords
-from acutance.probing.causes import differences, likely_cause
-from acutance.probing.replace_attention import Provider
+from acutance.probing.causes import differences, likely_cause, row_errors
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.tokens import (
     PlaceReader,
@@ -27,7 +34,6 @@ from acutance.probing.tokens import (
     SelectedCall,
     draw,
     take_heads,
-    take_rows,
 )
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.layer import Layer, Status
@@ -74,7 +80,8 @@ class CallReader:
         self._agreed_kinds: set[tuple[object, ...]] = set()
         self._verified_modules: set[str] = set()
         self._heads = None if settings.heads is None else HeadChoice(settings.heads)
-        self._provider = Provider(settings.verify is True)
+        self._suspects: set[str] = set()  # modules whose output differed: not provided any more
+        self._provided_kinds: set[tuple[object, ...]] = set()
         self._doubted_modules: set[str] = set()
         self._warned: set[bool] = set()
 
@@ -101,7 +108,26 @@ class CallReader:
         """
         if self._with_deep_masks(call) is not call:
             raise ValueError("its mask hides keys with a number above -1e9")
-        output, stats, error = self._provider.provide(call, model_output, *self._moments_wanted)
+        if reason := reason_not_provided(call):
+            raise ValueError(reason)
+        if call.module in self._suspects:
+            raise ValueError("its output differs from the model's")
+        with unwatched():
+            output, stats = call.rebuild(*self._moments_wanted)
+        if output.requires_grad:
+            state = RowState(*(field.detach() for field in stats.state))
+            stats = RowStatistics(state, stats.backend)
+        kind = (*call.kind(), bool((stats.state.n == 0).any()))
+        error = None
+        if self._verify is True or kind not in self._provided_kinds:
+            with torch.no_grad():
+                error = _difference(output, model_output())
+            if not error <= VERIFY_TOLERANCE.get(output.dtype, 0.0):
+                self._suspects.add(call.module)
+                raise ValueError(
+                    f"its output differs from the model's by a relative error of {error:.2g}"
+                )
+            self._provided_kinds.add(kind)
 
         def record() -> None:
             selected, selected_stats = self._select(call, module), stats
@@ -126,8 +152,8 @@ class CallReader:
         """Read a call that the model computes; the arguments are those of :meth:`on_call`."""
         _check_not_batched(call.query, call.key, call.value)
         call = self._with_deep_masks(call)
-        selected = _restricted(self._select(call, module))
-        doubted = call.module in self._provider.suspects
+        selected = self._select(call, module)
+        doubted = call.module in self._suspects
         comparable = output is not None and call.dropout_p == 0.0
         kind = call.kind() if comparable and self._verify == "first" else None
         already_agreed = not doubted and kind in self._agreed_kinds
@@ -147,7 +173,7 @@ class CallReader:
             selected.call, rebuilt, stats.state.m, model_output, counted
         )
         agrees = bool((errors <= tolerance).all())
-        error = float(errors.max()) if errors.numel() else 0.0
+        error = _largest(errors)
         rows = _result(selected, stats, "verified" if agrees else "mismatch", error)
         if agrees and kind is not None:
             self._agreed_kinds.add(kind)
@@ -184,9 +210,7 @@ class CallReader:
             return rows
         if selected.whole.moved and any(reader.option != "spans" for reader in self._readers):
             raise ValueError(MOVED)
-        if rows.layer.provided:  # computed whole: cut only now
-            selected = _restricted(selected)
-        selected = self._places.placed(selected, module)
+        self._places.place(selected, module)
         for reader in self._readers:
             rows = reader.read(selected, rows)
         return rows
@@ -211,7 +235,7 @@ class CallReader:
         empty = scores[..., :0]
         call = AttentionCall(module, "softmax", empty, empty, empty)
         numbers = _head_numbers(0, range(total) if heads is None else heads)
-        selected = SelectedCall(call, call, counting, heads, numbers, None)
+        selected = SelectedCall(call, counting, heads, numbers, None)
         should_verify = self._verify and not (
             self._verify == "first" and module in self._verified_modules
         )
@@ -294,7 +318,7 @@ class CallReader:
             sample = draw(batch, queries, counting.counted, max_rows, seed, device)
         heads = self._chosen(total)
         numbers = _head_numbers(first, range(total) if heads is None else heads)
-        return SelectedCall(call, call, counting, heads, numbers, sample)
+        return SelectedCall(call, counting, heads, numbers, sample)
 
 
 def _counted_rows(selected: SelectedCall, stats: RowStatistics) -> Tensor:
@@ -302,14 +326,6 @@ def _counted_rows(selected: SelectedCall, stats: RowStatistics) -> Tensor:
     real = selected.rows.counted if selected.sample is None else selected.sample.real
     n = stats.n if isinstance(stats, PackedStatistics) else stats.state.n
     return n > 0 if real is None else (n > 0) & real[:, None, :]
-
-
-def _restricted(selected: SelectedCall) -> SelectedCall:
-    """A copy whose call is restricted to the heads and rows, if it is the whole one."""
-    call = selected.call if selected.heads is None else take_heads(selected.call, selected.heads)
-    return replace(
-        selected, call=call if selected.sample is None else take_rows(call, selected.sample)
-    )
 
 
 def _result(
@@ -341,7 +357,7 @@ def _result(
         if n_blank:
             padded, n_rows, padded_by = padded + n_blank, n_rows - n_blank, "masks"
     layer = Layer(
-        module=selected.call.module,
+        module=selected.whole.module,
         heads=heads,
         status=status,
         calls=1,
@@ -352,13 +368,50 @@ def _result(
         excluded=counting.excluded,
         unseen=unseen,
         error=error,
-        source=selected.call.source,
+        source=selected.whole.source,
         chosen=selected.chosen,
         skipped=0 if sample is None else sample.total - sample.n_sampled,
         provided=int(provided),
     )
     drawn = None if sample is None else (sample.total, sample.n_sampled)
     return CallRows(layer, stats, counted, drawn)
+
+
+def reason_not_provided(call: AttentionCall) -> str | None:
+    """Reason why acutance's kernel cannot replace a call; None if it can.
+
+    Example:
+        >>> x = torch.zeros(1, 1, 2, 4)
+        >>> reason_not_provided(AttentionCall("layer", "sdpa", x, x, x, dropout_p=0.1))
+        'dropout makes its weights random'
+    """
+    if call.dropout_p > 0.0:
+        return "dropout makes its weights random"
+    for tensor in (call.query, call.key, call.value):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"its tensors have type {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return "its tensors are nested or sparse"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "it runs inside a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "it runs under forward-mode differentiation"
+    return None
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest relative difference of two outputs; infinite where exactly one of them is NaN."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return float("inf")
+    both_nan = ours.isnan() & theirs.isnan()
+    all_rows = torch.ones(ours.shape[:3], dtype=torch.bool, device=ours.device)
+    first, second = (output.detach().masked_fill(both_nan, 0.0) for output in (ours, theirs))
+    return _largest(row_errors(first, second, all_rows))
+
+
+def _largest(errors: Tensor) -> float:
+    """The largest error; 0 if there are no rows."""
+    return float(errors.max()) if errors.numel() else 0.0
 
 
 def _in_order_of_size(scores: Tensor) -> bool:

@@ -7,6 +7,7 @@ import zlib
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -126,8 +127,8 @@ class PlaceReader(threading.local):
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
 
-    def placed(self, selected: SelectedCall, module: torch.nn.Module) -> SelectedCall:
-        """A copy with the positions of a call's queries and keys.
+    def place(self, selected: SelectedCall, module: torch.nn.Module) -> None:
+        """Set the positions of a call's queries and keys.
 
         If the call has as many queries as keys, or states the first query's position, positions
         follow from that. Otherwise the keys come from a cache, and each query is at the position of
@@ -139,7 +140,7 @@ class PlaceReader(threading.local):
         """
         call = selected.whole
         if call.cross:
-            return selected
+            return
         queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
         if queries >= keys or call.is_causal or call.query_offset:
             first = call.query_offset
@@ -151,19 +152,12 @@ class PlaceReader(threading.local):
         begins = last < queries
         tokens = queries if begins else self._tokens.get(call.module, 0) + queries
         self._tokens[call.module] = tokens
-        window = _window(call, module)
-        slides = window is not None and queries < keys == window - 1 + queries
-        before = max(0, tokens - 1 - last) if slides and not begins else 0
-        return replace(selected, queries=positions, last=last, before=before, begins=begins)
-
-
-def _window(call: AttentionCall, module: Any) -> int | None:
-    """Sliding window of a layer in keys, from the call, the module or its configuration."""
-    config = getattr(module, "config", None)
-    candidates = (getattr(part, "sliding_window", None) for part in (module, config))
-    return call.window or next(
-        (candidate for candidate in candidates if isinstance(candidate, int)), None
-    )
+        selected.queries, selected.last, selected.begins = positions, last, begins
+        holders = (module, getattr(module, "config", None))
+        windows = (call.window, *(getattr(holder, "sliding_window", None) for holder in holders))
+        window = next((size for size in windows if isinstance(size, int) and size), None)
+        if not begins and window is not None and queries < keys == window - 1 + queries:
+            selected.before = max(0, tokens - 1 - last)
 
 
 @dataclass(frozen=True)
@@ -233,13 +227,12 @@ def draw(
     return Sample(positions.to(device), is_real.to(device), len(rows), max_rows)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SelectedCall:
     """The heads and rows of a call that a probe reads, and where they are in the model's input.
 
     Attributes:
         whole: the call with all its heads and rows.
-        call: the call restricted to those that are read.
         rows: which rows of the whole call count.
         heads: indices of the selected heads; None for all.
         chosen: their numbers in the layer; empty if they are 0, 1, 2, ….
@@ -252,7 +245,6 @@ class SelectedCall:
     """
 
     whole: AttentionCall
-    call: AttentionCall
     rows: CountedRows
     heads: list[int] | None
     chosen: tuple[int, ...]
@@ -261,6 +253,12 @@ class SelectedCall:
     last: int = -1
     before: int = 0
     begins: bool = True
+
+    @cached_property
+    def call(self) -> AttentionCall:
+        """The call restricted to the heads and rows that are read."""
+        call = self.whole if self.heads is None else take_heads(self.whole, self.heads)
+        return call if self.sample is None else take_rows(call, self.sample)
 
     @property
     def positions(self) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from acutance.summary.cells import Cells, counts, means, squares
 from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.moments import sums_by_label
 
 #: Octaves of a count; the last takes all that lies beyond.
 MOST_OCTAVES = 32
@@ -124,19 +125,8 @@ class Profile(Cells):
         x = values.detach()
         if not bool(mask.all()):
             x = torch.where(mask.transpose(0, 1), x, 0.0)
-        share = share.to(x.dtype)
-        whole = x.sum((1, 2, 3)).isfinite()  # a sum that is not has something in it that is not
-        tensors = {
-            "count": torch.zeros(metrics, heads, octaves, dtype=torch.float64, device=x.device)
-        }
-        names = ("mean", "M2", "groups", "between")
-        tensors |= {name: torch.zeros_like(tensors["count"]) for name in names}
-        for chosen, is_whole in ((whole, True), (whole.logical_not(), False)):
-            if bool(chosen.any()):
-                part = x if bool(chosen.all()) else x[chosen]
-                for name, array in _sums(part, share, mask, is_whole).items():
-                    tensors[name][chosen] = array
-        arrays = {name: array.transpose(0, 1) for name, array in tensors.items()}
+        sums = sums_by_label(x, share.to(x.dtype))
+        arrays = {name: array.transpose(0, 1) for name, array in sums.items()}
         arrays |= {"rows": rows, "log_n": log_n / rows.clamp(min=1.0)}
         return Profile(
             **{
@@ -280,56 +270,3 @@ def by_position(values: Tensor, rows: CallRows) -> Profile:
     if rows.positions is None:
         return Profile.none(rows.counted.shape[1], len(values))
     return Profile.of(values, rows.positions.unsqueeze(1).clamp(min=0) + 1, rows.counted)
-
-
-def _sums(x: Tensor, share: Tensor, counted: Tensor, whole: bool) -> dict[str, Tensor]:
-    """The fields of a :class:`Profile` that come from metric values, summed over rows by octave.
-
-    Args:
-        x: values, (metrics, heads, B, L); 0 on rows that do not count.
-        share: (heads or 1, B, L, octaves), 1 in the octave of each row that counts, else 0.
-        counted: boolean (B, heads, L), True on rows that count.
-        whole: whether every value is finite; then ``counted`` is not read.
-
-    Returns:
-        ``count``, ``mean``, ``M2``, ``groups`` and ``between`` as in :class:`Profile`, each
-        (metrics, heads, octaves) float64.
-    """
-    metrics, heads, batch, queries = x.shape
-
-    def by_octave(part: Tensor) -> Tensor:
-        """Sums over rows of one sequence and octave, (B, metrics, heads, octaves)."""
-        if share.shape[0] == 1:  # one product for each sequence, of all heads and metrics
-            flat = part.reshape(metrics * heads, batch, queries).transpose(0, 1)
-            return (flat @ share[0]).view(batch, metrics, heads, -1).double()
-        return (part.permute(1, 2, 0, 3) @ share).permute(1, 2, 0, 3).double()
-
-    finite = None
-    if whole:
-        count = share.sum(2).permute(1, 0, 2).unsqueeze(1).double()  # (B, 1, heads or 1, octaves)
-        count = count.expand(batch, metrics, heads, -1)
-    else:
-        finite = x.isfinite() & counted.transpose(0, 1)
-        x = torch.where(finite, x, 0.0)
-        count = by_octave(finite.to(x.dtype))
-    total = count.sum((0, 3)).clamp(min=1.0)
-    # squares are about each head's mean, so that nothing cancels
-    centre = (x.sum((2, 3)).double() / total).to(x.dtype)[..., None, None]
-    away = x - centre
-    hidden = None if finite is None else finite.logical_not()
-    if hidden is not None:
-        away.masked_fill_(hidden, 0.0)
-    first = by_octave(away)
-    second = by_octave(away.square_())
-    average = first / count.clamp(min=1.0)
-    within = (second - count * average.square()).clamp(min=0.0)
-    seen = count.sum(0)
-    mean = first.sum(0) / seen.clamp(min=1.0)
-    between = (count * (average - mean).square()).sum(0)
-    return {
-        "count": seen,
-        "mean": torch.where(seen > 0, mean + centre.double()[..., 0], 0.0),
-        "M2": within.sum(0) + between,
-        "groups": (count > 0).sum(0).double(),
-        "between": between,
-    }

@@ -53,15 +53,11 @@ class Distances(Cells):
         counted = rows.counted
         if octaves.device.type == "mps":  # it has no float64
             octaves, even, peak, counted = octaves.cpu(), even.cpu(), peak.cpu(), counted.cpu()
-        # a model that overflows has rows of NaN
-        counted = counted & octaves.isfinite().all(-1).all(-1)
+        counted = counted & octaves.isfinite().all(-1).all(-1)  # an overflow gives rows of NaN
+        weights = torch.stack([octaves.detach(), even.detach().expand_as(octaves)], -3)
+        weights = weights.to(torch.float64).masked_fill_(~counted[..., None, None, None], 0.0)
         total = counted.sum((0, 2))
-        count = total.clamp(min=1).to(torch.float64)[:, None, None]
-        chosen = counted[..., None, None]
-        mass, alike = (
-            torch.where(chosen, part.detach(), 0.0).to(torch.float64).sum((0, 2)) / count
-            for part in (octaves, even)
-        )
+        mass, alike = (weights.sum((0, 2)) / total.clamp(min=1)[:, None, None, None]).unbind(1)
         near = torch.arange(-PEAKS, PEAKS + 1, device=peak.device)
         peaks = ((peak.unsqueeze(-1) == near) & counted.unsqueeze(-1)).sum((0, 2))
         return Distances(total.cpu(), mass.cpu(), alike.cpu(), peaks.cpu())

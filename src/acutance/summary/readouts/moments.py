@@ -176,40 +176,28 @@ class Moments(Cells):
         x = values.detach()
         if x.device.type == "mps":
             x = x.cpu()
-        if x.dtype != torch.float32:
-            x = x.to(torch.float64)
+        x = (x if x.dtype == torch.float32 else x.to(torch.float64)).contiguous()
         metrics, heads, rows = x.shape
         if x.numel() == 0:
             return Moments.none(heads, metrics)
-        low, high = x.amin(-1), x.amax(-1)
-        whole = (low.isfinite() & high.isfinite()).all(-1)  # anything else shows in them
-        if bool(whole.any()) and not bool(whole.all()):  # only some need the careful way
-            order = whole.logical_not().to(torch.int8).argsort(stable=True).tolist()
-            most = int(whole.sum())
-            first, rest = (
-                Moments.of(x[chosen], tuple(names[index] for index in chosen)).tensors()
-                for chosen in (order[:most], order[most:])
-            )
-            joined = {name: torch.cat([first[name], rest[name]], 1) for name in first}
-            back = torch.tensor(order, device="cpu").argsort()
-            return Moments(**{name: array[:, back] for name, array in joined.items()})
         bins = torch.empty(x.shape, dtype=torch.int64, device=x.device)
         for index, name in enumerate(names):
             _find_bins(x[index], _scale(name), bins[index])
-        if bool(whole.all()):
-            count = torch.full((metrics, heads), rows, device=x.device)
-            wide = x.to(torch.float64, copy=True)
-            mean = wide.sum(-1) / rows
-            away = wide.sub_(mean.unsqueeze(-1))
-        else:
-            finite = x.isfinite()
-            count = finite.sum(-1)
-            low = torch.where(finite, x, torch.inf).amin(-1)
-            high = torch.where(finite, x, -torch.inf).amax(-1)
-            wide = torch.where(finite, x, 0.0).to(torch.float64)
-            mean = wide.sum(-1) / count.clamp(min=1)
-            away = torch.where(finite, wide - mean.unsqueeze(-1), 0.0)
-            bins = torch.where(finite, bins, BINS)  # a bin more for what is left out
+        low, high = x.amin(-1), x.amax(-1)
+        count = torch.full((metrics, heads), rows, device=x.device)
+        wide = x.to(torch.float64, copy=True)
+        odd = (low.isfinite() & high.isfinite()).all(-1).logical_not()
+        ignored = x[odd].isfinite().logical_not() if bool(odd.any()) else None
+        if ignored is not None:
+            bins[odd] = bins[odd].masked_fill_(ignored, BINS)  # a bin more for what is left out
+            low[odd] = x[odd].masked_fill_(ignored, torch.inf).amin(-1)
+            high[odd] = x[odd].masked_fill_(ignored, -torch.inf).amax(-1)
+            count[odd] = ignored.logical_not().sum(-1)
+            wide[odd] = wide[odd].masked_fill_(ignored, 0.0)
+        mean = wide.sum(-1) / count.clamp(min=1)
+        away = wide.sub_(mean.unsqueeze(-1))
+        if ignored is not None:
+            away[odd] = away[odd].masked_fill_(ignored, 0.0)
         starts = torch.arange(metrics * heads, device=x.device).view(metrics, heads, 1) * (BINS + 1)
         histogram = torch.bincount(
             bins.add_(starts).flatten(), minlength=metrics * heads * (BINS + 1)
@@ -363,3 +351,55 @@ def summarise_stacked(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]
     else:
         rows = torch.where(selected, rows, torch.nan)
     return Moments.of(rows, metrics)
+
+
+def sums_by_label(x: Tensor, share: Tensor) -> dict[str, Tensor]:
+    """Moments of metrics over the rows of each label, such as an octave or a span.
+
+    Args:
+        x: values, (metrics, heads, B, L); 0 on rows that do not count. What is not finite is
+            ignored.
+        share: (heads or 1, B, L, labels), 1 for the labels of each row that counts, else 0.
+
+    Returns:
+        ``count``, ``mean``, ``M2``, ``groups`` (sequences) and ``between`` (of sequences' means), as
+        in :class:`~acutance.summary.readouts.by_octave.Profile`, each (metrics, heads, labels)
+        float64.
+    """
+    metrics, heads, batch, queries = x.shape
+
+    def by_label(values: Tensor) -> Tensor:
+        """Sums over rows of one sequence and label, (B, metrics, heads, labels)."""
+        if share.shape[0] == 1:  # one product for each sequence, of all heads and metrics
+            flat = values.reshape(-1, batch, queries).transpose(0, 1)
+            return (flat @ share[0]).view(batch, -1, heads, share.shape[-1]).double()
+        return (values.permute(1, 2, 0, 3) @ share).permute(1, 2, 0, 3).double()
+
+    count = share.sum(2).permute(1, 0, 2).unsqueeze(1).double()  # (B, 1, heads or 1, labels)
+    count = count.expand(batch, metrics, heads, -1)
+    odd = x.sum((1, 2, 3)).isfinite().logical_not()  # a sum that is not has what is not in it
+    ignored = x[odd].isfinite().logical_not() if bool(odd.any()) else None
+    if ignored is not None:
+        x, count = x.clone(), count.clone()
+        x[odd] = x[odd].masked_fill_(ignored, 0.0)
+        count[:, odd] = by_label(ignored.logical_not().to(x.dtype))
+    total = count.sum((0, 3)).clamp(min=1.0)
+    # squares are about each head's mean, so that nothing cancels
+    centre = (x.sum((2, 3)).double() / total).to(x.dtype)[..., None, None]
+    away = x - centre
+    if ignored is not None:
+        away[odd] = away[odd].masked_fill_(ignored, 0.0)
+    first = by_label(away)
+    second = by_label(away.square_())
+    average = first / count.clamp(min=1.0)
+    within = (second - count * average.square()).clamp(min=0.0)
+    seen = count.sum(0)
+    mean = first.sum(0) / seen.clamp(min=1.0)
+    between = (count * (average - mean).square()).sum(0)
+    return {
+        "count": seen,
+        "mean": torch.where(seen > 0, mean + centre.double()[..., 0], 0.0),
+        "M2": within.sum(0) + between,
+        "groups": (count > 0).sum(0).double(),
+        "between": between,
+    }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.summary.cells import Cells, counts, means, squares
+from acutance.summary.readouts.moments import sums_by_label
 
 #: Name of the tokens in no span, and of the rows of all tokens together.
 OTHER, ALL_ROWS = "other", "all"
@@ -70,21 +71,18 @@ class Spans(Cells):
             labels = torch.full((1, queries), width - 1, device=mass.device)
         member = torch.nn.functional.one_hot(labels.expand(batch, -1), width)
         member = torch.cat([member, torch.ones_like(member[..., :1])], -1).unsqueeze(1)
-        share = (member * counted.unsqueeze(-1)).to(torch.float64)  # (B, heads, L, K + 2)
-        mass = torch.where(counted.unsqueeze(-1), mass.detach(), 0.0).to(torch.float64)
-        count = share.sum(2)
-        total = share.mT @ mass
-        alike = share.mT @ even.detach().to(torch.float64).expand_as(mass)
-        rows = count.sum(0)
-        divisor = rows.clamp(min=1.0).unsqueeze(-1)
-        mean = total.sum(0) / divisor
-        away = total / count.clamp(min=1.0).unsqueeze(-1) - mean
+        share = (member * counted.unsqueeze(-1)).transpose(0, 1).to(torch.float64)
+        weights = torch.stack([mass.detach(), even.detach().expand_as(mass)]).to(torch.float64)
+        weights = weights.masked_fill_(counted.logical_not().unsqueeze(-1), 0.0)
+        # (2 · keys, heads, B, L) and share (heads, B, L, rows) to (heads, rows, 2 · keys)
+        sums = sums_by_label(weights.movedim(-1, 1).flatten(0, 1).transpose(1, 2), share)
+        arrays = {name: array.movedim(0, -1).cpu() for name, array in sums.items()}
         return Spans(
-            rows=rows.round().long().cpu(),
-            mean=mean.cpu(),
-            even=(alike.sum(0) / divisor).cpu(),
-            groups=(count > 0).sum(0).cpu(),
-            between=(count.unsqueeze(-1) * away.square()).sum(0).cpu(),
+            rows=arrays["count"][..., 0].round().long(),
+            mean=arrays["mean"][..., :width],
+            even=arrays["mean"][..., width:],
+            groups=arrays["groups"][..., 0].long(),
+            between=arrays["between"][..., :width],
             names=tuple(names),
         )
 
