@@ -167,6 +167,8 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         if value in ("inf", "-inf", "nan"):
             return float(value)
         kind = float
+    if kind is Any:
+        return value
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:

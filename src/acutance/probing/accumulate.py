@@ -17,7 +17,7 @@ from acutance.summary.cells import Cells, Parts
 from acutance.summary.layer import Layer, LayerSummary
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.call_rows import CallRows
-from acutance.summary.readouts.moments import summarise_stacked
+from acutance.summary.readouts.moments import summarise
 
 #: Most rows times heads that are collected before they are summarised together. Summarising after
 #: each decoded token would take longer than the model itself.
@@ -128,7 +128,7 @@ class LayerRecords:
     def _summarise(self, rows: CallRows) -> Parts:
         """Moments and readouts of the rows of one or more calls."""
         values = rows.values(self._metrics)
-        moments = summarise_stacked(values, rows.counted, self._metrics)
+        moments = summarise(values, rows.counted, self._metrics)
         if rows.sampled is not None:
             moments = moments.sampled(*rows.sampled)
         parts = Parts(moments=moments)

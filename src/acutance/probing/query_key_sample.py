@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.files import write_bytes
+from acutance.from_json import checked
 from acutance.masks import hides
 from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.files import parse, read, sealed
@@ -146,26 +147,16 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
         OSError: if it cannot be read.
         ValueError: if it is another kind of file, damaged, or has invalid arrays.
     """
-    path_text = os.fspath(path)
     header, parts = read(path, SCHEMA, "sample of queries and keys (probe --keep-qk)")
     try:
-        metadata = parse(header, "sample")
-        heads, causal = metadata.get("heads"), metadata.get("is_causal")
-        if set(parts) != {"query", "key", "value"}:
-            raise ValueError(
-                f"its arrays must be query, key and value, got {', '.join(sorted(parts))}"
-            )
-        if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
-            raise ValueError("'heads' must be a list of strings")
-        if not isinstance(causal, bool):
-            raise ValueError(f"'is_causal' must be true or false, got {causal!r:.60}")
-        query, key, value = parts["query"], parts["key"], parts["value"]
-        same_shape = query.dim() == value.dim() == 3 and query.shape == key.shape
-        if not same_shape or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
+        sample = checked(QueryKeySample, {**parse(header, "sample"), **parts}, "the sample")
+        query, value, count = sample.query, sample.value, len(sample.heads)
+        same_shape = query.dim() == value.dim() == 3 and query.shape == sample.key.shape
+        if not same_shape or value.shape[:2] != query.shape[:2] or count != len(query):
             shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in parts.items())
             raise ValueError(
-                f"query, key and value must have shape ({len(heads)}, n, width) for the "
-                f"{len(heads)} heads that it names, got {shapes}"
+                f"query, key and value must have shape ({count}, n, width) for the {count} heads "
+                f"that it names, got {shapes}"
             )
         if not min(*query.shape, value.shape[2]):
             raise ValueError(f"its arrays are empty: query has shape {tuple(query.shape)}")
@@ -174,10 +165,10 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
                 raise ValueError(f"{name} must contain float32 numbers of at most {LARGEST:g}")
     except ValueError as error:
         raise ValueError(
-            f"{path_text} is not a complete sample of queries and keys, as 'probe --keep-qk' "
+            f"{os.fspath(path)} is not a complete sample of queries and keys, as 'probe --keep-qk' "
             f"writes: {error}"
         ) from error
-    return QueryKeySample(query, key, value, tuple(heads), causal)
+    return sample
 
 
 class QueryKeyReader(Reader):

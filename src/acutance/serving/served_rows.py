@@ -23,7 +23,7 @@ from acutance.serving.prometheus import SERVED_METRICS, prometheus_text
 from acutance.shapes import check_count
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import Layer, Status
-from acutance.summary.readouts.moments import Moments, summarise
+from acutance.summary.readouts.moments import Moments, stack, summarise
 
 #: The metrics that are recorded unless others are named.
 SERVED = (
@@ -172,7 +172,7 @@ class ServedRows:
                 )
                 counted = torch.ones(state.n.shape, dtype=torch.bool, device=state.n.device)
                 values = RowStatistics(state).as_dict(self._metrics)
-                moments = summarise(values, counted, self._metrics)
+                moments = summarise(stack(values, self._metrics), counted, self._metrics)
             calls, rows = len(waiting), counted.shape[2]
             if layers in self._records:
                 earlier = self._records[layers]

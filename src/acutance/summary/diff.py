@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from acutance.escapes import ranges
@@ -59,13 +60,11 @@ class Place:
 
     Attributes:
         layer: index of its layer in the first summary.
-        other_layer: index of its layer in the second summary.
         head: its number in the layer.
         module: qualified name of the layer's module in the first summary.
     """
 
     layer: int
-    other_layer: int
     head: int
     module: str
 
@@ -316,19 +315,17 @@ class Diff(Columns):
 def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
     """The mean change of one layer's heads."""
     judged = [head for head in heads if head.verdict is not None]
-
-    def mean(name: str) -> float:
-        values = [getattr(head, name) for head in judged]
-        return math.fsum(values) / len(values) if values else math.nan
-
+    means = {
+        name: math.fsum(getattr(head, name) for head in judged) / len(judged)
+        if judged
+        else math.nan
+        for name in ("before", "after", "change", "error")
+    }
     return LayerChange(
         metric,
         heads[0].layer,
         heads[0].module,
-        before=mean("before"),
-        after=mean("after"),
-        change=mean("change"),
-        error=mean("error"),
+        **means,
         heads=len(heads),
         moved=sum(head.verdict == "moved" for head in judged),
         most=max(judged, key=lambda head: abs(head.change)).head if judged else None,
@@ -369,7 +366,11 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         >>> [(head.head, head.verdict) for head in changes.moved("logit_std")]
         [(0, 'moved'), (1, 'equal')]
     """
-    states = _state(before), _state(after)
+    states = []
+    for source in (before, after):
+        if not isinstance(source, HeadSummary | State):
+            raise TypeError(f"diff needs summaries or states, got {type(source).__name__}")
+        states.append(source if isinstance(source, State) else State(source, Run({}, 0)))
     summaries = [state.summary for state in states]
     matched = match(*summaries)
     metrics = tuple(name for name in summaries[0].metrics if name in summaries[1].metrics)
@@ -384,15 +385,16 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
     ]
     keys = None
     if equal_n:
-        (first, errors), (second, other_errors), keys = _at_equal_n(summaries, cells)
+        sides, keys = _at_equal_n(summaries, cells)
     else:
-        first, second = (
-            summary.moments.select(*cell) for summary, cell in zip(summaries, cells, strict=True)
-        )
-        errors, other_errors = (
-            uncertainty(state.summary, state.run).select(*cell)
+        sides = [
+            (
+                state.summary.moments.select(*cell),
+                uncertainty(state.summary, state.run).select(*cell),
+            )
             for state, cell in zip(states, cells, strict=True)
-        )
+        ]
+    (first, errors), (second, other_errors) = sides
     error = (errors.error.square() + other_errors.error.square()).sqrt()
     floor = (errors.floor.square() + other_errors.floor.square()).sqrt()
     how = worst(errors.how, other_errors.how)
@@ -429,19 +431,6 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
     )
 
 
-def _state(source: HeadSummary | State) -> State:
-    """The state to compare; that of a summary has a run without settings or windows.
-
-    Raises:
-        TypeError: if ``source`` is neither a summary nor a state.
-    """
-    if isinstance(source, HeadSummary):
-        return State(source, Run({}, 0))
-    if not isinstance(source, State):
-        raise TypeError(f"diff needs summaries or states, got {type(source).__name__}")
-    return source
-
-
 def _welch(first: Uncertainty, second: Uncertainty) -> Tensor:
     """Degrees of freedom of the difference of two means (Welch 1947)."""
     a, b = first.error.square(), second.error.square()
@@ -451,8 +440,6 @@ def _welch(first: Uncertainty, second: Uncertainty) -> Tensor:
 
 def _quantile(dof: Tensor, heads: int) -> Tensor:
     """Half width of a confidence interval for ``heads`` comparisons, in standard errors."""
-    from scipy.special import stdtrit
-
     tail = (1 - CONFIDENCE) / (2 * max(1, heads))
     return torch.from_numpy(stdtrit(dof.numpy(), 1 - tail))
 
@@ -468,7 +455,7 @@ def _distance(first: Moments, second: Moments) -> Tensor:
 
 def _at_equal_n(
     summaries: Sequence[HeadSummary], cells: Sequence[tuple[Tensor, list[int]]]
-) -> tuple[tuple[Moments, Uncertainty], tuple[Moments, Uncertainty], tuple[float, float]]:
+) -> tuple[list[tuple[Moments, Uncertainty]], tuple[float, float]]:
     """Statistics of both sides over their common octaves of n, each octave weighted equally.
 
     Args:
@@ -507,11 +494,8 @@ def _at_equal_n(
     weight = torch.where(shared, torch.minimum(first.count, second.count), 0).double()
     share = weight / weight.sum(-1, keepdim=True).masked_fill(~shared.any(-1, keepdim=True), 1.0)
     n = torch.stack([first.log_n[near], second.log_n[near]]).exp()
-    return (
-        _weighted_octaves(first, share, shared),
-        _weighted_octaves(second, share, shared),
-        (float(n.min()), float(n.max())),
-    )
+    sides = [_weighted_octaves(profile, share, shared) for profile in (first, second)]
+    return sides, (float(n.min()), float(n.max()))
 
 
 def _weighted_octaves(
@@ -544,52 +528,46 @@ def match(first: HeadSummary, second: HeadSummary) -> Matched:
     Raises:
         ValueError: if no heads can be matched.
     """
-    other = {layer.module: index for index, layer in enumerate(second.layers)}
-    pairs = {
-        index: other[layer.module]
-        for index, layer in enumerate(first.layers)
-        if layer.module in other
-    }
-    by_order = not pairs and [layer.numbers for layer in first.layers] == [
-        layer.numbers for layer in second.layers
-    ]
+    summaries = first, second
+    names = [[layer.module for layer in summary.layers] for summary in summaries]
+    by_order = set(names[0]).isdisjoint(names[1]) and (
+        [layer.numbers for layer in first.layers] == [layer.numbers for layer in second.layers]
+    )
     if by_order:
-        pairs = {index: index for index in range(len(first.layers))}
-    rows_of = [
-        {place: row for row, place in enumerate(summary.places)} for summary in (first, second)
+        names[1] = names[0]
+    rows = [
+        {(of_layer[layer], head): row for row, (layer, head) in enumerate(summary.places)}
+        for of_layer, summary in zip(names, summaries, strict=True)
     ]
-    places = [
-        Place(layer, pairs[layer], head, first.layers[layer].module)
-        for layer, head in first.places
-        if layer in pairs and (pairs[layer], head) in rows_of[1]
-    ]
-    if not places:
+    shared = [head for head in rows[0] if head in rows[1]]
+    if not shared:
         raise ValueError(
             f"the two states have no head in common: one has {_layers_of(first.layers)}, the other "
             f"{_layers_of(second.layers)}"
         )
-    back = {theirs: mine for mine, theirs in pairs.items()}
     return Matched(
-        tuple(places),
+        tuple(Place(names[0].index(module), head, module) for module, head in shared),
         (
-            torch.tensor([rows_of[0][place.layer, place.head] for place in places]),
-            torch.tensor([rows_of[1][place.other_layer, place.head] for place in places]),
+            torch.tensor([rows[0][head] for head in shared]),
+            torch.tensor([rows[1][head] for head in shared]),
         ),
-        (tuple(_only_in_first(first, second, pairs)), tuple(_only_in_first(second, first, back))),
+        (
+            tuple(_only_in_first(first, second, *names)),
+            tuple(_only_in_first(second, first, *reversed(names))),
+        ),
         by_order,
     )
 
 
 def _only_in_first(
-    first: HeadSummary, second: HeadSummary, pairs: Mapping[int, int]
+    first: HeadSummary, second: HeadSummary, names: list[str], other_names: list[str]
 ) -> Iterator[str]:
     """Descriptions of the layers, heads and metrics that only the first summary has."""
-    for index, layer in enumerate(first.layers):
-        if index not in pairs:
+    others = dict(zip(other_names, second.layers, strict=True))
+    for index, (name, layer) in enumerate(zip(names, first.layers, strict=True)):
+        if name not in others:
             yield f"layer {index}, {layer.module} ({ranges(layer.numbers, 'head')})"
-            continue
-        theirs = set(second.layers[pairs[index]].numbers)
-        if heads := [head for head in layer.numbers if head not in theirs]:
+        elif heads := [head for head in layer.numbers if head not in others[name].numbers]:
             yield f"{ranges(heads, 'head')} of layer {index}, {layer.module}"
     metrics = [name for name in first.metrics if name not in second.metrics]
     if metrics:
@@ -603,9 +581,7 @@ def _layers_of(layers: tuple[Layer, ...]) -> str:
     return f"{len(names)} layers ({text})" if names else "no layer"
 
 
-def warnings(
-    states: tuple[State, State], matched: Matched, *, equal_n: bool = False
-) -> Iterator[str]:
+def warnings(states: Sequence[State], matched: Matched, *, equal_n: bool = False) -> Iterator[str]:
     """Sentences on everything that makes two summaries hard to compare."""
     abouts = [state.summary.about for state in states]
     settings = [state.run.settings for state in states]
@@ -617,30 +593,27 @@ def warnings(
     kinds = [about.get("architecture", about.get("model")) for about in abouts]
     if _differ(kinds):
         yield (
-            f"The models are of different kinds, {brief(kinds[0])} and "
-            f"{brief(kinds[1])}: heads with the same number need not correspond."
+            f"The models are of different kinds, {brief(kinds[0])} and {brief(kinds[1])}: heads "
+            "with the same number need not correspond."
         )
     if matched.by_order:
         yield (
             "No module has the same name in both, so layers are matched by order, which may "
             "be wrong."
         )
-    texts = facts("text")
+    texts, lengths = facts("text"), facts("window_length", "length")
     same_cut = settings[0].get("length") == settings[1].get("length")
-    other_text = True
+    other_tokens = same_cut and _differ([known.get("text") for known in settings])
     if _differ(texts):
         yield (
             f"They read different texts, {brief(texts[0])} and {brief(texts[1])}: part "
             "of each change may be due to the text."
         )
-    elif same_cut and _differ([known.get("text") for known in settings]):
+    elif other_tokens:
         yield (
             "They read different texts or different tokens of the same text: part of each "
             "change may be due to that."
         )
-    else:
-        other_text = False
-    lengths = facts("window_length", "length")
     if _differ(lengths) and equal_n:
         yield (
             f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens); rows with the "
@@ -667,6 +640,7 @@ def warnings(
                 f"Rows see {keys[0]:.4g} and {keys[1]:.4g} keys on average: metrics that depend on "
                 "n differ even if a head does not."
             )
+    other_text = other_tokens or _differ(texts)
     if _differ(facts("model", "model")) and (other_text or _differ(lengths)):
         difference = "text" if other_text else "length"
         yield f"Model and {difference} differ, so changes cannot be attributed to one of them."
@@ -682,26 +656,21 @@ def warnings(
     )
     if both and before.difference(after, "", "") is None:
         yield f"Both belong to one run and share {both} windows, which show no change."
-    yield from _problems("first", states[0].summary)
-    yield from _problems("second", states[1].summary)
-
-
-def _problems(which: str, summary: HeadSummary) -> Iterator[str]:
-    """Sentences on problems of one side."""
-    about = summary.about
-    wrong = [str(at) for at, layer in enumerate(summary.layers) if layer.status == "mismatch"]
-    if wrong:
-        names = ", ".join(wrong[:8]) + (", …" if len(wrong) > 8 else "")
-        yield (
-            f"In the {which} state layer{'s' * (len(wrong) > 1)} {names} did not pass "
-            "verification: do not trust changes there."
-        )
-    if about.get("complete") is False:
-        done = f"{about.get('windows')} of {about.get('windows_in_all')} windows"
-        shard = f", shard {about['shard']}" if "shard" in about else ""
-        yield f"The {which} state holds {done}{shard}."
-    if count := len(summary.unread):
-        yield f"The {which} state lists {count} piece{'s' * (count > 1)} of attention as unread."
+    for which, about, state in zip(("first", "second"), abouts, states, strict=True):
+        layers = enumerate(state.summary.layers)
+        if wrong := [str(index) for index, layer in layers if layer.status == "mismatch"]:
+            names = ", ".join(wrong[:8]) + (", …" if len(wrong) > 8 else "")
+            yield (
+                f"In the {which} state layer{'s' * (len(wrong) > 1)} {names} did not pass "
+                "verification: do not trust changes there."
+            )
+        if about.get("complete") is False:
+            done = f"{about.get('windows')} of {about.get('windows_in_all')} windows"
+            shard = f", shard {about['shard']}" if "shard" in about else ""
+            yield f"The {which} state holds {done}{shard}."
+        if count := len(state.summary.unread):
+            pieces = f"{count} piece{'s' * (count > 1)}"
+            yield f"The {which} state lists {pieces} of attention as unread."
 
 
 def _differ(values: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,37 +119,43 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
     return record
 
 
-def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
-    """Check the header of a summary: layers, as :class:`Layer`; metrics, about, unread.
+@dataclass(frozen=True)
+class Record:
+    """What the header of a summary's file says beside texts and maps.
+
+    Attributes:
+        metrics: names of the metrics.
+        layers: a :class:`Layer` for each layer.
+        about: facts about the run.
+        unread: attention that could not be read.
+        not_provided: attention that the model computed itself.
+    """
+
+    metrics: tuple[Any, ...]
+    layers: tuple[Any, ...]
+    about: Mapping[str, Any]
+    unread: tuple[str, ...]
+    not_provided: tuple[str, ...] = ()
+
+
+def checked_record(header: Mapping[str, str]) -> Record:
+    """Check the header of a summary.
 
     Raises:
         ValueError: naming the first thing that does not fit.
     """
-    record: dict[str, Any] = parse(header, "summary")
-    kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
-    for field, kind in kinds.items():
-        if not isinstance(record.get(field), kind):
-            what = "a JSON object" if kind is dict else "a list"
-            raise ValueError(f"{field!r} must be {what}, got {_short(record.get(field))}")
-    left = record.get("not_provided", [])
-    if not isinstance(left, list):
-        raise ValueError(f"'not_provided' must be a list, got {_short(left)}")
-    for field, texts in (("unread", record["unread"]), ("not_provided", left)):
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{field!r} must be a list of text, got {_short(texts)}")
-    metrics = record["metrics"]
-    for name in metrics:
+    record = checked(Record, parse(header, "summary"), "'summary'")
+    for name in record.metrics:
         if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
             raise ValueError(f"{_short(name)} is not a metric of this version")
-    if len(set(metrics)) != len(metrics):
-        raise ValueError(f"'metrics' must name each metric once, got {_short(metrics)}")
-    layers = [_layer(f"layers[{index}]", layer) for index, layer in enumerate(record["layers"])]
+    layers = tuple(_layer(f"layers[{i}]", layer) for i, layer in enumerate(record.layers))
     if (heads := sum(layer.heads for layer in layers)) > MOST_HEADS:
         raise ValueError(f"a state can hold at most {MOST_HEADS} heads, got {heads}")
     modules = [layer.module for layer in layers]
-    if len(set(modules)) != len(modules):
-        raise ValueError(f"'layers' must name each layer once, got {_short(modules)}")
-    return record | {"layers": tuple(layers)}
+    for field, names in (("metric", record.metrics), ("layer", modules)):
+        if len(set(names)) != len(names):
+            raise ValueError(f"'{field}s' must name each {field} once, got {_short(list(names))}")
+    return replace(record, layers=layers)
 
 
 def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from acutance.summary.cells import MOST
+from acutance.from_json import checked
 from acutance.summary.files import checked_cells, checked_record, expand, optional, parse, read
 from acutance.summary.head_summary import SCHEMA, HeadSummary
 from acutance.summary.readouts.head_maps import checked_maps
@@ -127,28 +127,20 @@ class Run:
         Raises:
             ValueError: naming the first thing that does not fit.
         """
-        settings, done = record.get("settings"), record.get("done")
-        if not isinstance(settings, dict):
-            raise ValueError("'settings' of 'run' is missing or not a JSON object")
-        for name in ("total", "tokens"):
-            value = record.get(name)
-            if type(value) is not int or not 0 <= value <= MOST:
-                raise ValueError(f"{name!r} of 'run' must be a whole number, got {value!r:.60}")
-        total, last = record["total"], 0
-        if not isinstance(done, list):
+        shard = Shard.parse(str(record.get("shard")))
+        fields = {name: record.get(name) for name in ("settings", "total", "done", "tokens")}
+        run, last = checked(Run, fields, "'run'"), 0
+        if min(run.total, run.tokens) < 0:
             raise ValueError(
-                "'done' of 'run', the list of finished windows, is missing or not a list"
+                f"total and tokens of 'run' must be 0 or more, got {run.total} and {run.tokens}"
             )
-        for ends in done:
-            pair = isinstance(ends, list) and len(ends) == 2 and all(type(x) is int for x in ends)
-            if not pair or not last <= ends[0] < ends[1] <= total:
+        for ends in run.done:
+            if len(ends) != 2 or not last <= ends[0] < ends[1] <= run.total:
                 raise ValueError(
-                    f"'done' of 'run' must be ascending ranges [start, stop] up to {total}"
+                    f"'done' of 'run' must be ascending ranges [start, stop] up to {run.total}"
                 )
             last = ends[1]
-        shard = Shard.parse(str(record.get("shard")))
-        joined = ranges((start, stop) for start, stop in done)
-        return Run(settings, total, joined, record["tokens"], shard)
+        return replace(run, done=ranges(run.done), shard=shard)
 
 
 def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
@@ -298,13 +290,11 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
         ValueError: naming the first thing that does not fit.
     """
     record, tensors = checked_record(header), expand(header, tensors)
-    layers, metrics = record["layers"], tuple(record["metrics"])
-    heads = sum(layer.heads for layer in layers)
+    heads = sum(layer.heads for layer in record.layers)
     rows = {name[5:]: tensors.pop(name) for name in list(tensors) if name.startswith("maps.")}
     maps = checked_maps(optional(header, "maps", list), rows)
-    moments, parts = checked_cells(header, tensors, heads, len(metrics))
-    unread, left = tuple(record["unread"]), tuple(record.get("not_provided", ()))
-    return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left, maps)
+    moments, parts = checked_cells(header, tensors, heads, len(record.metrics))
+    return HeadSummary(**vars(record), moments=moments, optional_parts=parts, maps=maps)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:

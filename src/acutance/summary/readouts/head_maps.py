@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from acutance.from_json import checked
 
 #: Sequences of which a head's rows are kept, and weights that a file holds: 1 MiB.
 MOST_SEQUENCES, MOST_STORED = 8, 1 << 18
@@ -37,9 +39,9 @@ class HeadMap:
 
     def record(self) -> dict[str, Any]:
         """Everything but the weights, as JSON values."""
-        fields = {**vars(self), "positions": list(self.positions), "tokens": list(self.tokens)}
-        del fields["weights"]
-        return fields
+        record = {**vars(self), "positions": list(self.positions), "tokens": list(self.tokens)}
+        del record["weights"]
+        return record
 
 
 def few_enough(maps: Sequence[HeadMap]) -> bool:
@@ -93,39 +95,25 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
         raise ValueError(
             f"each map must have one array, got {len(records)} maps and {len(arrays)} arrays"
         )
+    names = tuple(field.name for field in fields(HeadMap) if field.name != "weights")
     maps = []
-    kinds = {"name": str, "module": str, "head": int, "sequence": int}
     for index, record in enumerate(records):
         weights, place = arrays[str(index)], f"maps[{index}]"
-        if not isinstance(record, dict) or set(record) != {*kinds, "positions", "tokens"}:
-            wanted = ", ".join((*kinds, "positions", "tokens"))
-            raise ValueError(f"{place} must be a JSON object with the fields {wanted}")
-        if any(type(record[field]) is not kind for field, kind in kinds.items()):
+        if not isinstance(record, dict) or set(record) != set(names):
+            raise ValueError(f"{place} must be a JSON object with the fields {', '.join(names)}")
+        head_map = checked(HeadMap, {**record, "weights": weights}, place)
+        rows = len(head_map.positions)
+        if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != rows:
             raise ValueError(
-                f"'name' and 'module' of {place} must be strings, 'head' and 'sequence' whole "
-                "numbers"
+                f"the weights of {place} must have shape ({rows}, keys) and dtype torch.float32, "
+                f"got {tuple(weights.shape)} and {weights.dtype}"
             )
-        positions, tokens = record["positions"], record["tokens"]
-        if not isinstance(positions, list) or not all(type(one) is int for one in positions):
-            raise ValueError(
-                f"'positions' of {place} must be a list of whole numbers, got {positions!s:.40}"
-            )
-        if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
-            raise ValueError(f"'tokens' of {place} must be a list of strings, got {tokens!s:.40}")
-        if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != len(positions):
-            raise ValueError(
-                f"the weights of {place} must have shape ({len(positions)}, keys) and dtype "
-                f"torch.float32, got {tuple(weights.shape)} and {weights.dtype}"
-            )
-        if tokens and len(tokens) != weights.shape[1]:
+        if head_map.tokens and len(head_map.tokens) != weights.shape[1]:
             raise ValueError(
                 f"'tokens' of {place} must have one token for each of {weights.shape[1]} keys, got "
-                f"{len(tokens)}"
+                f"{len(head_map.tokens)}"
             )
         if not bool(((weights >= 0) & (weights <= 1 + 1e-3)).all()):
             raise ValueError(f"the weights of {place} must be between 0 and 1")
-        fields = {field: record[field] for field in kinds}
-        maps.append(
-            HeadMap(**fields, positions=tuple(positions), weights=weights, tokens=tuple(tokens))
-        )
+        maps.append(head_map)
     return tuple(maps)

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -94,43 +94,35 @@ def _find_bins(values: Tensor, scale: Scale, out: Tensor) -> None:
         per_bin = BINS if scale == "unit" else BINS / _MOST_NATS
         out.copy_((values * per_bin).clamp_(0, BINS - 1).nan_to_num_(0.0))
         return
-    edges = _boundaries(scale, values.dtype, values.device)
-    cells = _cells(scale, values.device) if values.dtype == torch.float32 else None
-    if cells is None:
+    if values.dtype != torch.float32:
+        edges = _boundaries(scale, values.dtype, values.device)
         torch.bucketize(values, edges, right=True, out=out)
         return
+    base, edge = _cells(scale, values.device)
     flat = values.contiguous().view(torch.int32).flatten()
     cell = (flat >> _SHIFT).bitwise_and_(_CELLS - 1)
-    torch.index_select(cells.base, 0, cell, out=out.view(-1))
-    out.add_(values >= torch.index_select(cells.edge, 0, cell).view_as(values))
+    torch.index_select(base, 0, cell, out=out.view(-1))
+    out.add_(values >= torch.index_select(edge, 0, cell).view_as(values))
 
 
 #: Cells of float32 numbers: those that share sign, exponent and two bits of the fraction.
 _SHIFT, _CELLS = 21, 1 << 11
 
 
-class _Cells(NamedTuple):
-    """Lookup table from equally spaced cells to bins of unequal width, for speed."""
-
-    base: Tensor
-    edge: Tensor
-
-
 @functools.lru_cache
-def _cells(scale: Scale, device: torch.device) -> _Cells | None:
-    """The lookup table for a scale; None if a cell contains two edges."""
+def _cells(scale: Scale, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Lookup table from cells to bins of unequal width: a cell's lowest bin, and the edge in it.
+
+    No cell has two edges; the edge is NaN in cells without one.
+    """
     edges = _boundaries(scale, torch.float32, torch.device("cpu"))
     first = torch.arange(_CELLS, dtype=torch.int64, device="cpu") << _SHIFT
     ends = torch.stack([first, first + (1 << _SHIFT) - 1])
     ends = torch.where(ends >= 1 << 31, ends - (1 << 32), ends).to(torch.int32).view(torch.float32)
     ends = torch.where(ends.isfinite().all(0), ends, 0.0)  # what is not a number has any bin
-    low, high = ends.amin(0), ends.amax(0)
-    below = torch.searchsorted(edges, low, right=True)
-    inside = torch.searchsorted(edges, high, right=True) - below
-    if int(inside.max()) > 1:
-        return None
+    below, above = (torch.searchsorted(edges, end, right=True) for end in ends.aminmax(dim=0))
     next_edge = edges[below.clamp(max=len(edges) - 1)]
-    return _Cells(below.to(device), torch.where(inside > 0, next_edge, torch.nan).to(device))
+    return below.to(device), torch.where(above > below, next_edge, torch.nan).to(device)
 
 
 @dataclass(frozen=True)
@@ -327,29 +319,20 @@ def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
     return stacked
 
 
-def summarise(values: Mapping[str, Tensor], counted: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """Moments of the rows of one call.
+def summarise(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]) -> Moments:
+    """Moments of the rows of one call, (heads, metrics).
 
     Args:
-        values: each metric, (B, heads, L).
+        stacked: the metrics' values, (metrics, heads, B, L), as :func:`stack` returns them.
         counted: boolean (B, heads, L), True for rows that count.
         metrics: names, in the order of the record's columns.
-
-    Returns:
-        Moments of (heads, metrics).
     """
-    return summarise_stacked(stack(values, metrics), counted, metrics)
-
-
-def summarise_stacked(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """Moments of metrics stacked by :func:`stack`."""
     rows = stacked.flatten(2)
     selected = counted.transpose(0, 1).flatten(1)
-    if bool((selected == selected[:1]).all()):
-        if not bool(selected.all()):
-            rows = rows[..., selected[0]]
-    else:
+    if not bool((selected == selected[:1]).all()):
         rows = torch.where(selected, rows, torch.nan)
+    elif not bool(selected.all()):
+        rows = rows[..., selected[0]]
     return Moments.of(rows, metrics)
 
 
@@ -362,9 +345,8 @@ def sums_by_label(x: Tensor, share: Tensor) -> dict[str, Tensor]:
         share: (heads or 1, B, L, labels), 1 for the labels of each row that counts, else 0.
 
     Returns:
-        ``count``, ``mean``, ``M2``, ``groups`` (sequences) and ``between`` (of sequences' means), as
-        in :class:`~acutance.summary.readouts.by_octave.Profile`, each (metrics, heads, labels)
-        float64.
+        ``count``, ``mean``, ``M2``, ``groups`` and ``between``, as in
+        :class:`~acutance.summary.readouts.by_octave.Profile`, (metrics, heads, labels) float64.
     """
     metrics, heads, batch, queries = x.shape
 
