@@ -15,7 +15,7 @@ from acutance.probing.probe import READERS
 from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.cells import Cells, Parts, array, counts, means, squares
 from acutance.summary.readouts import READOUTS, Readout
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.moments import CallRows
 from acutance.summary.state import from_parts
 
 

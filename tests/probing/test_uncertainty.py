@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from acutance.probing import HeadSummary, Layer, Run
-from acutance.summary.standard_errors import HOW, uncertainty, worst
+from acutance.summary.diff import HOW, uncertainty, worst
 
 DRAWN = runpy.run_path(str(Path(__file__).with_name("drawn.py")))
 rows_of, summary_of = DRAWN["rows_of"], DRAWN["summary_of"]

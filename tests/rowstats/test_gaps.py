@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance import attention, row_statistics
 from acutance.rowstats import RowStatistics, observe
 from acutance.rowstats.gaps import BINS, WIDTH
-from acutance.structure.blocks import critical_ratio
+from acutance.structure.statistics import critical_ratio
 from tests.contract.rowstats.test_gaps import rows
 
 

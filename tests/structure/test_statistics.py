@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.structure import STRUCTURE, StructureStatistics, statistics
 from acutance.structure import blocks as module
-from acutance.structure.blocks import NO_PEAK
+from acutance.structure.statistics import NO_PEAK
 from acutance.theory import critical_scale
 from tests.contract.structure.test_statistics import B, E, G, H, L, S, random_call
 

@@ -30,8 +30,7 @@ from acutance.calibration.windows import (
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing, tidy, write_bytes
 from acutance.shapes import check_count
-from acutance.summary.files import parse, read, sealed
-from acutance.summary.settings import check_settings
+from acutance.summary.files import check_settings, parse, read, sealed
 
 SCHEMA = "acutance.losses/1"
 #: States of earlier versions: of a fit or a search for a plan, of ``extend``, and of ``judge``.

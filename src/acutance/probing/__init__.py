@@ -10,7 +10,7 @@ from acutance.diagnose.thresholds import THRESHOLDS, Threshold
 from acutance.lazy import lazy
 from acutance.probing.probe import Probe, ProbeError, probe
 from acutance.probing.query_key_sample import QueryKeySample, load_queries_keys
-from acutance.summary.diff import Diff, HeadChange, LayerChange, diff
+from acutance.summary.diff import Diff, HeadChange, LayerChange, diff, slope
 from acutance.summary.head_summary import SCHEMA, HeadSummary
 from acutance.summary.layer import STATUSES, Layer
 from acutance.summary.readouts.by_octave import Profile, Slope
@@ -19,7 +19,6 @@ from acutance.summary.readouts.examples import Example, Examples
 from acutance.summary.readouts.head_maps import HeadMap
 from acutance.summary.readouts.moments import Moments, edges
 from acutance.summary.readouts.spans import Spans
-from acutance.summary.standard_errors import slope
 from acutance.summary.state import Run, Shard, State, load, load_state, merge_states
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from acutance.structure import StructureStatistics
 from acutance.summary.cells import Cells, Parts
 from acutance.summary.layer import Layer, LayerSummary
 from acutance.summary.readouts import READOUTS
-from acutance.summary.readouts.call_rows import CallRows
-from acutance.summary.readouts.moments import summarise
+from acutance.summary.readouts.moments import CallRows, summarise
 
 #: Most rows times heads that are collected before they are summarised together. Summarising after
 #: each decoded token would take longer than the model itself.

@@ -22,9 +22,9 @@ from acutance.probing.tokens import (
     take_heads,
     take_rows,
 )
-from acutance.structure.blocks import blocks, exact
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.structure.statistics import blocks, exact
 from acutance.summary.readouts.head_maps import MOST_SEQUENCES, HeadMap
+from acutance.summary.readouts.moments import CallRows
 
 #: Rows of a head in each sequence, at most.
 MOST_MAP_ROWS = 64

@@ -18,7 +18,7 @@ from acutance.from_json import checked
 from acutance.masks import hides
 from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.files import parse, read, sealed
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.moments import CallRows
 
 SCHEMA = "acutance.queries_keys/1"
 #: Most heads of one layer, and most tokens of one sequence, in a sample.

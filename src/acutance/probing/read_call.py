@@ -37,7 +37,7 @@ from acutance.probing.tokens import (
 )
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.layer import Layer, Status
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.moments import CallRows
 
 #: Begins the doubt about a call of which something was missed.
 REBUILT_DIFFERS = "do not trust its rows: the output recomputed from the captured arguments differs"

@@ -18,7 +18,7 @@ from acutance.capture.find_layers import module_name, unwrap
 from acutance.probing.settings import ProbeSettings, Range, Span
 from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.cells import Parts
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.moments import CallRows
 from acutance.summary.readouts.spans import ALL_ROWS, MOST_SPANS, OTHER, Spans
 
 

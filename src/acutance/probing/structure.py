@@ -17,11 +17,10 @@ from acutance.masks import Region
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.tokens import Reader, SelectedCall, special_ids
 from acutance.rowstats.state import has_gaps
-from acutance.structure.blocks import Places, blocks, exact
-from acutance.structure.statistics import observe_structure, tokens_at
+from acutance.structure.statistics import Places, blocks, exact, observe_structure, tokens_at
 from acutance.summary.cells import Parts
-from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.examples import Examples
+from acutance.summary.readouts.moments import CallRows
 
 #: Rows of each sequence whose scores are sorted for ``critical_ratio`` if no gap histogram was
 #: recorded; the histogram gives it for every row.

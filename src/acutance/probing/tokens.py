@@ -19,8 +19,8 @@ from acutance.capture.intercept import follow_results, is_rerun
 from acutance.capture.padding import CountedRows
 from acutance.probing.accumulate import LayerRecords
 from acutance.probing.settings import ProbeSettings
-from acutance.structure.blocks import last_visible
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.structure.statistics import last_visible
+from acutance.summary.readouts.moments import CallRows
 
 #: Tokens of each sequence that are remembered, for the keys of a cache.
 _MAX_REMEMBERED = 1 << 17

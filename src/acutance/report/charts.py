@@ -17,8 +17,7 @@ from acutance.report.colours import colour_scale
 from acutance.report.figures import draw_heads, subject
 from acutance.report.plot_style import DARK, LIGHT, Theme
 from acutance.structure import describe
-from acutance.summary.head_summary import HeadSummary
-from acutance.summary.predicted import PREDICTED_FROM
+from acutance.summary.head_summary import PREDICTED_FROM, HeadSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

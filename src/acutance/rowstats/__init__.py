@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from acutance.rowstats.metrics import *
     from acutance.rowstats.sharded_keys import *
     from acutance.rowstats.state import *
-    from acutance.rowstats.statistics import *
     from acutance.rowstats.weighted import *
 
 __all__ = [
@@ -68,7 +67,6 @@ _HOMES = {
     "acutance.rowstats.dense": ("dense_statistics",),
     "acutance.rowstats.sharded_keys": ("all_reduce_keys",),
     "acutance.rowstats.state": ("RowState", "empty", "merge", "observe"),
-    "acutance.rowstats.statistics": ("NamedMetrics", "RowStatistics"),
     "acutance.rowstats.weighted": (
         "WeightStatistics", "WeightSums", "empty_weights", "merge_weights", "observe_weights",
     ),

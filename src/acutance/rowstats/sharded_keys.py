@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acutance.rowstats.metrics import RowStatistics
 from acutance.rowstats.state import NO_KEY, UNPLACED, RowState, empty, merge
-from acutance.rowstats.statistics import RowStatistics
 from acutance.rowstats.weighted import WeightStatistics, WeightSums, merge_weights
 
 __all__ = ["all_reduce_keys"]

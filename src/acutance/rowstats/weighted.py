@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.rowstats.metrics import METRICS, metric
+from acutance.rowstats.metrics import METRICS, NamedMetrics, metric
 from acutance.rowstats.state import (
     NO_KEY,
     RowState,
@@ -25,7 +25,6 @@ from acutance.rowstats.state import (
     unplaced,
 )
 from acutance.rowstats.state import merge as merge_scores
-from acutance.rowstats.statistics import NamedMetrics
 from acutance.shapes import check_tensor
 
 __all__ = [

@@ -1,18 +1,33 @@
-"""StructureStatistics: where each row's weight goes, computed in blocks of whole rows."""
+"""Where each row's weight goes: StructureStatistics, computed in blocks of whole rows.
+
+A block is some query rows of some heads against every key that they can see, so memory is bounded
+by the block and independent of the size of the attention map.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from acutance.kernels import dispatch, native
 from acutance.kernels.call import KernelCall, accumulate_dtype
-from acutance.masks import INTEGERS, MaskOptions, check_masking, check_sinks
+from acutance.masks import (
+    INTEGERS,
+    Masking,
+    MaskOptions,
+    Region,
+    Tile,
+    check_masking,
+    check_sinks,
+)
 from acutance.shapes import (
+    cast_inputs,
     check_flags,
     check_inputs,
     check_number,
@@ -20,7 +35,6 @@ from acutance.shapes import (
     check_tensor,
     describe,
 )
-from acutance.structure.blocks import NO_PEAK, Part, Places, blocks, critical_ratio, exact
 from acutance.structure.metrics import STRUCTURE, structure_metric
 
 if TYPE_CHECKING:
@@ -317,3 +331,370 @@ def _native(
     if scores is not None:
         values["critical_ratio"][:, :, ::every] = critical_ratio(scores)
     return values, mass, even, peak
+
+
+#: Scores of a block: 2 MiB in float32, which stays in a shared cache.
+BLOCK_ELEMENTS = 1 << 19
+_FEW_ROWS = 64  # rows of a block below which fewer heads are taken at once
+
+
+@contextmanager
+def exact(call: KernelCall) -> Iterator[KernelCall]:
+    """Context without autocast and gradients, with the call's inputs cast as autocast would."""
+    query, key, _ = cast_inputs(call.query, call.key, None)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        yield call._replace(query=query.detach(), key=key.detach())
+
+
+class Block(NamedTuple):
+    """Scores of some whole rows.
+
+    Attributes:
+        region: batches, key heads and queries of the rows.
+        start: index of the key of the first column.
+        scores: (batch, heads, group, rows, width), −inf where a key is hidden.
+        seen: boolean, each size full or 1, False where a key is hidden; None if none is.
+        sink: (1, heads, group, 1) logits in the normaliser, or None.
+    """
+
+    region: Region
+    start: int
+    scores: Tensor
+    seen: Tensor | None
+    sink: Tensor | None
+
+    def largest(self) -> Tensor:
+        """Largest score of each row, (…, rows); −inf for rows that see no key."""
+        s = self.scores
+        return s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+
+    def exponentials(self, top: Tensor) -> tuple[Tensor, Tensor]:
+        """Unnormalised weights (…, rows, width) and their normaliser (…, rows).
+
+        The scores are overwritten. For rows that see no key the normaliser is 0, or that of the
+        sink.
+
+        Args:
+            top: result of :meth:`largest`.
+        """
+        s = self.scores
+        if self.sink is not None:
+            top = torch.maximum(top, self.sink)
+        top = torch.where(top == -torch.inf, 0.0, top)
+        e = s.sub_(top.unsqueeze(-1)).exp_()
+        Z = e.sum(-1)
+        if self.sink is not None:
+            Z = Z + torch.exp(self.sink - top)
+        return e, Z
+
+
+def blocks(call: KernelCall, at: Region | None = None) -> Iterator[Block]:
+    """Iterate over the blocks of a call, inside :func:`exact`.
+
+    Rows whose keys are all hidden by position may be in no block.
+
+    Args:
+        call: the call; its values are not read.
+        at: only this region, as one block.
+    """
+    masking = call.masking
+    for region in _regions(masking) if at is None else (at,):
+        for tile in masking.tiles(region, max(1, masking.keys)):
+            yield _block(call, region, tile)
+
+
+def _regions(masking: Masking) -> Iterator[Region]:
+    """Regions of rows whose scores fill at most one block."""
+    keys = max(1, masking.keys)
+    if masking.window is not None:
+        keys = min(keys, 2 * masking.window + _FEW_ROWS)
+    whole = max(1, BLOCK_ELEMENTS // keys)  # rows of one head that fill a block
+    few = min(masking.queries, _FEW_ROWS) * masking.group
+    heads = min(masking.heads, max(1, whole // max(1, few)))
+    rows = min(masking.queries, max(1, whole // (heads * masking.group)))
+    batches = 1
+    if heads == masking.heads and rows == masking.queries:
+        batches = max(1, whole // max(1, rows * masking.group * heads))
+    for b in range(0, masking.batch, batches):
+        batch = slice(b, min(b + batches, masking.batch))
+        for h in range(0, masking.heads, max(1, heads)):
+            head = slice(h, min(h + heads, masking.heads))
+            for i in range(0, masking.queries, max(1, rows)):
+                yield Region(batch, head, slice(i, min(i + rows, masking.queries)))
+
+
+def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
+    """The scores of some rows (``region``) on some keys (``tile``).
+
+    Returns:
+        The scores, (B, key heads, query heads per key head, rows, keys), −inf where a key is
+        hidden, with the boolean mask of visible keys (None if no mask applies) and the learned
+        sinks (None if there are none).
+    """
+    masking, dtype = call.masking, accumulate_dtype(call.query.dtype)
+    b, h, r = region.batch, region.heads, region.rows
+    group = masking.group
+    heads = slice(h.start * group, h.stop * group)
+    q = call.query[b, heads, r].to(dtype) * call.scale
+    k = call.key[b, h, tile.start : tile.stop].to(dtype)
+    count, length = q.shape[0], q.shape[2]
+    fold = (count, h.stop - h.start, group, length)
+    s = (q.reshape(*fold[:2], group * length, q.shape[-1]) @ k.mT).view(*fold, tile.width)
+    if call.softcap is not None:
+        s.div_(call.softcap).tanh_().mul_(call.softcap)
+    if tile.alibi is not None:
+        slopes, distance = tile.alibi
+        s.addcmul_(slopes.to(dtype), distance.to(dtype), value=-1.0)
+    for bias in tile.biases:
+        s.add_(bias.to(dtype))
+    seen = None
+    if tile.hidden is not None:
+        hidden = tile.hidden
+        s[..., hidden.start : hidden.stop].masked_fill_(hidden.mask, -torch.inf)
+        seen = torch.logical_not(hidden.mask)
+        left, right = hidden.start, tile.width - hidden.stop
+        if left or right:
+            seen = torch.nn.functional.pad(seen, (left, right), value=True)
+    sink = None
+    if call.sinks is not None:
+        sink = call.sinks.to(dtype).view(1, masking.heads, group, 1)[:, h]
+    return Block(region, tile.start, s, seen, sink)
+
+
+def last_visible(masking: Masking) -> Tensor:
+    """Index of the last key that each row sees, (B, L) int64; −1 for rows that see none.
+
+    For causal rows given by a mask, or against a cache, this is the query's position. It is the
+    maximum over heads that see different keys.
+
+    Example:
+        >>> mask = torch.tensor([[True, True, True, False, False]])
+        >>> last_visible(Masking(batch=1, heads=2, group=1, queries=1, keys=5, attn_mask=mask))
+        tensor([[2]])
+    """
+    shape = (masking.batch, masking.queries)
+    last = torch.full(shape, -1, dtype=torch.int64, device=masking.device)
+    rows = max(1, (1 << 22) // max(1, masking.keys * masking.heads * masking.group))
+    whole = slice(0, masking.heads)
+    for b in range(masking.batch):
+        for start in range(0, masking.queries, rows):
+            row = slice(start, min(start + rows, masking.queries))
+            region = Region(slice(b, b + 1), whole, row)
+            for tile in masking.tiles(region, max(1, masking.keys)):
+                last[b, row] = tile.stop - 1
+                if tile.hidden is not None and tile.hidden.stop == tile.width:
+                    last[b, row] = _last(tile, tile.hidden.mask, tile.hidden.start)
+    return last
+
+
+def _last(tile: Tile, hidden: Tensor, start: int) -> Tensor:
+    """Index of the last key that each row sees, if the tile's last column is hidden from it.
+
+    ``hidden`` (…, rows, columns) is True on hidden keys of the tile's columns from ``start`` on;
+    earlier columns are visible. −1 for rows that see no key.
+    """
+    seen = torch.logical_not(hidden).flatten(0, 2).any(0)
+    backwards = seen.flip(-1).to(torch.uint8).argmax(-1)
+    before = tile.start + start - 1 if start else -1  # columns left of the mask are all visible
+    return torch.where(seen.any(-1), tile.start + start + seen.shape[-1] - 1 - backwards, before)
+
+
+#: How far from its query the largest weight of a row is looked for.
+PEAKS = 8
+#: Stands for a row whose largest weight is not that near, or not alone.
+NO_PEAK = -128
+
+
+class Places(NamedTuple):
+    """Positions and tokens of a call's queries and keys, for structure metrics.
+
+    Attributes:
+        positions: (1 or B, L), index of the key at each query's position; None in cross-attention,
+            where metrics of distance are NaN.
+        tokens: (1 or B, S) ids of the keys, or None.
+        query_tokens: (1 or B, L) ids of the queries, or None.
+        special: boolean (1 or B, S), True on special tokens, or None.
+        critical_every: sort the scores of every such row for ``critical_ratio``; 0 for none.
+        octaves: number of octaves of distance on each side.
+    """
+
+    positions: Tensor | None = None
+    tokens: Tensor | None = None
+    query_tokens: Tensor | None = None
+    special: Tensor | None = None
+    critical_every: int = 1
+    octaves: int = 1
+
+
+class Part:
+    """Structure metrics of one block; tensors are (batch, heads, group, rows, …)."""
+
+    def __init__(self, block: Block, places: Places) -> None:
+        positions, tokens, query_tokens, special, every, octaves = places
+        batch, _, row = block.region.batch, block.region.heads, block.region.rows
+        width = block.scores.shape[-1]
+        columns = slice(block.start, block.start + width)
+        self._block, self._every, self._count = block, every, octaves
+        self._seen = block.seen
+        at = None if positions is None else _cut(positions, batch)[:, row] - block.start
+        #: column of each query, (batch or 1, 1, 1, rows); it may be outside the block
+        self._at = None if at is None else at[:, None, None]
+        self._special = None if special is None else _cut(special, batch)[:, columns]
+        self._same = None
+        if tokens is not None and query_tokens is not None:
+            keys, queries = _cut(tokens, batch)[:, columns], _cut(query_tokens, batch)[:, row]
+            same = (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
+            if at is not None:
+                same &= torch.arange(width, device=same.device) != at[:, :, None]
+            self._same = same[:, None, None]
+        self.octaves = self.even = self.peak = block.scores.new_empty(0)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Every metric of this block's rows; also fills ``octaves``, ``even`` and ``peak``."""
+        values: dict[str, Tensor] = {}
+        s = self._block.scores
+        if self._every and s.shape[-1]:
+            values["critical_ratio"] = self._critical(s)
+        top = self._block.largest()
+        if self._at is not None:
+            self.peak = self._peak(s, top)
+        e, Z = self._block.exponentials(top)
+        none = Z == 0 if self._seen is None else ~self._seen.any(-1).expand(Z.shape)
+        inverse = torch.where(none, torch.nan, 1.0 / torch.where(none, 1.0, Z))
+        if self._special is not None:
+            marked = self._special[:, None, None, None]
+            mass = (e @ self._special.to(e.dtype)[:, None, None, :, None]).squeeze(-1)
+            values["mass_special"] = self._where(marked, mass * inverse)
+        if self._same is not None:
+            mass = (e * self._same).sum(-1)
+            values["mass_same"] = self._where(self._same, mass * inverse)
+        if self._at is not None:
+            values["mass_self"] = self._one(e, self._at) * inverse
+            values["mass_previous"] = self._one(e, self._at - 1) * inverse
+            share = torch.where(none, 0.0, inverse)
+            self.octaves = self._octave_sums(e.cumsum(-1)) * share[..., None, None]
+            self.even = self._uniform(e)
+            width = e.shape[-1]
+            away = (torch.arange(width, device=e.device) - self._at.unsqueeze(-1)).abs()
+            values["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
+        return values
+
+    def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
+        """The weight ``mass`` of each row on some keys; NaN for rows that see none of these keys.
+
+        ``kind`` is True on these keys, (…, rows, keys).
+        """
+        visible_kind = kind if self._seen is None else kind & self._seen
+        return torch.where(visible_kind.any(-1), mass, torch.nan)
+
+    def _one(self, e: Tensor, column: Tensor) -> Tensor:
+        """Value of ``e`` (…, rows, keys) at key ``column`` (…, rows) of each row.
+
+        NaN if there is no such key or the row does not see it.
+        """
+        width = e.shape[-1]
+        inside = (column >= 0) & (column < width)
+        if width == 0:
+            return torch.full(e.shape[:-1], torch.nan, dtype=e.dtype, device=e.device)
+        place = column.clamp(0, width - 1).unsqueeze(-1)
+        if self._seen is not None:
+            size = torch.broadcast_shapes(self._seen.shape[:-1], place.shape[:-1])
+            keys = self._seen.expand(*size, width)
+            inside = inside & keys.gather(-1, place.expand(*size, 1)).squeeze(-1)
+        value = e.gather(-1, place.expand(*e.shape[:-1], 1)).squeeze(-1)
+        return torch.where(inside, value, torch.nan)
+
+    def _octave_sums(self, running: Tensor) -> Tensor:
+        """Sums over each octave of query-key distance, from cumulative sums over the columns.
+
+        Returns:
+            (…, 2, K): keys up to the query's position, and later keys; K octaves.
+        """
+        assert self._at is not None
+        step = 1 << torch.arange(self._count, device=running.device)
+        behind = self._at.unsqueeze(-1) + 1 - step  # the first column of each octave
+        ahead = self._at.unsqueeze(-1) + step  # the column after each octave
+        edges = torch.cat([behind, ahead], -1)
+        shape = (*running.shape[:-1], edges.shape[-1])
+        if running.shape[-1] == 0:
+            return running.new_zeros(*running.shape[:-1], 2, self._count)
+        place = (edges - 1).clamp(0, running.shape[-1] - 1).expand(shape)
+        below = torch.where(edges > 0, running.gather(-1, place), 0.0)
+        low, high = below[..., : self._count], below[..., self._count :]
+        own_position = high[..., :1] - low[..., :1]
+        left, right = -low.diff(dim=-1), high.diff(dim=-1)
+        nothing = torch.zeros_like(own_position)
+        parts = [torch.cat([own_position, left], -1), torch.cat([nothing, right], -1)]
+        return torch.stack(parts, -2).clamp_(min=0.0)
+
+    def _uniform(self, e: Tensor) -> Tensor:
+        """Weight by octave of distance if all visible keys had equal weight, (…, 2, octaves).
+
+        Of ``e`` (…, keys) only the size, dtype and device are used.
+        """
+        assert self._at is not None
+        ones = e.new_ones(1, 1, 1, 1, e.shape[-1])
+        running = (ones if self._seen is None else self._seen.to(e.dtype)).cumsum(-1)
+        lead = torch.broadcast_shapes(running.shape[:-1], self._at.shape)
+        running = running.expand(*lead, -1)
+        if running.shape[-1] == 0:
+            return self._octave_sums(running)
+        return self._octave_sums(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
+
+    def _peak(self, s: Tensor, top: Tensor) -> Tensor:
+        """Position of each row's largest score relative to the query, −8 to 8.
+
+        :data:`NO_PEAK` if no largest score, or several, lie in that range, or the row sees no key;
+        one of several is returned if the others are further away. ``s`` are the scores (…, rows,
+        keys) and ``top`` their maximum over the keys.
+        """
+        assert self._at is not None
+        near = torch.arange(-PEAKS, PEAKS + 1, device=s.device)
+        column = self._at.unsqueeze(-1) + near
+        if s.shape[-1] == 0:
+            return torch.full(s.shape[:-1], NO_PEAK, device=s.device)
+        place = column.clamp(0, s.shape[-1] - 1).expand(*s.shape[:-1], -1)
+        largest = (s.gather(-1, place) == top.unsqueeze(-1)) & (column == place)
+        largest &= (top > -torch.inf).unsqueeze(-1)
+        alone = largest.sum(-1) == 1
+        return torch.where(alone, largest.to(torch.uint8).argmax(-1) - PEAKS, NO_PEAK)
+
+    def _critical(self, s: Tensor) -> Tensor:
+        """:func:`critical_ratio` of every ``critical_every``-th row; NaN on the others."""
+        region = self._block.region.rows
+        first = -region.start % self._every
+        ratios = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
+        if first >= s.shape[-2] or s.shape[-1] < 2:
+            return ratios
+        ratios[..., first :: self._every] = critical_ratio(s[..., first :: self._every, :])
+        return ratios
+
+
+def critical_ratio(scores: Tensor) -> Tensor:
+    """Scale of each row's scores, divided by the scale at which the row freezes on a few keys.
+
+    Args:
+        scores: (…, keys), −inf on hidden keys.
+
+    Returns:
+        The smallest gap of a score to the maximum over the log of its rank, (…); NaN for rows that
+        see fewer than two keys.
+    """
+    ordered = _sorted(scores)
+    top = ordered[..., -1:]
+    gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., :-1]
+    ranks = torch.arange(scores.shape[-1], 1, -1, device=scores.device, dtype=scores.dtype).log()
+    ratio = (gaps / ranks).amin(-1)
+    return torch.where(ratio == torch.inf, torch.nan, ratio)
+
+
+def _sorted(scores: Tensor) -> Tensor:
+    """Rows in ascending order; NumPy sorts with vector instructions, up to 17 times as fast."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(np.sort(scores.detach().numpy(), axis=-1))
+    return scores.sort(-1).values
+
+
+def _cut(tensor: Tensor, batch: slice) -> Tensor:
+    """Select sequences of a tensor whose batch dimension may be 1."""
+    return tensor if tensor.shape[0] == 1 else tensor[batch]

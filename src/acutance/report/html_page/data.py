@@ -35,9 +35,8 @@ from acutance.report.html_page.packing import (
 )
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
-from acutance.summary.head_summary import HeadSummary
+from acutance.summary.head_summary import PREDICTED_FROM, HeadSummary
 from acutance.summary.layer import STATUSES, judged_sentences, notices, what_was_read
-from acutance.summary.predicted import PREDICTED_FROM
 from acutance.summary.readouts.by_octave import Profile
 from acutance.summary.readouts.moments import BINS, SCALES, edges
 from acutance.summary.readouts.spans import ALL_ROWS, OTHER

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from acutance.summary.cells import Cells
 from acutance.summary.readouts.by_octave import Profile, by_keys, by_position
-from acutance.summary.readouts.call_rows import CallRows
 from acutance.summary.readouts.distances import Distances
 from acutance.summary.readouts.examples import Examples
+from acutance.summary.readouts.moments import CallRows
 from acutance.summary.readouts.spans import Spans
 
 __all__ = ["READOUTS", "Readout"]

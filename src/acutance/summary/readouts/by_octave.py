@@ -16,8 +16,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from acutance.summary.cells import Cells, counts, means, squares
-from acutance.summary.readouts.call_rows import CallRows
-from acutance.summary.readouts.moments import sums_by_label
+from acutance.summary.readouts.moments import CallRows, sums_by_label
 
 #: Octaves of a count; the last takes all that lies beyond.
 MOST_OCTAVES = 32

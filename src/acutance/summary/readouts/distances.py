@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from acutance.structure.blocks import PEAKS
+from acutance.structure.statistics import PEAKS
 from acutance.summary.cells import Cells, counts, means
-from acutance.summary.readouts.call_rows import CallRows
+from acutance.summary.readouts.moments import CallRows
 
 #: Octaves of distance at most: keys are counted in 64 bits.
 MOST_DISTANCES = 64

@@ -1,4 +1,4 @@
-"""Moments: count, mean, spread, extremes and histogram of metrics over rows, for many heads.
+"""The rows of a call, and Moments: count, mean, spread, extremes and histogram over rows.
 
 All arrays have heads first and metrics second. Adding rows and merging records is exact for counts,
 extremes and histograms, and exact up to float64 rounding for means and spreads (Chan's formula).
@@ -12,13 +12,52 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.files import finite
-from acutance.summary.cells import MOST, Cells, array, counts, means, squares, totals
+from acutance.rowstats import RowStatistics
+from acutance.structure import STRUCTURE, StructureStatistics
+from acutance.summary.cells import MOST, Cells, Parts, array, counts, means, squares, totals
+from acutance.summary.layer import Layer
+
+
+class CallRows(NamedTuple):
+    """What was read of one attention call.
+
+    Attributes:
+        layer: counts of rows, the status and the source of the call.
+        stats: row statistics, fields of shape (B, H, L).
+        counted: boolean (B, H, L), True on the rows that enter the summary.
+        sampled: numbers of rows and of those drawn from them; None if every row was read.
+        structure: where the rows' weight lies, fields (B, H, L); None if not requested.
+        positions: (1 or B, L), index of the key at each query's position; None in cross-attention.
+        parts: readouts measured while the call's queries and keys were at hand.
+        doubt: why the rows are not reliable; None if there is no reason.
+    """
+
+    layer: Layer
+    stats: RowStatistics
+    counted: Tensor
+    sampled: tuple[int, int] | None = None
+    structure: StructureStatistics | None = None
+    positions: Tensor | None = None
+    parts: Parts = Parts()
+    doubt: str | None = None
+
+    def values(self, metrics: tuple[str, ...]) -> Tensor:
+        """The metrics of the rows, (metrics, heads, B, L); NaN where one is not known."""
+        names = set(metrics)
+        values = self.stats.as_dict([name for name in self.stats.available if name in names])
+        for name in metrics:
+            if self.structure is not None and name in STRUCTURE:
+                values[name] = self.structure[name]
+            elif name not in values:  # not known from scores alone
+                values[name] = torch.full_like(self.stats.state.Z, torch.nan)
+        return stack(values, metrics)
+
 
 BINS = 64
 #: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
@@ -336,13 +375,14 @@ def summarise(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]) -> Mom
     return Moments.of(rows, metrics)
 
 
-def sums_by_label(x: Tensor, share: Tensor) -> dict[str, Tensor]:
+def sums_by_label(x: Tensor, share: Tensor, *, weights: bool = False) -> dict[str, Tensor]:
     """Moments of metrics over the rows of each label, such as an octave or a span.
 
     Args:
         x: values, (metrics, heads, B, L); 0 on rows that do not count. What is not finite is
             ignored.
         share: (heads or 1, B, L, labels), 1 for the labels of each row that counts, else 0.
+        weights: whether values are 0 to 1 in float64, so that sums of squares lose nothing.
 
     Returns:
         ``count``, ``mean``, ``M2``, ``groups`` and ``between``, as in
@@ -365,9 +405,9 @@ def sums_by_label(x: Tensor, share: Tensor) -> dict[str, Tensor]:
         x, count = x.clone(), count.clone()
         x[odd] = x[odd].masked_fill_(ignored, 0.0)
         count[:, odd] = by_label(ignored.logical_not().to(x.dtype))
-    total = count.sum((0, 3)).clamp(min=1.0)
     # squares are about each head's mean, so that nothing cancels
-    centre = (x.sum((2, 3)).double() / total).to(x.dtype)[..., None, None]
+    centre = x.sum((2, 3)).double() / count.sum((0, 3)).clamp(min=1.0)
+    centre = (0.0 * centre if weights else centre).to(x.dtype)[..., None, None]
     away = x - centre
     if ignored is not None:
         away[odd] = away[odd].masked_fill_(ignored, 0.0)

@@ -75,7 +75,8 @@ class Spans(Cells):
         weights = torch.stack([mass.detach(), even.detach().expand_as(mass)]).to(torch.float64)
         weights = weights.masked_fill_(counted.logical_not().unsqueeze(-1), 0.0)
         # (2 · keys, heads, B, L) and share (heads, B, L, rows) to (heads, rows, 2 · keys)
-        sums = sums_by_label(weights.movedim(-1, 1).flatten(0, 1).transpose(1, 2), share)
+        values = weights.movedim(-1, 1).flatten(0, 1).transpose(1, 2)
+        sums = sums_by_label(values, share, weights=True)
         arrays = {name: array.movedim(0, -1).cpu() for name, array in sums.items()}
         return Spans(
             rows=arrays["count"][..., 0].round().long(),
