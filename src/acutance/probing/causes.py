@@ -368,9 +368,9 @@ def faults_of(call: AttentionCall) -> Iterator[Cause]:
     batch, heads, queries, _ = call.query.shape
     if batch * heads * queries * call.key.shape[2] > _MOST_SCORES or call.moved:
         return
-    for argument, faults, *texts in _FAULTS:
+    for argument, faults, kind, agrees, means in _FAULTS:
         if getattr(call, argument) is not None:
-            yield Cause({}, *texts, faults)
+            yield Cause({}, kind, agrees, means, faults)
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         for rounded, what in _ROUNDED.items():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import class_name, max_heads
@@ -29,6 +30,8 @@ from acutance.summary.readouts.moments import CallRows
 #: Rows of a head in each sequence, at most.
 MOST_MAP_ROWS = 64
 _LAST_ROW = 2**63 - 1  # of int64
+#: The user's name of a head, its module and number, and the number of a sequence.
+_Place = tuple[str, str, int, int]
 _HEAD_NAME = re.compile(
     r"layer (?P<layer>\S+) head (?P<head>\S+)|(?P<short>\S+)\.(?P<number>-?\d+)"
 )
@@ -38,8 +41,8 @@ class _MapRequest(NamedTuple):
     """A head as the user named it, and the positions of the requested rows."""
 
     name: str
-    layer: int | str
-    head: int | str
+    layer: str
+    head: str
     rows: frozenset[int]
 
 
@@ -53,27 +56,14 @@ class RecordedMaps(dict[str, list[HeadMap]]):
     """
 
     def __missing__(self, head_key: object) -> list[HeadMap]:
+        try:
+            head = _head_and_name(head_key)[0]
+        except ValueError:  # no name of a head
+            raise KeyError(head_key) from None
         for name, maps in self.items():
-            try:
-                same = _named_head(name) == _named_head(head_key)
-            except ValueError:  # no name of a head
-                same = False
-            if same:
+            if _head_and_name(name)[0] == head:
                 return maps
         raise KeyError(head_key)
-
-
-class _SequenceMap:
-    """The rows of one head and one sequence recorded so far.
-
-    Attributes:
-        rows: position of the query to its weights, (keys,).
-        ids: token ids of the keys.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Tensor] = {}  # by position, (keys,)
-        self.ids = torch.empty(0, dtype=torch.int64)
 
 
 class MapReader(Reader):
@@ -89,18 +79,17 @@ class MapReader(Reader):
 
     def __init__(self, model: torch.nn.Module, settings: ProbeSettings, *others: Any) -> None:
         super().__init__(model, settings, *others)
-        self._requests = [
-            (
-                request,
-                LayerChoice.from_model(request.layer, model, "maps"),
-                HeadChoice(request.head),
-            )
-            for request in check_maps(settings.maps)
-        ]
-        if (most := max_heads(model)) is not None:
-            for _, _, heads in self._requests:
+        self._requests = []
+        most = max_heads(model)
+        for request in check_maps(settings.maps):
+            heads = HeadChoice(request.head)
+            layers = LayerChoice.from_model(request.layer, model, "maps")
+            if most is not None:
                 heads.check(most, class_name(model))
-        self._maps: dict[tuple[str, str, int, int], _SequenceMap] = {}
+            self._requests.append((request, layers, heads))
+        #: by name, module, head and sequence: weights (keys,) by position, and the keys' token ids
+        self._rows: dict[_Place, dict[int, Tensor]] = {}
+        self._ids: dict[_Place, Tensor] = {}
         #: by module: number of the first sequence of its last call, and of the next call
         self._sequences: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -142,19 +131,20 @@ class MapReader(Reader):
             for b in range(min(batch, MOST_SEQUENCES - first)):
                 recorded = positions[b, computed[b, known[b]]].tolist()
                 for h, head in enumerate(heads):
-                    key = request.name, whole.module, head, first + b
+                    place = request.name, whole.module, head, first + b
                     with self._lock:
-                        stored = self._maps.setdefault(key, _SequenceMap())
+                        stored = self._rows.setdefault(place, {})
                     for position, row in zip(recorded, weights[b, h, known[b]], strict=True):
-                        stored.rows[position] = torch.cat([dropped, row])
+                        stored[position] = torch.cat([dropped, row])
                     if ids is not None:
-                        stored.ids = torch.cat([stored.ids[: selected.before], ids[b].cpu()])
+                        earlier = self._ids.get(place, ids[b, :0].cpu())[: selected.before]
+                        self._ids[place] = torch.cat([earlier, ids[b].cpu()])
         return rows
 
     def unrecorded(self) -> list[str]:
         """One sentence for each request of which no sequence had a row."""
         with self._lock:
-            recorded = {name for (name, *_), request in self._maps.items() if request.rows}
+            recorded = {name for (name, *_), rows in self._rows.items() if rows}
         return [
             f"maps: no sequence has row {', '.join(map(str, sorted(request.rows)[:5]))} of "
             f"{request.name!r}"
@@ -164,27 +154,21 @@ class MapReader(Reader):
 
     def maps(self) -> RecordedMaps:
         """The recorded maps by the user's name for the head, ordered by sequence."""
-        maps = RecordedMaps({stored_map.name: [] for stored_map, _, _ in self._requests})
+        maps = RecordedMaps({request.name: [] for request, _, _ in self._requests})
+        tokenizer = self.settings.tokenizer
         with self._lock:
-            stored = sorted(self._maps.items(), key=lambda item: item[0][3])
-        for (name, module, head, sequence), stored_map in stored:
-            if not stored_map.rows:  # a shorter sequence of a batch
+            stored = sorted(self._rows.items(), key=lambda item: item[0][3])
+        for place, rows in stored:
+            if not rows:  # a shorter sequence of a batch
                 continue
-            positions = sorted(stored_map.rows)
-            keys = max(map(len, stored_map.rows.values()))
-            weights = torch.zeros(len(positions), keys)
-            for index, position in enumerate(positions):
-                row = stored_map.rows[position]
-                weights[index, : len(row)] = row
+            positions = tuple(sorted(rows))
+            weights = pad_sequence([rows[position] for position in positions], batch_first=True)
             tokens: tuple[str, ...] = ()
-            if self.settings.tokenizer is not None and len(stored_map.ids):
-                ids = stored_map.ids[:keys].tolist() + [-1] * (keys - len(stored_map.ids))
-                tokens = tuple(
-                    token_text(self.settings.tokenizer, i) if i >= 0 else "" for i in ids
-                )
-            maps[name].append(
-                HeadMap(name, module, head, sequence, tuple(positions), weights, tokens)
-            )
+            if tokenizer is not None and place in self._ids:
+                ids = self._ids[place][: weights.shape[1]].tolist()
+                texts = [token_text(tokenizer, token) if token >= 0 else "" for token in ids]
+                tokens = (*texts, *[""] * (weights.shape[1] - len(ids)))
+            maps[place[0]].append(HeadMap(*place, positions, weights, tokens))
         return maps
 
 
@@ -199,27 +183,21 @@ def check_maps(maps: Any) -> list[_MapRequest]:
         raise TypeError(f"maps must map heads to their rows, got {maps!r:.60}")
     requests = []
     for head_key, rows in maps.items():
-        layer, head, name = _parse_head(head_key)
+        (layer, head), name = _head_and_name(head_key)
         requests.append(_MapRequest(name, layer, head, _parse_rows(name, rows)))
     return requests
 
 
-def _parse_head(head_key: Any) -> tuple[int | str, int | str, str]:
-    """Parse ``(5, 3)``, ``"layer 5 head 3"`` or ``"5.3"`` into layer, head and display name."""
+def _head_and_name(head_key: Any) -> tuple[tuple[str, str], str]:
+    """Layer and head of ``(5, 3)``, ``"layer 5 head 3"`` or ``"5.3"``, and the name to show."""
     if isinstance(head_key, tuple) and len(head_key) == 2 and type(head_key[1]) is int:
-        return head_key[0], head_key[1], f"layer {head_key[0]} head {head_key[1]}"
+        head_key = f"layer {head_key[0]} head {head_key[1]}"
     match = _HEAD_NAME.fullmatch(head_key) if isinstance(head_key, str) else None
     if match is None:
         raise ValueError(
             f"maps must name heads as 'layer 5 head 3', '5.3' or (5, 3), got {head_key!r:.60}"
         )
-    return match["layer"] or match["short"], match["head"] or match["number"], head_key
-
-
-def _named_head(head_key: Any) -> tuple[str, str]:
-    """Layer and head that a name or pair names, as text."""
-    layer, head, _ = _parse_head(head_key)
-    return str(layer), str(head)
+    return (match["layer"] or match["short"], match["head"] or match["number"]), head_key
 
 
 def _parse_rows(name: str, rows: Any) -> frozenset[int]:

@@ -9,6 +9,7 @@ matter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -205,21 +206,21 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     check_state(right, WeightSums, "merge_weights", "sums")
     c = torch.maximum(left.c, right.c)
     x, y = _rescaled(left, c), _rescaled(right, c)
-    nothing = unknown(c)
-
-    def both(name: str) -> bool:
-        return _known(left, getattr(left, name)) and _known(right, getattr(right, name))
-
     later, first_index = joined_first(left.first_index, right.first_index)
+
+    def earlier(mine: Tensor, theirs: Tensor) -> Tensor:
+        return torch.where(later, theirs, mine)
+
+    def joined(name: str, join: Callable[..., Tensor]) -> Tensor:
+        mine, theirs = getattr(x, name), getattr(y, name)
+        return join(mine, theirs) if _known(x, mine) and _known(y, theirs) else unknown(c)
+
     return WeightSums(
         n=left.n + right.n,
         c=c,
-        T=x.T + y.T if both("T") else nothing,
-        A=x.A + y.A if both("A") else nothing,
-        Q=x.Q + y.Q if both("Q") else nothing,
-        X=x.X + y.X if both("X") else nothing,
-        top=torch.maximum(left.top, right.top) if both("top") else nothing,
-        first=torch.where(later, right.first, left.first) if both("first") else nothing,
+        **{name: joined(name, torch.add) for name in ("T", "A", "Q", "X")},
+        top=joined("top", torch.maximum),
+        first=joined("first", earlier),
         first_index=first_index,
     )
 
@@ -228,15 +229,15 @@ def _rescaled(sums: WeightSums, c: Tensor) -> WeightSums:
     """The sums in units of a reference c at or above their own."""
     ratio = sums.c / torch.where(c > 0, c, 1.0)
     log_ratio = torch.log(torch.where(ratio > 0, ratio, 1.0))
-    scaled = sums._replace(
-        **{
-            name: part * ratio**power if _known(sums, part) else part
-            for name, part, power in (("T", sums.T, 1), ("A", sums.A, 1), ("Q", sums.Q, 2))
-        }
-    )
-    if not _known(sums, sums.X):
-        return scaled
-    return scaled._replace(X=(sums.X + log_ratio * sums.A) * ratio)
+    factors = {"T": ratio, "A": ratio, "Q": ratio**2}
+    scaled = {
+        name: getattr(sums, name) * factor
+        for name, factor in factors.items()
+        if _known(sums, getattr(sums, name))
+    }
+    if _known(sums, sums.X):
+        scaled["X"] = (sums.X + log_ratio * sums.A) * ratio
+    return sums._replace(**scaled)
 
 
 #: Metrics that are functions of the sums, and the fields each needs.
@@ -365,30 +366,23 @@ def _compute(name: str, sums: WeightSums) -> Tensor:
         return sums.n
     if name == "sink_mass":
         return torch.where(sums.n == 0, torch.nan, torch.zeros_like(sums.c))
-    A, n = sums.A, sums.n.to(sums.A.dtype)
-    has_weight = (sums.n > 0) & (A > 0)
-    whole = torch.where(has_weight, A, 1.0)
+    n = sums.n.to(sums.A.dtype)
+    has_weight, several = (sums.n > 0) & (sums.A > 0), n > 1
+    A = torch.where(has_weight, sums.A, 1.0)
     if name in ("top_weight", "first_weight"):
-        part = sums.top if name == "top_weight" else sums.first.abs()
-        mean_size = part / (whole * torch.where(has_weight, sums.c, 1.0))
+        size = sums.top if name == "top_weight" else sums.first.abs()
+        values = size / (A * torch.where(has_weight, sums.c, 1.0))
     elif name in ("effective_keys", "sparsity", "collision"):
         Q = torch.where(has_weight, sums.Q, 1.0)
-        keys = whole.square() / Q
-        if name == "effective_keys":
-            mean_size = keys
-        elif name == "sparsity":
-            mean_size = whole * torch.rsqrt(torch.where(has_weight, n, 1.0) * Q)
-        else:
-            mean_size = 1.0 / keys
+        values = A.square() / Q
+        if name == "sparsity":
+            values = A * torch.rsqrt(torch.where(has_weight, n, 1.0) * Q)
+        elif name == "collision":
+            values = 1.0 / values
     else:
-        entropy = torch.log(whole) - sums.X / whole
-        several = n > 1
-        log_n = torch.log(torch.where(several, n, 2.0))
-        if name == "entropy":
-            mean_size = entropy
-        elif name == "normalized_entropy":
-            has_weight = has_weight & several
-            mean_size = entropy / log_n
-        else:
-            mean_size = torch.where(several, log_n, 0.0) - entropy
-    return torch.where(has_weight, mean_size, torch.nan)
+        values, log_n = torch.log(A) - sums.X / A, torch.log(torch.where(several, n, 2.0))
+        if name == "normalized_entropy":
+            has_weight, values = has_weight & several, values / log_n
+        elif name == "information":
+            values = torch.where(several, log_n, 0.0) - values
+    return torch.where(has_weight, values, torch.nan)

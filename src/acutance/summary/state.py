@@ -134,7 +134,7 @@ class Run:
             raise ValueError(
                 f"total and tokens of 'run' must be 0 or more, got {run.total} and {run.tokens}"
             )
-        for ends in run.done:
+        for ends in map(list, run.done):
             if len(ends) != 2 or not last <= ends[0] < ends[1] <= run.total:
                 raise ValueError(
                     f"'done' of 'run' must be ascending ranges [start, stop] up to {run.total}"
