@@ -6,7 +6,7 @@ import torch
 
 import acutance
 from acutance.rowstats.coverage import critical_ratio
-from acutance.structure import blocks
+from acutance.structure.statistics import critical_ratio as critical_ratio_of_scores
 from tests.contract.probing.test_gaps import probed, weights
 
 
@@ -18,7 +18,7 @@ def test_structure_gives_the_critical_ratio_of_every_row() -> None:
     assert (rows == 80).all()
     assert (sixteen.moments.count[:, sixteen.column("critical_ratio")] < 80).all()
     s = weights().clamp(min=1e-30).log()
-    exact = blocks.critical_ratio(s).double().mean((0, 2))
+    exact = critical_ratio_of_scores(s).double().mean((0, 2))
     torch.testing.assert_close(every.mean("critical_ratio"), exact, rtol=0.1, atol=0.05)
     state = acutance.rowstats.observe(s, gaps=True)
     torch.testing.assert_close(

@@ -24,5 +24,3 @@ def test_tokens_that_do_not_fit_are_not_used() -> None:
         assert seen.keys(1, 3, 5, 4).tolist() == [[-1, -1, 1, 2, 3]]  # type: ignore[union-attr]
         table(torch.tensor([4]))
         assert seen.keys(1, 1, 6, 3).tolist() == [[1, 2, 3, 4, -1, -1]]  # type: ignore[union-attr]
-        seen.forget()
-        assert seen.keys(1, 1, 1, 0) is None

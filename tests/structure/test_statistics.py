@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.structure import STRUCTURE, StructureStatistics, statistics
-from acutance.structure import blocks as module
 from acutance.structure.statistics import NO_PEAK
 from acutance.theory import critical_scale
 from tests.contract.structure.test_statistics import B, E, G, H, L, S, random_call
+
+module = importlib.import_module("acutance.structure.statistics")
 
 
 def weights(

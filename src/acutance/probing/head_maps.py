@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -236,11 +237,9 @@ def _compute_rows(
         The weights; the indices of their rows, (B, r); and where these are rows to compute, not
         padding, boolean (B, r).
     """
-    most = int(selected.sum(1).max())
-    order = selected.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    real = selected.gather(1, order)
-    sample = Sample(order.to(whole.query.device), real, int(selected.numel()), int(selected.sum()))
-    rows = kernel_call(take_rows(take_heads(whole, heads), sample))
+    sample = Sample.of(selected, selected.numel())
+    here = replace(sample, positions=sample.positions.to(whole.query.device))
+    rows = kernel_call(take_rows(take_heads(whole, heads), here))
     weights = torch.zeros((*rows.query.shape[:3], rows.key.shape[2]))
     with exact(rows) as exactly:
         for block in blocks(exactly):
@@ -249,4 +248,4 @@ def _compute_rows(
             weights_block = (e / torch.where(Z > 0, Z, 1.0).unsqueeze(-1)).float().cpu()
             keys = slice(block.start, block.start + weights_block.shape[-1])
             weights[region.batch, region.heads, region.rows, keys] = weights_block[:, :, 0]
-    return weights, order, real
+    return weights, sample.positions, sample.real

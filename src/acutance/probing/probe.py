@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -104,16 +103,12 @@ class Probe:
             self._listener.__exit__()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self._listener.__exit__()
-        finally:  # again where an interrupt cut it short
+        except BaseException:  # again where an interrupt cut it short
             self._listener.__exit__()
+            raise
         if kind is None and not self._listener.calls:
             raise ProbeError(self._listener.nothing_captured())
         if kind is None and (spans := self._reader(SpanReader)) is not None:

@@ -6,8 +6,7 @@ span. One more pass of the kernel gives it for all rows in O(n) memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ class _CheckedSpans:
     """The checked spans of one batch.
 
     Attributes:
+        given: the spans as the user gave them.
         names: the spans' names.
         parts: for each span a boolean (B, S), or (start, stop) for all or for each sequence.
         batch: number of sequences that the spans are for; None if they are the same for all.
@@ -46,12 +46,11 @@ class _CheckedSpans:
                     f"the name of a span must be text other than {OTHER!r} and "
                     f"{ALL_ROWS!r}, got {name!r}"
                 )
+        self.given: Mapping[str, Span] = spans
         self.names = tuple(spans)
         self.parts = [_parse_span(name, span) for name, span in spans.items()]
-        sizes = {name: len(part) for name, part in zip(spans, self.parts, strict=True)}
-        batches = {
-            name: size for name, size in sizes.items() if size > 1 or _is_per_sequence(spans[name])
-        }
+        named = dict(zip(self.names, self.parts, strict=True))
+        batches = {name: len(part) for name, part in named.items() if not _is_range(spans[name])}
         if len(set(batches.values())) > 1:
             raise ValueError(
                 "spans given for each sequence must all have the same number of sequences, got "
@@ -67,15 +66,12 @@ class _CheckedSpans:
         self.length = next(iter(widths), None)
         ranges = [
             (name, *span)
-            for name, part in zip(self.names, self.parts, strict=True)
+            for name, part in named.items()
             if not isinstance(part, Tensor)
             for span in part
         ]
         self.furthest = max(ranges, key=_end, default=None)
-        self._check_overlap(max([self.length or 0, *map(_end, ranges)]))
-
-    def _check_overlap(self, length: int) -> None:
-        """Raise ValueError if two spans of a text of this length contain the same token."""
+        length = max([self.length or 0, *map(_end, ranges)])
         if length >= 1 << 24:
             raise ValueError(f"spans must end within the input, got an end at token {length}")
         # one more token stands for every later one
@@ -83,11 +79,11 @@ class _CheckedSpans:
         for index, name in enumerate(self.names):
             count += self._token_mask(index, *count.shape, start=0, device=count.device)
             if bool((count > 1).any()):
-                row, place = (count > 1).nonzero()[0].tolist()
+                row, token = (count > 1).nonzero()[0].tolist()
                 of_sequence = f" of sequence {row}" if self.batch is not None else ""
                 raise ValueError(
                     f"spans must not overlap: {name!r} and a span before it both contain token "
-                    f"{place}{of_sequence}"
+                    f"{token}{of_sequence}"
                 )
 
     def _token_mask(
@@ -128,31 +124,25 @@ class SpanReader(Reader):
 
     def __init__(self, model: torch.nn.Module, settings: ProbeSettings, *others: Any) -> None:
         super().__init__(model, settings, *others)
-        self._original = settings.spans or {}
         self._spans = _CheckedSpans(settings.spans)
         self._decoder_prefix = _decoder_prefix(model)
         self._longest = 0
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the spans."""
-        return self._spans.names
-
-    @property
     def original(self) -> Mapping[str, Span]:
         """The spans of the next batches, as the user gave them."""
-        return self._original
+        return self._spans.given
 
     @original.setter
     def original(self, spans: Mapping[str, Span]) -> None:
         checked = _CheckedSpans(spans)
-        if checked.names != self.names:
+        if checked.names != self._spans.names:
             raise ValueError(
-                f"spans must have the same names for every batch, {', '.join(self.names)}, got "
-                f"{', '.join(checked.names)}"
+                "spans must have the same names for every batch, "
+                f"{', '.join(self._spans.names)}, got {', '.join(checked.names)}"
             )
         self.check_length()
-        self._spans, self._original, self._longest = checked, spans, 0
+        self._spans, self._longest = checked, 0
 
     def expect(self, longest: int) -> None:
         """Check that all spans end within sequences of ``longest`` tokens.
@@ -180,74 +170,64 @@ class SpanReader(Reader):
 
         The rows are doubtful if the spans are for another batch size or length than the call's.
         """
-        name = f"{selected.whole.module.partition('#')[0]}."
-        prefix = self._decoder_prefix
-        if prefix is not None and not selected.whole.cross and name.startswith(prefix):
-            return rows
-        return self._add(rows, partial(self._weigh, selected))
-
-    def read_scores(self, scores: Tensor, rows: CallRows) -> CallRows:
-        """Add the weights on the spans of self-attention with known scores (B, H, L, S)."""
-        return self._add(rows, partial(self._weigh_scores, scores))
-
-    def _add(
-        self, rows: CallRows, weigh: Callable[[], tuple[Tensor, Tensor, Tensor | None]]
-    ) -> CallRows:
-        """Add the weights that ``weigh`` returns, or the reason why they are not known."""
-        try:
-            spans = Spans.of(*weigh(), rows.counted, self.names)
-        except ValueError as error:
-            reason = f"its weight on the spans is not known: {error}"
-            doubt = reason if rows.doubt is None else f"{rows.doubt}; {reason}"
-            return rows._replace(doubt=doubt)
-        return rows._replace(parts=Parts(rows.parts, spans=spans))
-
-    def _weigh(self, selected: SelectedCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weights on the spans, those of even weights, and the queries' spans; see :class:`Spans`.
-
-        Raises:
-            ValueError: if the spans are for another batch size or length than the call's.
-        """
         call, whole = selected.call, selected.whole
+        name, prefix = f"{whole.module.partition('#')[0]}.", self._decoder_prefix
+        if prefix is not None and not whole.cross and name.startswith(prefix):
+            return rows
         batch, keys = whole.query.shape[0], whole.key.shape[2]
         tokens = keys if selected.queries is None else selected.last + 1
-        sizes = {keys, tokens} if selected.begins else None
-        self._check_call(batch, selected.before + tokens, sizes)
-        labels = self._spans.labels(selected.before, keys, call.query.device)
-        one_hot = torch.nn.functional.one_hot(labels, len(self.names) + 1)
+        sizes = {keys, tokens} if selected.begins else set()
+        if misfit := self._misfit(batch, selected.before + tokens, sizes):
+            return _doubted(rows, misfit)
+        labels, one_hot = self._labels(selected.before, keys, call.query.device)
         query_labels = None
         if (positions := selected.positions) is not None:
             positions = positions.clamp(min=0)
             size = torch.broadcast_shapes(positions.shape[:1], labels.shape[:1])[0]
             query_labels = labels.expand(size, -1).gather(1, positions.expand(size, -1))
-        return call.weight_on(one_hot), call.uniform_weight_on(one_hot), query_labels
+        weights = call.weight_on(one_hot), call.uniform_weight_on(one_hot)
+        return self._with(rows, *weights, query_labels)
 
-    def _weigh_scores(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As :meth:`_weigh`, from scores."""
+    def read_scores(self, scores: Tensor, rows: CallRows) -> CallRows:
+        """Add the weights on the spans of self-attention with known scores (B, H, L, S)."""
         batch, _, queries, keys = scores.shape
-        self._check_call(batch, keys, {keys})
-        labels = self._spans.labels(0, keys, scores.device)
-        one_hot = torch.nn.functional.one_hot(labels, len(self.names) + 1)
-        return *weights_on(scores, one_hot), labels if queries == keys else None
+        if misfit := self._misfit(batch, keys, {keys}):
+            return _doubted(rows, misfit)
+        labels, one_hot = self._labels(0, keys, scores.device)
+        weights = weights_on(scores, one_hot)
+        return self._with(rows, *weights, labels if queries == keys else None)
 
-    def _check_call(self, batch: int, tokens: int, sizes: set[int] | None) -> None:
-        """Raise ValueError if a call does not fit the spans.
+    def _labels(self, start: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Span index of each key, (B or 1, S), and as one-hot vectors (B or 1, S, K + 1)."""
+        labels = self._spans.labels(start, keys, device)
+        return labels, torch.nn.functional.one_hot(labels, len(self._spans.names) + 1)
+
+    def _with(self, rows: CallRows, mass: Tensor, even: Tensor, labels: Tensor | None) -> CallRows:
+        """The rows with their weights on the spans; see :meth:`Spans.of`."""
+        spans = Spans.of(mass, even, labels, rows.counted, self._spans.names)
+        return rows._replace(parts=Parts(rows.parts, spans=spans))
+
+    def _misfit(self, batch: int, tokens: int, sizes: set[int]) -> str:
+        """Why the spans do not fit a call; empty if they do.
 
         Args:
             batch: its number of sequences.
             tokens: length of each sequence so far.
-            sizes: lengths that a mask may have; None if the call is only a part of the sequences.
+            sizes: lengths that a mask may have; empty if the call is only a part of the sequences.
         """
         spans = self._spans
         if spans.batch is not None and spans.batch != batch:
-            raise ValueError(
-                f"spans are given for {spans.batch} sequences, but the call has {batch}"
-            )
-        if spans.length is not None and sizes is not None and spans.length not in sizes:
-            raise ValueError(
-                f"spans are given for {spans.length} tokens, but the call has {max(sizes)} keys"
-            )
+            return f"spans are given for {spans.batch} sequences, but the call has {batch}"
+        if spans.length is not None and sizes and spans.length not in sizes:
+            return f"spans are given for {spans.length} tokens, but the call has {max(sizes)} keys"
         self._longest = max(self._longest, tokens)
+        return ""
+
+
+def _doubted(rows: CallRows, misfit: str) -> CallRows:
+    """The rows with the reason why their weight on the spans is not known."""
+    reason = f"its weight on the spans is not known: {misfit}"
+    return rows._replace(doubt=reason if rows.doubt is None else f"{rows.doubt}; {reason}")
 
 
 def check_spans(spans: Mapping[str, Span]) -> tuple[str, ...]:
@@ -259,11 +239,6 @@ def _end(named_range: tuple[str, int, int | None]) -> int:
     """One past the last token of a range; of one without an end, past its first token."""
     _, start, stop = named_range
     return start + 1 if stop is None else stop
-
-
-def _is_per_sequence(span: Any) -> bool:
-    """Whether a span of keys is given for each sequence separately, not once for all."""
-    return isinstance(span, Tensor) or not _is_range(span)
 
 
 def _is_range(span: Any) -> bool:

@@ -27,8 +27,11 @@ _MAX_REMEMBERED = 1 << 17
 _NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
 
-class _ThreadTokens(threading.local):
-    """Token ids that the model embedded in one thread.
+class Tokens(threading.local):
+    """Records the token ids that a model's input embedding receives, for each thread.
+
+    The embedding is ``get_input_embeddings()`` of a Hugging Face model; in other models, the
+    embedding tables with the most rows.
 
     Attributes:
         ids: (B, T) of the last embedding call.
@@ -37,17 +40,6 @@ class _ThreadTokens(threading.local):
 
     ids: Tensor | None = None
     past: Tensor | None = None
-
-
-class Tokens:
-    """Records the token ids that a model's input embedding receives.
-
-    The embedding is ``get_input_embeddings()`` of a Hugging Face model; in other models, the
-    embedding tables with the most rows.
-    """
-
-    def __init__(self) -> None:
-        self._current = _ThreadTokens()
 
     def follow(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Context in which the inputs of a model's embedding tables are recorded."""
@@ -59,16 +51,10 @@ class Tokens:
         if is_rerun() or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() > 2:
             return
         ids = ids.detach().reshape(-1, ids.shape[-1] if ids.dim() else 1).long()
-        current = self._current
-        past = current.past
+        past = self.past
         if past is None or past.shape[0] != ids.shape[0] or past.device != ids.device:
             past = ids[:, :0]
-        current.ids = ids
-        current.past = torch.cat([past, ids], 1)[:, -_MAX_REMEMBERED:]
-
-    def forget(self) -> None:
-        """Forget the token ids recorded in this thread."""
-        self._current.ids = self._current.past = None
+        self.ids, self.past = ids, torch.cat([past, ids], 1)[:, -_MAX_REMEMBERED:]
 
     def keys(self, batch: int, queries: int, keys: int, last: int) -> Tensor | None:
         """Token ids (B, S) of a call's keys, −1 where unknown; None if none is known.
@@ -79,7 +65,7 @@ class Tokens:
             keys: number of keys, S.
             last: index of the last query's position among the keys.
         """
-        ids, past = self._current.ids, self._current.past
+        ids, past = self.ids, self.past
         if ids is None or past is None or ids.shape[1] != queries or ids.shape[0] not in (1, batch):
             return None
         if queries == keys:
@@ -176,6 +162,14 @@ class Sample:
     total: int
     n_sampled: int
 
+    @staticmethod
+    def of(chosen: Tensor, total: int, device: torch.device | None = None) -> Sample:
+        """The sample of the rows on which ``chosen``, boolean (B, L), is True."""
+        longest = int(chosen.sum(1).max())
+        order = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :longest]
+        real = chosen.gather(1, order)
+        return Sample(order.to(device), real.to(device), total, int(real.sum()))
+
     def select(self, rows: Tensor) -> Tensor:
         """The sampled rows (B, H, r, ...) of a tensor (B, H, L, ...)."""
         index = self.positions.view(len(self.positions), 1, -1, *[1] * (rows.dim() - 3))
@@ -216,15 +210,9 @@ def draw(
         return None
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(repr(seed).encode()))
     order = torch.randperm(len(rows), generator=generator, device="cpu")
-    drawn = rows[order[:max_rows]].sort().values
-    sequence, place = drawn // queries, drawn % queries
-    counts = torch.bincount(sequence, minlength=batch)
-    longest = int(counts.max())
-    column = torch.arange(max_rows, device="cpu") - (counts.cumsum(0) - counts)[sequence]
-    positions = torch.zeros(batch, longest, dtype=torch.int64, device="cpu")
-    is_real = torch.zeros(batch, longest, dtype=torch.bool, device="cpu")
-    positions[sequence, column], is_real[sequence, column] = place, True
-    return Sample(positions.to(device), is_real.to(device), len(rows), max_rows)
+    chosen = torch.zeros(batch * queries, dtype=torch.bool, device="cpu")
+    chosen[rows[order[:max_rows]]] = True
+    return Sample.of(chosen.view(batch, queries), len(rows), device)
 
 
 @dataclass

@@ -19,8 +19,7 @@ from torch import Tensor
 from acutance.escapes import ranges
 from acutance.files import finite
 from acutance.summary.cells import Cells, array
-from acutance.summary.columns import Columns
-from acutance.summary.head_summary import HeadSummary
+from acutance.summary.head_summary import Columns, HeadSummary
 from acutance.summary.layer import Layer
 from acutance.summary.readouts.by_octave import Profile, Slope
 from acutance.summary.readouts.moments import Moments

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from acutance.diagnose.rules import HeadFacts, Judgement, Kind, facts
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.cells import Parts
-from acutance.summary.columns import Columns
 from acutance.summary.files import compact, sealed
 from acutance.summary.layer import (
     LEFT_OUT,
@@ -38,6 +38,9 @@ from acutance.summary.readouts.head_maps import HeadMap, few_enough, maps_to_dic
 from acutance.summary.readouts.moments import Moments, edges
 from acutance.summary.readouts.spans import Spans
 from acutance.theory.trained_heads import expected_head_metrics
+
+if TYPE_CHECKING:
+    import pyarrow
 
 #: Metrics that are predicted.
 PREDICTED = ("entropy", "effective_keys", "top_weight", "first_weight")
@@ -141,6 +144,28 @@ SCHEMA = "acutance.head_summary/1"
 _FOR_FILES = frozenset(
     {"optional_parts", "column", "facts", "grid", "judgements", "parts", "places"}
 )
+
+
+class Columns:
+    """Base of results whose ``columns()`` is a table."""
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The table as columns."""
+        raise NotImplementedError
+
+    def to_arrow(self) -> pyarrow.Table:
+        """The columns as a pyarrow table."""
+        import pyarrow
+
+        return pyarrow.table(self.columns())
+
+    def to_frame(self) -> Any:
+        """The columns as a pandas DataFrame, or as a pyarrow table without pandas."""
+        if importlib.util.find_spec("pandas") is None:
+            return self.to_arrow()
+        import pandas
+
+        return pandas.DataFrame(self.columns())
 
 
 @dataclass(frozen=True)
