@@ -235,21 +235,22 @@ def observe_structure(call: KernelCall, places: Places) -> StructureStatistics:
         query, dtype = call.query, accumulate_dtype(call.query.dtype)
         metrics = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
         octaves = query.new_zeros(*shape, 2, places.octaves, dtype=dtype)
-        alike = shape if by_head else (shape[0], 1, 1, shape[3])
-        even = query.new_zeros(*alike, 2, places.octaves, dtype=dtype)
+        rows = shape if by_head else (shape[0], 1, 1, shape[3])
+        even = query.new_zeros(*rows, 2, places.octaves, dtype=dtype)
         peak = torch.full(shape, NO_PEAK, device=query.device)
         for block in blocks(call):
             batch, heads, row = block.region.batch, block.region.heads, block.region.rows
-            part = Part(block, places)
-            for name, values in part.metrics().items():
+            by_name, by_position = _measure(block, places)
+            for name, values in by_name.items():
                 metrics[name][batch, heads, :, row] = values
-            if positions is not None:
-                octaves[batch, heads, :, row] = part.octaves
-                peak[batch, heads, :, row] = part.peak
+            if by_position:
+                mass, alike, nearest = by_position
+                octaves[batch, heads, :, row] = mass
+                peak[batch, heads, :, row] = nearest
                 if by_head:
-                    even[batch, heads, :, row] = part.even
+                    even[batch, heads, :, row] = alike
                 else:
-                    even[batch, :, :, row] = part.even[:, :1, :1]
+                    even[batch, :, :, row] = alike[:, :1, :1]
     return StructureStatistics(
         **{name: values.flatten(1, 2) for name, values in metrics.items()},
         octaves=octaves.flatten(1, 2),
@@ -526,148 +527,132 @@ class Places(NamedTuple):
     octaves: int = 1
 
 
-class Part:
-    """Structure metrics of one block; tensors are (batch, heads, group, rows, …)."""
+def _measure(block: Block, places: Places) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Structure metrics of one block's rows, by name; tensors are (batch, heads, group, rows, …).
 
-    def __init__(self, block: Block, places: Places) -> None:
-        positions, tokens, query_tokens, special, every, octaves = places
-        batch, _, row = block.region.batch, block.region.heads, block.region.rows
-        width = block.scores.shape[-1]
-        columns = slice(block.start, block.start + width)
-        self._block, self._every, self._count = block, every, octaves
-        self._seen = block.seen
-        at = None if positions is None else _cut(positions, batch)[:, row] - block.start
-        #: column of each query, (batch or 1, 1, 1, rows); it may be outside the block
-        self._at = None if at is None else at[:, None, None]
-        self._special = None if special is None else _cut(special, batch)[:, columns]
-        self._same = None
-        if tokens is not None and query_tokens is not None:
-            keys, queries = _cut(tokens, batch)[:, columns], _cut(query_tokens, batch)[:, row]
-            same = (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
-            if at is not None:
-                same &= torch.arange(width, device=same.device) != at[:, :, None]
-            self._same = same[:, None, None]
-        self.octaves = self.even = self.peak = block.scores.new_empty(0)
+    Returns:
+        The metrics; and the octaves, those of uniform weights, and the peaks of
+        :class:`StructureStatistics`, without positions nothing.
+    """
+    positions, tokens, query_tokens, special, every, octaves = places
+    batch, row, s, seen = block.region.batch, block.region.rows, block.scores, block.seen
+    width = s.shape[-1]
+    columns, column = slice(block.start, block.start + width), torch.arange(width, device=s.device)
+    at = None if positions is None else _cut(positions, batch)[:, None, None, row] - block.start
+    values: dict[str, Tensor] = {}
+    if every and width:
+        values["critical_ratio"] = _critical(s, row.start, every)
+    top = block.largest()
+    peak = None if at is None else _peak(s, top, at)
+    e, Z = block.exponentials(top)
+    none = Z == 0 if seen is None else ~seen.any(-1).expand(Z.shape)
+    inverse = torch.where(none, torch.nan, 1.0 / torch.where(none, 1.0, Z))
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Every metric of this block's rows; also fills ``octaves``, ``even`` and ``peak``."""
-        values: dict[str, Tensor] = {}
-        s = self._block.scores
-        if self._every and s.shape[-1]:
-            values["critical_ratio"] = self._critical(s)
-        top = self._block.largest()
-        if self._at is not None:
-            self.peak = self._peak(s, top)
-        e, Z = self._block.exponentials(top)
-        none = Z == 0 if self._seen is None else ~self._seen.any(-1).expand(Z.shape)
-        inverse = torch.where(none, torch.nan, 1.0 / torch.where(none, 1.0, Z))
-        if self._special is not None:
-            marked = self._special[:, None, None, None]
-            mass = (e @ self._special.to(e.dtype)[:, None, None, :, None]).squeeze(-1)
-            values["mass_special"] = self._where(marked, mass * inverse)
-        if self._same is not None:
-            mass = (e * self._same).sum(-1)
-            values["mass_same"] = self._where(self._same, mass * inverse)
-        if self._at is not None:
-            values["mass_self"] = self._one(e, self._at) * inverse
-            values["mass_previous"] = self._one(e, self._at - 1) * inverse
-            share = torch.where(none, 0.0, inverse)
-            self.octaves = self._octave_sums(e.cumsum(-1)) * share[..., None, None]
-            self.even = self._uniform(e)
-            width = e.shape[-1]
-            away = (torch.arange(width, device=e.device) - self._at.unsqueeze(-1)).abs()
-            values["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
-        return values
+    def on(kind: Tensor, mass: Tensor) -> Tensor:
+        """The weight of each row on some keys; NaN for rows that see none of these keys."""
+        visible_kind = kind if seen is None else kind & seen
+        return torch.where(visible_kind.any(-1), mass * inverse, torch.nan)
 
-    def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
-        """The weight ``mass`` of each row on some keys; NaN for rows that see none of these keys.
+    if special is not None:
+        marked = _cut(special, batch)[:, columns]
+        mass = (e @ marked.to(e.dtype)[:, None, None, :, None]).squeeze(-1)
+        values["mass_special"] = on(marked[:, None, None, None], mass)
+    if tokens is not None and query_tokens is not None:
+        keys, queries = _cut(tokens, batch)[:, columns], _cut(query_tokens, batch)[:, row]
+        same = (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
+        same = same[:, None, None]
+        if at is not None:
+            same = same & (column != at.unsqueeze(-1))
+        values["mass_same"] = on(same, (e * same).sum(-1))
+    if at is None or peak is None:
+        return values, ()
+    values["mass_self"] = _at_key(e, seen, at) * inverse
+    values["mass_previous"] = _at_key(e, seen, at - 1) * inverse
+    share = torch.where(none, 0.0, inverse)
+    mass = _octave_sums(e.cumsum(-1), at, octaves) * share[..., None, None]
+    # if all visible keys had equal weight
+    running = e.new_ones(1, 1, 1, 1, width) if seen is None else seen.to(e.dtype)
+    running = running.cumsum(-1).expand(*torch.broadcast_shapes(running.shape[:-1], at.shape), -1)
+    even = _octave_sums(running, at, octaves)
+    if width:
+        even = even / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
+    away = (column - at.unsqueeze(-1)).abs()
+    values["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
+    return values, (mass, even, peak)
 
-        ``kind`` is True on these keys, (…, rows, keys).
-        """
-        visible_kind = kind if self._seen is None else kind & self._seen
-        return torch.where(visible_kind.any(-1), mass, torch.nan)
 
-    def _one(self, e: Tensor, column: Tensor) -> Tensor:
-        """Value of ``e`` (…, rows, keys) at key ``column`` (…, rows) of each row.
+def _at_key(e: Tensor, seen: Tensor | None, column: Tensor) -> Tensor:
+    """Value of ``e`` (…, rows, keys) at key ``column`` (…, rows) of each row.
 
-        NaN if there is no such key or the row does not see it.
-        """
-        width = e.shape[-1]
-        inside = (column >= 0) & (column < width)
-        if width == 0:
-            return torch.full(e.shape[:-1], torch.nan, dtype=e.dtype, device=e.device)
-        place = column.clamp(0, width - 1).unsqueeze(-1)
-        if self._seen is not None:
-            size = torch.broadcast_shapes(self._seen.shape[:-1], place.shape[:-1])
-            keys = self._seen.expand(*size, width)
-            inside = inside & keys.gather(-1, place.expand(*size, 1)).squeeze(-1)
-        value = e.gather(-1, place.expand(*e.shape[:-1], 1)).squeeze(-1)
-        return torch.where(inside, value, torch.nan)
+    NaN if there is no such key or the row does not see it.
+    """
+    width = e.shape[-1]
+    inside = (column >= 0) & (column < width)
+    if width == 0:
+        return torch.full(e.shape[:-1], torch.nan, dtype=e.dtype, device=e.device)
+    place = column.clamp(0, width - 1).unsqueeze(-1)
+    if seen is not None:
+        size = torch.broadcast_shapes(seen.shape[:-1], place.shape[:-1])
+        keys = seen.expand(*size, width)
+        inside = inside & keys.gather(-1, place.expand(*size, 1)).squeeze(-1)
+    value = e.gather(-1, place.expand(*e.shape[:-1], 1)).squeeze(-1)
+    return torch.where(inside, value, torch.nan)
 
-    def _octave_sums(self, running: Tensor) -> Tensor:
-        """Sums over each octave of query-key distance, from cumulative sums over the columns.
 
-        Returns:
-            (…, 2, K): keys up to the query's position, and later keys; K octaves.
-        """
-        assert self._at is not None
-        step = 1 << torch.arange(self._count, device=running.device)
-        behind = self._at.unsqueeze(-1) + 1 - step  # the first column of each octave
-        ahead = self._at.unsqueeze(-1) + step  # the column after each octave
-        edges = torch.cat([behind, ahead], -1)
-        shape = (*running.shape[:-1], edges.shape[-1])
-        if running.shape[-1] == 0:
-            return running.new_zeros(*running.shape[:-1], 2, self._count)
-        place = (edges - 1).clamp(0, running.shape[-1] - 1).expand(shape)
-        below = torch.where(edges > 0, running.gather(-1, place), 0.0)
-        low, high = below[..., : self._count], below[..., self._count :]
-        own_position = high[..., :1] - low[..., :1]
-        left, right = -low.diff(dim=-1), high.diff(dim=-1)
-        nothing = torch.zeros_like(own_position)
-        parts = [torch.cat([own_position, left], -1), torch.cat([nothing, right], -1)]
-        return torch.stack(parts, -2).clamp_(min=0.0)
+def _octave_sums(running: Tensor, at: Tensor, octaves: int) -> Tensor:
+    """Sums over each octave of query-key distance, from cumulative sums over the columns.
 
-    def _uniform(self, e: Tensor) -> Tensor:
-        """Weight by octave of distance if all visible keys had equal weight, (…, 2, octaves).
+    Args:
+        running: (…, rows, keys).
+        at: column of each query, (…, rows); it may be outside the block.
+        octaves: number of octaves.
 
-        Of ``e`` (…, keys) only the size, dtype and device are used.
-        """
-        assert self._at is not None
-        ones = e.new_ones(1, 1, 1, 1, e.shape[-1])
-        running = (ones if self._seen is None else self._seen.to(e.dtype)).cumsum(-1)
-        lead = torch.broadcast_shapes(running.shape[:-1], self._at.shape)
-        running = running.expand(*lead, -1)
-        if running.shape[-1] == 0:
-            return self._octave_sums(running)
-        return self._octave_sums(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
+    Returns:
+        (…, 2, octaves): keys up to the query's position, and later keys.
+    """
+    if running.shape[-1] == 0:
+        return running.new_zeros(*running.shape[:-1], 2, octaves)
+    step = 1 << torch.arange(octaves, device=running.device)
+    behind = at.unsqueeze(-1) + 1 - step  # the first column of each octave
+    ahead = at.unsqueeze(-1) + step  # the column after each octave
+    edges = torch.cat([behind, ahead], -1)
+    place = (edges - 1).clamp(0, running.shape[-1] - 1)
+    place = place.expand(*running.shape[:-1], edges.shape[-1])
+    below = torch.where(edges > 0, running.gather(-1, place), 0.0)
+    low, high = below[..., :octaves], below[..., octaves:]
+    own_position = high[..., :1] - low[..., :1]
+    left, right = -low.diff(dim=-1), high.diff(dim=-1)
+    sides = [
+        torch.cat([own_position, left], -1),
+        torch.cat([torch.zeros_like(own_position), right], -1),
+    ]
+    return torch.stack(sides, -2).clamp_(min=0.0)
 
-    def _peak(self, s: Tensor, top: Tensor) -> Tensor:
-        """Position of each row's largest score relative to the query, −8 to 8.
 
-        :data:`NO_PEAK` if no largest score, or several, lie in that range, or the row sees no key;
-        one of several is returned if the others are further away. ``s`` are the scores (…, rows,
-        keys) and ``top`` their maximum over the keys.
-        """
-        assert self._at is not None
-        near = torch.arange(-PEAKS, PEAKS + 1, device=s.device)
-        column = self._at.unsqueeze(-1) + near
-        if s.shape[-1] == 0:
-            return torch.full(s.shape[:-1], NO_PEAK, device=s.device)
-        place = column.clamp(0, s.shape[-1] - 1).expand(*s.shape[:-1], -1)
-        largest = (s.gather(-1, place) == top.unsqueeze(-1)) & (column == place)
-        largest &= (top > -torch.inf).unsqueeze(-1)
-        alone = largest.sum(-1) == 1
-        return torch.where(alone, largest.to(torch.uint8).argmax(-1) - PEAKS, NO_PEAK)
+def _peak(s: Tensor, top: Tensor, at: Tensor) -> Tensor:
+    """Position of each row's largest score relative to the query, −8 to 8.
 
-    def _critical(self, s: Tensor) -> Tensor:
-        """:func:`critical_ratio` of every ``critical_every``-th row; NaN on the others."""
-        region = self._block.region.rows
-        first = -region.start % self._every
-        ratios = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
-        if first >= s.shape[-2] or s.shape[-1] < 2:
-            return ratios
-        ratios[..., first :: self._every] = critical_ratio(s[..., first :: self._every, :])
-        return ratios
+    :data:`NO_PEAK` if no largest score, or several, lie in that range, or the row sees no key; one
+    of several is returned if the others are further away. ``s`` are the scores (…, rows, keys),
+    ``top`` their maximum over the keys, and ``at`` the column of each query.
+    """
+    if s.shape[-1] == 0:
+        return torch.full(s.shape[:-1], NO_PEAK, device=s.device)
+    column = at.unsqueeze(-1) + torch.arange(-PEAKS, PEAKS + 1, device=s.device)
+    place = column.clamp(0, s.shape[-1] - 1).expand(*s.shape[:-1], -1)
+    largest = (s.gather(-1, place) == top.unsqueeze(-1)) & (column == place)
+    largest &= (top > -torch.inf).unsqueeze(-1)
+    alone = largest.sum(-1) == 1
+    return torch.where(alone, largest.to(torch.uint8).argmax(-1) - PEAKS, NO_PEAK)
+
+
+def _critical(s: Tensor, start: int, every: int) -> Tensor:
+    """:func:`critical_ratio` of every ``every``-th row, the first being row ``start``; else NaN."""
+    ratios = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
+    first = -start % every
+    if first < s.shape[-2] and s.shape[-1] > 1:
+        ratios[..., first::every] = critical_ratio(s[..., first::every, :])
+    return ratios
 
 
 def critical_ratio(scores: Tensor) -> Tensor:
@@ -680,19 +665,15 @@ def critical_ratio(scores: Tensor) -> Tensor:
         The smallest gap of a score to the maximum over the log of its rank, (…); NaN for rows that
         see fewer than two keys.
     """
-    ordered = _sorted(scores)
+    if scores.device.type == "cpu":  # NumPy's vector instructions are up to 17 times as fast
+        ordered = torch.from_numpy(np.sort(scores.detach().numpy(), axis=-1))
+    else:
+        ordered = scores.sort(-1).values
     top = ordered[..., -1:]
     gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., :-1]
     ranks = torch.arange(scores.shape[-1], 1, -1, device=scores.device, dtype=scores.dtype).log()
     ratio = (gaps / ranks).amin(-1)
     return torch.where(ratio == torch.inf, torch.nan, ratio)
-
-
-def _sorted(scores: Tensor) -> Tensor:
-    """Rows in ascending order; NumPy sorts with vector instructions, up to 17 times as fast."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores.detach().numpy(), axis=-1))
-    return scores.sort(-1).values
 
 
 def _cut(tensor: Tensor, batch: slice) -> Tensor:
