@@ -197,22 +197,20 @@ def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[
 
 def _several(call: AttentionCall, present: list[str]) -> Iterator[Cause]:
     """Changes that leave several arguments out, or also add or remove causality."""
-    parts: dict[str, tuple[dict[str, Any], str, str]] = {}
-    for name in present:
-        kind, agrees, _ = _DROPPED[name]
-        parts[name] = {name: None}, kind, agrees
-    end = call.key.shape[2] - call.query.shape[2]
+    causes = [Cause({name: None}, *_DROPPED[name]) for name in present]
     if call.is_causal:
-        parts["is_causal"] = {"is_causal": False}, "not causal", "it is not causal"
+        causes.append(Cause({"is_causal": False}, "not causal", "it is not causal", ""))
     elif call.attn_mask is None:
-        causal = {"is_causal": True, "query_offset": end}
-        parts["is_causal"] = causal, "causal by itself", "it is causal"
-    most = 2 if call.query.shape[2] * call.key.shape[2] > _LARGE else len(parts)
+        causal = {"is_causal": True, "query_offset": call.key.shape[2] - call.query.shape[2]}
+        causes.append(Cause(causal, "causal by itself", "it is causal", ""))
+    most = 2 if call.query.shape[2] * call.key.shape[2] > _LARGE else len(causes)
     for count in range(2, most + 1):
-        for names in itertools.combinations(parts, count):
-            arguments = {name: value for part in names for name, value in parts[part][0].items()}
-            kind = " and ".join(parts[part][1] for part in names)
-            agrees = " and ".join(parts[part][2] for part in names)
+        for several in itertools.combinations(causes, count):
+            arguments = {
+                name: value for cause in several for name, value in cause.arguments.items()
+            }
+            kind = " and ".join(cause.kind for cause in several)
+            agrees = " and ".join(cause.agrees for cause in several)
             means = "it seems to ignore both" if count == 2 else "it seems to ignore them"
             yield Cause(arguments, kind, agrees, means)
 
@@ -232,13 +230,11 @@ def _groups(call: AttentionCall) -> Iterator[Cause]:
 def _windows(call: AttentionCall) -> Iterator[Cause]:
     """Changes that widen, narrow or remove a window, in ``window`` or in the mask."""
     if call.window is not None:
-        for window in (call.window + 1, call.window - 1):
-            means = f"it seems to count the window differently from the given {call.window}"
-            agrees = f"the window is {window} keys"
-            yield Cause({"window": window}, "window off by one", agrees, means)
-        for window in {call.window // 2, call.window // 2 + 1, 2 * call.window} - {0}:
-            agrees = f"the window is {window} keys"
-            yield Cause({"window": window}, "wrong window", agrees, means)
+        means = f"it seems to count the window differently from the given {call.window}"
+        others = {call.window // 2, call.window // 2 + 1, 2 * call.window} - {0}
+        for window in (call.window + 1, call.window - 1, *others):
+            kind = "window off by one" if abs(window - call.window) == 1 else "wrong window"
+            yield Cause({"window": window}, kind, f"the window is {window} keys", means)
     mask, queries, keys = call.attn_mask, call.query.shape[2], call.key.shape[2]
     if mask is None or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return

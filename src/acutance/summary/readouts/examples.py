@@ -156,32 +156,24 @@ class Examples(Cells):
         """
         rows = []
         for place in range(self.depth):
-            at = (head, place)
-            if math.isnan(float(self.information[at])):
+            row = {name: values[head, place].tolist() for name, values in self.tensors().items()}
+            if math.isnan(row["information"]):
                 continue
-            keys = [
-                (self.text(token), key, weight)
-                for token, key, weight in zip(
-                    *(part[at].tolist() for part in (self.tokens, self.keys, self.weights)),
-                    strict=True,
-                )
-                if key >= 0
-            ]
-            count = int((self.context[at] >= 0).sum())
-            stretch = zip(
-                self.context[at].tolist()[:count],
-                self.context_weights[at].tolist()[:count],
-                strict=True,
-            )
+            known = sum(token >= 0 for token in row["context"])
+            attended = zip(row["tokens"], row["keys"], row["weights"], strict=True)
+            context = list(zip(row["context"], row["context_weights"], strict=True))[:known]
             rows.append(
                 Example(
-                    int(self.position[at]),
-                    int(self.n_keys[at]),
-                    float(self.entropy[at]),
-                    float(self.information[at]),
-                    self.text(int(self.query[at])),
-                    tuple(keys),
-                    tuple((self.text(token), weight) for token, weight in stretch),
+                    **{
+                        name: row[name] for name in ("position", "n_keys", "entropy", "information")
+                    },
+                    query=self.text(row["query"]),
+                    attended=tuple(
+                        (self.text(token), key, weight)
+                        for token, key, weight in attended
+                        if key >= 0
+                    ),
+                    context=tuple((self.text(token), weight) for token, weight in context),
                 )
             )
         return rows
