@@ -156,6 +156,7 @@ class Examples(Cells):
         """
         rows = []
         for place in range(self.depth):
+            row: dict[str, Any]
             row = {name: values[head, place].tolist() for name, values in self.tensors().items()}
             if math.isnan(row["information"]):
                 continue
