@@ -20,9 +20,9 @@ from torch.autograd import forward_ad
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, observe_scores
 from acutance.capture.head_axis import first_head
+from acutance.capture.intercept import unwatched
 from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.listener import Listener
-from acutance.capture.torch_modes import unwatched
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.accumulate import LayerRecords
