@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from acutance.diagnose.thresholds import NEAR, limit
-from acutance.structure.blocks import PEAKS
+from acutance.structure.statistics import PEAKS
 
 #: What a head does, then what calls for a change, most urgent first.
 Kind = Literal[
