@@ -120,7 +120,7 @@ class LayerRecords:
             parts = self._summarise(_join_rows([rows for _, rows in alike], 1))
             heads = first.counted.shape[1]
             for number, (record, _) in enumerate(alike):
-                record.add_parts(parts.heads(number * heads, (number + 1) * heads))
+                record.add_parts(parts.select(slice(number * heads, (number + 1) * heads)))
                 record.pending, record.pending_rows = [], 0
             waiting = [pair for pair in waiting if pair[0].pending]
 

@@ -89,11 +89,51 @@ class CallReader:
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
         """Record a call that the model computed; ``output`` returns the model's (B, Hq, L, Ev)."""
-        self._record(self._read(call, output, module), call.module)
+        _check_not_batched(call.query, call.key, call.value)
+        call = self._with_deep_masks(call)
+        selected = self._select(call, module)
+        doubted = call.module in self._suspects
+        comparable = output is not None and call.dropout_p == 0.0
+        kind = call.kind() if comparable and self._verify == "first" else None
+        already_agreed = not doubted and kind in self._agreed_kinds
+        if output is None or not comparable or not (self._verify or doubted) or already_agreed:
+            status: Status = "checked" if already_agreed else "captured"
+            rows = _result(selected, selected.call.statistics(*self._moments_wanted), status)
+        else:
+            rows = self._verified(selected, output, kind, module)
+        self._record(self._read_more(selected, rows, module), call.module)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Record rows whose scores (B, H, L, S) are known, but not their queries and keys."""
-        self._record(self._read_scores(scores, name, doubt), name)
+        """Record rows whose scores are known, but not their queries and keys.
+
+        Args:
+            scores: (B, H, L, S), −inf where a key is hidden.
+            name: name of the call.
+            doubt: called when the rows are to be verified; returns why they are wrong, or None.
+        """
+        _check_not_batched(scores)
+        scores = self._with_deep_mask(scores.detach(), name, products=True)
+        total = scores.shape[1]
+        heads = self._chosen(total)
+        chosen = scores if heads is None else scores[:, heads]
+        stats, visible = observe_scores(chosen, self._settings.gaps)
+        counting = self.listener.rows.rows_of_scores(scores, name, stats.state.n, visible)
+        empty = scores[..., :0]
+        call = AttentionCall(name, "softmax", empty, empty, empty)
+        numbers = _head_numbers(0, range(total) if heads is None else heads)
+        selected = SelectedCall(call, counting, heads, numbers, None)
+        verified = self._verify == "first" and name in self._verified_modules
+        should_verify = self._verify and not verified
+        self._verified_modules.add(name)
+        doubt_text = doubt() if doubt is not None and should_verify else None
+        status: Status = "unverified" if doubt_text is None else "mismatch"
+        if _in_order_of_size(chosen):
+            stats.state.first.fill_(torch.nan)
+            doubt_text = doubt_text or SORTED
+        rows = _result(selected, stats, status)._replace(doubt=doubt_text)
+        for reader in self._readers:
+            rows = reader.read_scores(chosen, rows)
+        self._record(rows, name)
 
     def compute(
         self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
@@ -146,21 +186,22 @@ class CallReader:
         if rows.doubt is not None:
             self.listener.unreadable(name, rows.doubt)
 
-    def _read(
-        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
+    def _verified(
+        self,
+        selected: SelectedCall,
+        output: Callable[[], Tensor],
+        kind: tuple[object, ...] | None,
+        module: torch.nn.Module,
     ) -> CallRows:
-        """Read a call that the model computes; the arguments are those of :meth:`on_call`."""
-        _check_not_batched(call.query, call.key, call.value)
-        call = self._with_deep_masks(call)
-        selected = self._select(call, module)
-        doubted = call.module in self._suspects
-        comparable = output is not None and call.dropout_p == 0.0
-        kind = call.kind() if comparable and self._verify == "first" else None
-        already_agreed = not doubted and kind in self._agreed_kinds
-        if output is None or not comparable or not (self._verify or doubted) or already_agreed:
-            status: Status = "checked" if already_agreed else "captured"
-            rows = _result(selected, selected.call.statistics(*self._moments_wanted), status)
-            return self._read_more(selected, rows, module)
+        """Read a call and compare its rebuilt output with the model's.
+
+        Args:
+            selected: the heads and rows to read.
+            output: returns the model's output (B, Hq, L, Ev).
+            kind: of the calls that need no comparison if this one agrees; None for this call alone.
+            module: the attention module.
+        """
+        call = selected.whole
         rebuilt, stats = selected.call.rebuild(*self._moments_wanted)
         model_output = selected.select(output())
         if model_output.shape != rebuilt.shape:
@@ -172,8 +213,7 @@ class CallReader:
         errors, tolerance = differences(
             selected.call, rebuilt, stats.state.m, model_output, counted
         )
-        agrees = bool((errors <= tolerance).all())
-        error = _largest(errors)
+        agrees, error = bool((errors <= tolerance).all()), _largest(errors)
         rows = _result(selected, stats, "verified" if agrees else "mismatch", error)
         if agrees and kind is not None:
             self._agreed_kinds.add(kind)
@@ -182,7 +222,7 @@ class CallReader:
             cause = self._cause(selected, output(), counted, module)
             reason = f"; {cause}" if cause else call.unknown_keywords()
             rows = rows._replace(doubt=f"{REBUILT_DIFFERS} by {error:.2g} of its size{reason}")
-        return self._read_more(selected, rows, module)
+        return rows
 
     def _cause(
         self, selected: SelectedCall, output: Tensor, counted: Tensor, module: torch.nn.Module
@@ -213,41 +253,6 @@ class CallReader:
         self._places.place(selected, module)
         for reader in self._readers:
             rows = reader.read(selected, rows)
-        return rows
-
-    def _read_scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None
-    ) -> CallRows:
-        """Read rows whose scores are known, but not their queries and keys.
-
-        Args:
-            scores: (B, H, L, S), −inf where a key is hidden.
-            module: name of the module.
-            doubt: called when the rows are to be verified; returns why they are wrong, or None.
-        """
-        _check_not_batched(scores)
-        scores = self._with_deep_mask(scores.detach(), module, products=True)
-        total = scores.shape[1]
-        heads = self._chosen(total)
-        chosen = scores if heads is None else scores[:, heads]
-        stats, visible = observe_scores(chosen, self._settings.gaps)
-        counting = self.listener.rows.rows_of_scores(scores, module, stats.state.n, visible)
-        empty = scores[..., :0]
-        call = AttentionCall(module, "softmax", empty, empty, empty)
-        numbers = _head_numbers(0, range(total) if heads is None else heads)
-        selected = SelectedCall(call, counting, heads, numbers, None)
-        should_verify = self._verify and not (
-            self._verify == "first" and module in self._verified_modules
-        )
-        self._verified_modules.add(module)
-        doubt_text = doubt() if doubt is not None and should_verify else None
-        status: Status = "unverified" if doubt_text is None else "mismatch"
-        if _in_order_of_size(chosen):
-            stats.state.first.fill_(torch.nan)
-            doubt_text = doubt_text or SORTED
-        rows = _result(selected, stats, status)._replace(doubt=doubt_text)
-        for reader in self._readers:
-            rows = reader.read_scores(chosen, rows)
         return rows
 
     def _with_deep_masks(self, call: AttentionCall) -> AttentionCall:

@@ -7,7 +7,6 @@ state from scores, :func:`merge` joins the states of two sets of keys exactly, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,21 +110,14 @@ def empty(
         (True, [2])
     """
     zero = torch.zeros(rows, dtype=dtype, device=device)
-    none = torch.full_like(zero, -torch.inf)
     count = torch.zeros(rows, dtype=torch.int64, device=device)
+    sums = dict.fromkeys(("Z", "U", "W", "Q", "mean", "M2", "depth", "first"), zero)
     state = RowState(
         n=count,
-        m=none,
-        Z=zero,
-        U=zero,
-        W=zero,
-        Q=zero,
-        mean=zero,
-        M2=zero,
-        depth=zero,
-        first=zero,
+        m=torch.full_like(zero, -torch.inf),
         first_index=torch.full_like(count, NO_KEY),
         sink=_no_elements(zero),
+        **sums,
         **_no_values(zero),
     )
     if gaps:
@@ -316,6 +308,9 @@ def merge(left: RowState, right: RowState) -> RowState:
     share = right.n.to(Z.dtype) / n.clamp(min=1)
     step = b.depth - a.depth  # between the two means, as distances from the maximum
     later, first_index = joined_first(left.first_index, right.first_index)
+    sink = left.sink if has_sink(left) else right.sink
+    if has_sink(left) and has_sink(right):  # equal, which is not checked
+        sink = torch.maximum(left.sink, right.sink)
     state = RowState(
         n=n,
         m=m,
@@ -328,11 +323,16 @@ def merge(left: RowState, right: RowState) -> RowState:
         depth=a.depth + step * share,
         first=torch.where(later, right.first, left.first),
         first_index=first_index,
-        sink=_same_sink(left, right),
+        sink=sink,
         **_no_values(Z.detach()),
     )
     if has_gaps(left) and has_gaps(right):
-        state = state._replace(gaps=sum_of_gaps((left, right), m))
+        top = histogram.edge(m.detach())
+        gaps = [
+            histogram.aligned(part.gaps, histogram.edge(part.m.detach()), top)
+            for part in (left, right)
+        ]
+        state = state._replace(gaps=torch.stack(gaps).sum(0, dtype=torch.int32))
     if not (has_noise(a) and has_noise(b)):
         return state
     part = ratio(b.Q, state.Q)
@@ -341,26 +341,9 @@ def merge(left: RowState, right: RowState) -> RowState:
     return state._replace(O=a.O + b.O, R1=a.R1 + between * part.unsqueeze(-1), R2=R2)
 
 
-def sum_of_gaps(parts: Sequence[RowState], m: Tensor) -> Tensor:
-    """The gap histogram of several parts, relative to the maximum ``m`` of all, (..., 64)."""
-    top = histogram.edge(m.detach())
-    each = [histogram.aligned(x.gaps, histogram.edge(x.m.detach()), top) for x in parts]
-    return torch.stack(each).sum(0, dtype=torch.int32)
-
-
 def _finite(m: Tensor) -> Tensor:
     """The maximum, or the lowest finite number in rows without one."""
     return m.clamp(min=torch.finfo(m.dtype).min)
-
-
-def _same_sink(left: RowState, right: RowState) -> Tensor:
-    """The sink of two states to be merged, from whichever has one; empty if neither has.
-
-    If both have one, they must be equal, which is not checked.
-    """
-    if has_sink(left) and has_sink(right):
-        return torch.maximum(left.sink, right.sink)
-    return left.sink if has_sink(left) else right.sink
 
 
 def check_state(part: object, kind: type, function: str, attribute: str) -> None:

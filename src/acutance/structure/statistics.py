@@ -224,39 +224,35 @@ def observe_structure(call: KernelCall, places: Places) -> StructureStatistics:
         mask is not None and max(mask.shape[1:3]) > 1
         for mask in (masking.boolean, *masking.additive)
     )
-    shape = (masking.batch, masking.heads, masking.group, masking.queries)
     if positions is not None and positions.numel() and masking.keys:
         low, high = int(positions.min()), int(positions.max())
         places = places._replace(octaves=octaves_of(max(0, high, masking.keys - 1 - low)))
     with exact(call) as call:
-        if _is_native(call, places):
-            metrics, octaves, even, peak = _native(call, places, by_head)
-            return StructureStatistics(**metrics, octaves=octaves, even=even, peak=peak)
         query, dtype = call.query, accumulate_dtype(call.query.dtype)
-        metrics = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
-        octaves = query.new_zeros(*shape, 2, places.octaves, dtype=dtype)
-        rows = shape if by_head else (shape[0], 1, 1, shape[3])
-        even = query.new_zeros(*rows, 2, places.octaves, dtype=dtype)
-        peak = torch.full(shape, NO_PEAK, device=query.device)
+        shape, sides = query.shape[:3], (2, places.octaves)
+        structure = StructureStatistics(
+            **{name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE},
+            octaves=query.new_zeros(*shape, *sides, dtype=dtype),
+            even=query.new_zeros(
+                shape[0], shape[1] if by_head else 1, shape[2], *sides, dtype=dtype
+            ),
+            peak=torch.full(shape, NO_PEAK, device=query.device),
+        )
+        if _is_native(call, places):
+            _fill_natively(structure, call, places, by_head)
+            return structure
+        by_group = {
+            name: values.unflatten(1, (-1, masking.group if values.shape[1] > 1 else 1))
+            for name, values in vars(structure).items()
+        }
         for block in blocks(call):
             batch, heads, row = block.region.batch, block.region.heads, block.region.rows
-            by_name, by_position = _measure(block, places)
-            for name, values in by_name.items():
-                metrics[name][batch, heads, :, row] = values
-            if by_position:
-                mass, alike, nearest = by_position
-                octaves[batch, heads, :, row] = mass
-                peak[batch, heads, :, row] = nearest
-                if by_head:
-                    even[batch, heads, :, row] = alike
+            for name, values in _measure(block, places).items():
+                if name == "even" and not by_head:
+                    by_group[name][batch, :, :, row] = values[:, :1, :1]
                 else:
-                    even[batch, :, :, row] = alike[:, :1, :1]
-    return StructureStatistics(
-        **{name: values.flatten(1, 2) for name, values in metrics.items()},
-        octaves=octaves.flatten(1, 2),
-        even=even.flatten(1, 2),
-        peak=peak.flatten(1, 2),
-    )
+                    by_group[name][batch, heads, :, row] = values
+    return structure
 
 
 def _is_native(call: KernelCall, places: Places) -> bool:
@@ -279,32 +275,23 @@ def _is_native(call: KernelCall, places: Places) -> bool:
     return not every or batch * heads * -(-queries // every) * masking.keys <= _MOST_SORTED
 
 
-def _native(
-    call: KernelCall, places: Places, by_head: bool
-) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-    """Structure metrics computed by the native library.
+def _fill_natively(
+    structure: StructureStatistics, call: KernelCall, places: Places, by_head: bool
+) -> None:
+    """Compute structure statistics in place by the native library.
 
     Args:
+        structure: the statistics, as if no row saw a key.
         call: queries, keys and masks.
         places: positions and tokens of queries and keys.
         by_head: whether heads may see different keys.
-
-    Returns:
-        Metrics by name, (B, Hq, L); weight by octave of distance, (B, Hq, L, 2, octaves); the same
-        for uniform weights; and the relative position of the largest weight, (B, Hq, L).
     """
-    query, masking, dtype = call.query, call.masking, accumulate_dtype(call.query.dtype)
     positions, tokens, query_tokens, special, every, octaves = places
-    shape = query.shape[:3]
-    values = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
-    mass = query.new_zeros(*shape, 2, octaves, dtype=dtype)
-    heads = shape[1] if by_head else 1
-    even = query.new_zeros(shape[0], heads, shape[2], 2, octaves, dtype=dtype)
-    peak = torch.full(shape, NO_PEAK, device=query.device)
     scores = None
-    if every and masking.keys > 1:
-        n_sampled = -(-shape[2] // every)
-        scores = query.new_full((*shape[:2], n_sampled, masking.keys), -torch.inf, dtype=dtype)
+    if every and call.masking.keys > 1:
+        batch, heads, queries = structure.peak.shape
+        shape = batch, heads, -(-queries // every), call.masking.keys
+        scores = structure.mass_self.new_full(shape, -torch.inf)
     same = tokens is not None and query_tokens is not None
     native.structure(
         call,
@@ -315,14 +302,14 @@ def _native(
             "special": special,
         },
         {
-            "distance": values["attention_distance"],
-            "on_self": values["mass_self"],
-            "on_previous": values["mass_previous"],
-            "on_same": values["mass_same"],
-            "on_special": values["mass_special"],
-            "mass": mass,
-            "even": even,
-            "peak": peak,
+            "distance": structure.attention_distance,
+            "on_self": structure.mass_self,
+            "on_previous": structure.mass_previous,
+            "on_same": structure.mass_same,
+            "on_special": structure.mass_special,
+            "mass": structure.octaves,
+            "even": structure.even,
+            "peak": structure.peak,
             "scores": scores,
         },
         octaves=octaves,
@@ -330,8 +317,7 @@ def _native(
         every=every or 1,
     )
     if scores is not None:
-        values["critical_ratio"][:, :, ::every] = critical_ratio(scores)
-    return values, mass, even, peak
+        structure.critical_ratio[:, :, ::every] = critical_ratio(scores)
 
 
 #: Scores of a block: 2 MiB in float32, which stays in a shared cache.
@@ -527,12 +513,10 @@ class Places(NamedTuple):
     octaves: int = 1
 
 
-def _measure(block: Block, places: Places) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """Structure metrics of one block's rows, by name; tensors are (batch, heads, group, rows, …).
+def _measure(block: Block, places: Places) -> dict[str, Tensor]:
+    """Fields of :class:`StructureStatistics` for the rows of one block, those that are known.
 
-    Returns:
-        The metrics; and the octaves, those of uniform weights, and the peaks of
-        :class:`StructureStatistics`, without positions nothing.
+    Tensors are (batch, heads, group, rows, …).
     """
     positions, tokens, query_tokens, special, every, octaves = places
     batch, row, s, seen = block.region.batch, block.region.rows, block.scores, block.seen
@@ -543,7 +527,8 @@ def _measure(block: Block, places: Places) -> tuple[dict[str, Tensor], tuple[Ten
     if every and width:
         values["critical_ratio"] = _critical(s, row.start, every)
     top = block.largest()
-    peak = None if at is None else _peak(s, top, at)
+    if at is not None:
+        values["peak"] = _peak(s, top, at)
     e, Z = block.exponentials(top)
     none = Z == 0 if seen is None else ~seen.any(-1).expand(Z.shape)
     inverse = torch.where(none, torch.nan, 1.0 / torch.where(none, 1.0, Z))
@@ -564,21 +549,20 @@ def _measure(block: Block, places: Places) -> tuple[dict[str, Tensor], tuple[Ten
         if at is not None:
             same = same & (column != at.unsqueeze(-1))
         values["mass_same"] = on(same, (e * same).sum(-1))
-    if at is None or peak is None:
-        return values, ()
+    if at is None:
+        return values
     values["mass_self"] = _at_key(e, seen, at) * inverse
     values["mass_previous"] = _at_key(e, seen, at - 1) * inverse
     share = torch.where(none, 0.0, inverse)
-    mass = _octave_sums(e.cumsum(-1), at, octaves) * share[..., None, None]
+    values["octaves"] = _octave_sums(e.cumsum(-1), at, octaves) * share[..., None, None]
     # if all visible keys had equal weight
     running = e.new_ones(1, 1, 1, 1, width) if seen is None else seen.to(e.dtype)
     running = running.cumsum(-1).expand(*torch.broadcast_shapes(running.shape[:-1], at.shape), -1)
     even = _octave_sums(running, at, octaves)
-    if width:
-        even = even / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
+    values["even"] = even / running[..., -1:].unsqueeze(-1).clamp(min=1.0) if width else even
     away = (column - at.unsqueeze(-1)).abs()
     values["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
-    return values, (mass, even, peak)
+    return values
 
 
 def _at_key(e: Tensor, seen: Tensor | None, column: Tensor) -> Tensor:

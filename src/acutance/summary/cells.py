@@ -140,9 +140,9 @@ class Cells:
 
     def heads(self, start: int, stop: int) -> Self:
         """The record of heads ``start`` to ``stop``."""
-        return replace(self, **{name: x[start:stop] for name, x in self.tensors().items()})
+        return self.select(slice(start, stop))
 
-    def select(self, heads: list[int] | Tensor, metrics: list[int] | None = None) -> Self:
+    def select(self, heads: list[int] | slice | Tensor, metrics: list[int] | None = None) -> Self:
         """The record of the heads, and metrics, with these indices, in this order."""
         selected = {name: values[heads] for name, values in self.tensors().items()}
         if metrics is not None:
@@ -302,12 +302,8 @@ class Parts(dict[str, Cells]):
         """The records that both have, merged."""
         return Parts({name: self[name].merge(other[name]) for name in self if name in other})
 
-    def heads(self, start: int, stop: int) -> Parts:
-        """The records of heads ``start`` to ``stop``."""
-        return Parts({name: cells.heads(start, stop) for name, cells in self.items()})
-
-    def select(self, heads: list[int]) -> Parts:
-        """The records of the heads with these indices, in this order."""
+    def select(self, heads: list[int] | slice) -> Parts:
+        """The records of the heads with these indices, in this order, or of a slice of them."""
         return Parts({name: cells.select(heads) for name, cells in self.items()})
 
     @staticmethod

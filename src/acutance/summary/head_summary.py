@@ -27,7 +27,6 @@ from acutance.summary.layer import (
     Layer,
     LayerSummary,
     coverage_line,
-    merged_layers,
     notices,
 )
 from acutance.summary.readouts import READOUTS
@@ -82,61 +81,6 @@ class PredictedHeads:
         miss = (measured - predicted)[both].square().sum()
         whole = (measured[both] - measured[both].mean()).square().sum()
         return float(1 - miss / whole)
-
-
-def predict_heads(
-    profile: Profile, metrics: tuple[str, ...], n: float | None = None
-) -> PredictedHeads:
-    """Predict each head's metrics from its ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``.
-
-    Args:
-        profile: means by octave of the number of visible keys.
-        metrics: names of its metrics, which must include these three.
-        n: a number of visible keys; the octave that contains it is predicted. None for the largest
-            octave with enough rows.
-
-    Returns:
-        Predicted and measured means; NaN for heads whose weights are not softmax, that have a sink
-        outside the keys, that see fewer than 8 keys, or whose Jensen gap is ``impossible``.
-    """
-    columns = [metrics.index(name) for name in PREDICTED_FROM]
-    heads = torch.arange(len(profile.rows))
-    rows = profile.rows.double()
-    if n is None:
-        filled = rows >= _FULL * rows.amax(1, keepdim=True).clamp(min=1)
-        octave = torch.where(filled, torch.arange(profile.octaves), -1).amax(1)
-    else:
-        octave = torch.full((len(heads),), min(int(math.log2(n)), profile.octaves - 1))
-    keys = profile.log_n[heads, octave].exp()
-    counts = profile.count[heads, columns[0], octave]
-    first, std, jensen = (profile.mean[heads, column, octave] for column in columns)
-    spread = profile.std[heads, columns[0], octave]
-    usable = (counts > 0) & (keys >= _FEWEST_KEYS)
-    if "sink_mass" in metrics:
-        usable &= profile.mean[heads, metrics.index("sink_mass"), octave] == 0
-    expected = expected_head_metrics(
-        np.where(usable, keys, _FEWEST_KEYS),
-        first_gap=torch.where(usable, first, math.nan).numpy(),
-        first_gap_std=spread.nan_to_num(0.0).numpy(),
-        rest_logit_std=std.clamp(min=0).numpy(),
-        rest_jensen_gap=jensen.clamp(min=0).numpy(),
-    )
-    measured = {
-        name: torch.where(
-            profile.count[heads, metrics.index(name), octave] > 0,
-            profile.mean[heads, metrics.index(name), octave],
-            math.nan,
-        )
-        for name in PREDICTED
-        if name in metrics
-    }
-    return PredictedHeads(
-        n=torch.where(rows.sum(1) > 0, keys, math.nan),
-        predicted={name: torch.as_tensor(getattr(expected, name)) for name in PREDICTED},
-        measured=measured,
-        skewness=torch.as_tensor(expected.skewness),
-        impossible=torch.as_tensor(np.isfinite(expected.first_weight) & np.isnan(expected.entropy)),
-    )
 
 
 SCHEMA = "acutance.head_summary/1"
@@ -327,7 +271,8 @@ class HeadSummary(Columns):
                 largest octave with enough rows.
 
         Returns:
-            Predicted and measured values for every head.
+            Predicted and measured means; NaN for heads whose weights are not softmax, that have a
+            sink outside the keys, that see fewer than 8 keys, or whose Jensen gap is impossible.
 
         Raises:
             ValueError: if the summary lacks ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``
@@ -346,7 +291,42 @@ class HeadSummary(Columns):
             self.column(name)  # or say what was recorded
         if self.profile is None:
             raise ValueError("this summary has no profile by number of keys: probe again")
-        return predict_heads(self.profile, self.metrics, n)
+        profile, metrics = self.profile, self.metrics
+        rows, heads = profile.rows.double(), torch.arange(len(profile.rows))
+        if n is None:
+            filled = rows >= _FULL * rows.amax(1, keepdim=True).clamp(min=1)
+            octave = torch.where(filled, torch.arange(profile.octaves), -1).amax(1)
+        else:
+            octave = torch.full((len(heads),), min(int(math.log2(n)), profile.octaves - 1))
+
+        def of(values: Tensor, name: str) -> Tensor:
+            return values[heads, metrics.index(name), octave]
+
+        first, std, jensen = (of(profile.mean, name) for name in PREDICTED_FROM)
+        keys = profile.log_n[heads, octave].exp()
+        usable = (of(profile.count, PREDICTED_FROM[0]) > 0) & (keys >= _FEWEST_KEYS)
+        if "sink_mass" in metrics:
+            usable &= of(profile.mean, "sink_mass") == 0
+        expected = expected_head_metrics(
+            np.where(usable, keys, _FEWEST_KEYS),
+            first_gap=torch.where(usable, first, math.nan).numpy(),
+            first_gap_std=of(profile.std, PREDICTED_FROM[0]).nan_to_num(0.0).numpy(),
+            rest_logit_std=std.clamp(min=0).numpy(),
+            rest_jensen_gap=jensen.clamp(min=0).numpy(),
+        )
+        return PredictedHeads(
+            n=torch.where(rows.sum(1) > 0, keys, math.nan),
+            predicted={name: torch.as_tensor(getattr(expected, name)) for name in PREDICTED},
+            measured={
+                name: of(profile.mean, name).masked_fill(of(profile.count, name) == 0, math.nan)
+                for name in PREDICTED
+                if name in metrics
+            },
+            skewness=torch.as_tensor(expected.skewness),
+            impossible=torch.as_tensor(
+                np.isfinite(expected.first_weight) & np.isnan(expected.entropy)
+            ),
+        )
 
     def layer(self, index: int) -> Moments:
         """Moments of all heads of one layer pooled, (1, metrics)."""
@@ -368,9 +348,12 @@ class HeadSummary(Columns):
                 "summaries can be merged only if they recorded the same metrics, got "
                 f"{recorded} in one and {others} in the other"
             )
-        layers = merged_layers([*self._by_layer(), *other._by_layer()])
+        layers: dict[str, LayerSummary] = {}
+        for record in (*self._by_layer(), *other._by_layer()):
+            name = record.layer.module
+            layers[name] = layers[name].merge(record) if name in layers else record
         return HeadSummary.of_layers(
-            layers,
+            list(layers.values()),
             self.metrics,
             about={**other.about, **self.about},
             unread=tuple(dict.fromkeys(self.unread + other.unread)),
@@ -383,7 +366,7 @@ class HeadSummary(Columns):
         parts = Parts(moments=self.moments, **self.optional_parts)
         layers, start = [], 0
         for layer in self.layers:
-            layers.append(LayerSummary(layer, parts.heads(start, start + layer.heads)))
+            layers.append(LayerSummary(layer, parts.select(slice(start, start + layer.heads))))
             start += layer.heads
         return layers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -149,15 +149,6 @@ class LayerSummary(NamedTuple):
     def named(self, module: str) -> LayerSummary:
         """A copy with another name of the layer."""
         return self._replace(layer=replace(self.layer, module=module))
-
-
-def merged_layers(layers: Iterable[LayerSummary]) -> list[LayerSummary]:
-    """Merge the layers of the same name, in the order of first mention."""
-    by_name: dict[str, LayerSummary] = {}
-    for layer in layers:
-        name = layer.layer.module
-        by_name[name] = by_name[name].merge(layer) if name in by_name else layer
-    return list(by_name.values())
 
 
 #: What records call the weights that did not load.
