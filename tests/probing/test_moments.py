@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.probing import Moments, edges
 from acutance.rowstats import METRICS
-from acutance.summary.readouts.moments import BINS, SCALES, summarise
+from acutance.summary.readouts.moments import BINS, SCALES, stack, summarise
 from tests.contract.probing.test_moments import ONE_OF_EACH_SCALE, random_values
 
 
@@ -81,7 +81,8 @@ def test_rows_left_out_differ_by_head_or_not() -> None:
         torch.rand(2, 3, 5) > 0.4,
         torch.zeros(2, 3, 5, dtype=torch.bool),
     ):
-        moments = summarise(values, kept, ("entropy", "n_keys"))
+        names = ("entropy", "n_keys")
+        moments = summarise(stack(values, names), kept, names)
         for head in range(3):
             for column, name in enumerate(("entropy", "n_keys")):
                 rows = values[name][:, head][kept[:, head]].double()

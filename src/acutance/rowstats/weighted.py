@@ -142,22 +142,19 @@ def observe_weights(
     """
     a = check_tensor("weights", weights)
     a = a.to(torch.float64 if a.dtype == torch.float64 else torch.float32)
-    if mask is not None:
+    if mask is None:
+        mask = torch.ones(a.shape[-1:], dtype=torch.bool, device=a.device)
+    else:
         a = torch.where(mask, a, 0.0)
-    size = a.abs()
-    empty = size.shape[-1] == 0
+    size, empty = a.abs(), a.shape[-1] == 0
     top = size.sum(-1) if empty else size.amax(-1)
     c = top.detach()
     unit = torch.where(c > 0, c, 1.0).unsqueeze(-1)
     share = size / unit
-    everything = torch.full_like(c, a.shape[-1], dtype=torch.int64)
-    if empty:
-        n, column, first = everything, everything, top
-    elif mask is None:
-        n, column, first = everything, torch.zeros_like(everything), a[..., 0]
-    else:
-        rows = mask.expand(*mask.shape[:-1], a.shape[-1])  # a mask that rows share is counted once
-        n = rows.sum(-1).expand(c.shape)
+    rows = mask.expand(*mask.shape[:-1], a.shape[-1])  # a mask that rows share is counted once
+    n = rows.sum(-1).expand(c.shape)
+    column, first = n, top
+    if not empty:
         column = rows.to(torch.uint8).argmax(-1).expand(c.shape)
         first = a.gather(-1, column.unsqueeze(-1)).squeeze(-1)
     return WeightSums(
