@@ -289,10 +289,8 @@ def _verdict(claim: Claim, rows: Sequence[Row]) -> tuple[Kind, str]:
 
 def _domain(claim: Claim, rows: Sequence[Row]) -> str:
     """The range of the claim's ``bound`` in which all rows agree, such as "n ≥ 64"; "" if none."""
-    agree: dict[Value, bool] = {}
-    for row in rows:
-        value = row.condition[claim.bound]
-        agree[value] = agree.get(value, True) and row.agrees
+    failed = {row.condition[claim.bound] for row in rows if not row.agrees}
+    agree = {value: value not in failed for value in values(rows, claim.bound)}
     if claim.sense == "in":
         good = [value for value in agree if agree[value]]
         kinds = [kind if isinstance(kind, str) else f"{kind:g}" for kind in good]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from acutance import attention
 from acutance.reproduce import Run
 from acutance_lab import trained
 from acutance_lab.experiments import real
@@ -35,18 +36,23 @@ def written_out(reader: real.Reader, ids: Tensor) -> Tensor:
 
 def test_seen_attention_is_the_models_own_and_is_put_back(reader: real.Reader) -> None:
     ids = reader.windows[:1]
-    before = reader.model.config._attn_implementation  # type: ignore[union-attr]
+    before = reader.model.config._attn_implementation
     calls: list[int] = []  # queries
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> object:
+        calls.append(query.shape[2])
+        return attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+
     with torch.no_grad():
         own = reader.model(input_ids=ids).last_hidden_state
-        with real.attending(reader.model, lambda q, *_: calls.append(q.shape[2])):
+        with real.attending(reader.model, plain):
             seen = reader.model(input_ids=ids).last_hidden_state
         with real.attending(reader.model, lambda q, k, v, scale: torch.zeros_like(q)):
             other = reader.model(input_ids=ids).last_hidden_state
     torch.testing.assert_close(seen, own, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(other, own, atol=0.1)
     assert calls == [48, 48, 48]
-    assert reader.model.config._attn_implementation == before  # type: ignore[union-attr]
+    assert reader.model.config._attn_implementation == before
 
 
 def test_losses_are_those_of_the_model_with_its_output_layer(reader: real.Reader) -> None:

