@@ -146,23 +146,9 @@ def progress(
     """
     import time
 
-    from rich.progress import ProgressColumn, Task
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        """Tokens per second since the start of the run, and the remaining time at this rate."""
-
-        def render(self, task: Task) -> Text:
-            rate = task.fields["rate"]
-            if not rate:
-                return Text("")
-            left = max(0, round(task.fields["end"] - time.monotonic()))
-            return Text(f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left")
-
     count = "{task.fields[windows]:,} of {task.fields[total_windows]:,} windows"
-    with bar(screen, what, count, Rate()) as shown:
-        fields = {"windows": 0, "total_windows": windows, "rate": 0.0, "end": 0.0}
-        task = shown.add_task(what, total=tokens, **fields)
+    with bar(screen, what, count, "{task.fields[speed]}") as shown:
+        task = shown.add_task(what, total=tokens, windows=0, total_windows=windows, speed="")
         started, ran, done = time.monotonic(), 0, 0
 
         def advance(count: int, count_windows: int, now: bool) -> None:
@@ -171,10 +157,10 @@ def progress(
             ran += count if now else 0
             shown.update(task, advance=count, windows=done)
             if ran:
-                clock = time.monotonic()
-                rate = ran / max(clock - started, 1e-9)
-                left = tokens - shown.tasks[0].completed
-                shown.update(task, rate=rate, end=clock + left / rate)
+                rate = ran / max(time.monotonic() - started, 1e-9)
+                left = round((tokens - shown.tasks[0].completed) / rate)
+                speed = f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left"
+                shown.update(task, speed=speed)
 
         yield advance
 

@@ -104,15 +104,8 @@ def draw_layers(
     line, dot = _two(theme)
     filled = [index for index, row in enumerate(grid) if row]
     quarters = np.array([np.quantile(grid[index], (0.25, 0.5, 0.75)) for index in filled])
-    axes.fill_between(
-        filled,
-        quarters[:, 0],
-        quarters[:, 2],
-        color=line,
-        alpha=0.18,
-        linewidth=0,
-        label="quartiles",
-    )
+    low, middle, high = quarters.T
+    axes.fill_between(filled, low, high, color=line, alpha=0.18, linewidth=0, label="quartiles")
     heads = max(map(len, grid))
     for index in filled:
         axes.plot(
@@ -120,7 +113,7 @@ def draw_layers(
             markersize=5.0 if heads <= 16 else 3.0, alpha=0.75, markeredgewidth=0,
             label="head" if index == filled[0] else "_nolegend_",
         )  # fmt: skip
-    axes.plot(filled, quarters[:, 1], color=line, linewidth=2.0, marker="s", markersize=4.5,
+    axes.plot(filled, middle, color=line, linewidth=2.0, marker="s", markersize=4.5,
               label="median")  # fmt: skip
     if scale.log:
         axes.set_yscale("log")
@@ -240,11 +233,8 @@ def draw_theory(
         "Predicted: rows of independent Gaussian logits with each row's own n and deviation; below "
         "the line a head is sharper than that."
     )
-    if summary.profile is not None and set(PREDICTED_FROM) <= set(summary.metrics):
-        heads = summary.predict()
-    else:
-        heads = None
-    if heads is not None and math.isfinite(heads.r_squared()):
+    known = summary.profile is not None and set(PREDICTED_FROM) <= set(summary.metrics)
+    if known and math.isfinite((heads := summary.predict()).r_squared()):
         means[:2] = np.stack([heads.predicted["entropy"], heads.measured["entropy"]])
         text = (
             f"Rows of about {float(heads.n.nanmedian()):.0f} keys. Predicted from four numbers of "

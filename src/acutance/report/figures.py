@@ -6,15 +6,13 @@ import os
 import textwrap
 
 from acutance.escapes import printable
-from acutance.extras import install
-from acutance.files import write_whole
 from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
-from acutance.report.plot_style import LIGHT, Theme, colour_bar, name_cells, save
+from acutance.report.plot_style import LIGHT, Theme, blank, colour_bar, name_cells, save
 from acutance.report.terminal import span
 from acutance.structure import describe
 from acutance.summary.head_summary import HeadSummary
 
-_WIDTH, _DPI = 10.0, 160  # inches and dots per inch: 1600 pixels
+_WIDTH = 10.0  # inches: 1600 pixels
 
 
 def draw_heads(
@@ -38,15 +36,6 @@ def draw_heads(
         ImportError: without matplotlib.
         ValueError: if the metric does not exist or was not recorded, or there is no head.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import ListedColormap, LogNorm, Normalize
-        from matplotlib.figure import Figure
-        from matplotlib.patches import FancyBboxPatch
-    except ImportError as error:
-        raise ImportError(
-            f"acutance.report.figures needs matplotlib; install it with: {install('plots')}"
-        ) from error
     grid = summary.grid(metric)
     layers, heads = len(grid), max((len(row) for row in grid), default=0)
     if not heads:
@@ -59,8 +48,10 @@ def draw_heads(
     down = min(max(across / heads * layers, 1.6), 9.0)
     down = max(min(down, 0.52 * layers), 1.6)
     height = down + top + bottom
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="none")
-    FigureCanvasAgg(figure)
+    figure = blank(_WIDTH, height, "acutance.report.figures", facecolor="none")
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize
+    from matplotlib.patches import FancyBboxPatch
+
     figure.add_artist(
         FancyBboxPatch(
             (0.012 * 10 / _WIDTH, 0.12 / height),
@@ -80,7 +71,11 @@ def draw_heads(
     colours = ListedColormap([as_hex(colour(step / 255)) for step in range(256)], name="viridis")
     norm = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
     mesh = axes.pcolormesh(
-        cells, cmap=colours, norm=norm, edgecolors=theme.page, linewidth=_gap(layers, heads)
+        cells,
+        cmap=colours,
+        norm=norm,
+        edgecolors=theme.page,
+        linewidth=1.5 if max(layers, heads) <= 24 else 0.6,
     )
     axes.set_xlim(0, heads)
     axes.set_ylim(layers, 0)
@@ -96,7 +91,8 @@ def draw_heads(
                     head + 0.5, layer + 0.5, text, ha="center", va="center", color=shade, size=size
                 )
     numbers = max((layer.numbers for layer in summary.layers), key=len)
-    names = numbers if _alike(summary, numbers) else tuple(range(heads))
+    alike = all(layer.numbers == numbers[: layer.heads] for layer in summary.layers)
+    names = numbers if alike else tuple(range(heads))
     name_cells(axes.xaxis, names, 32)
     name_cells(axes.yaxis, range(layers), 24)
     axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
@@ -124,28 +120,13 @@ def draw_heads(
     bar = colour_bar(figure, mesh, theme, what, cax=bar_axes)
     bar.set_ticks(scale.ticks(5), labels=[_short(value, metric) for value in scale.ticks(5)])
     bar_axes.minorticks_off()
-    if os.fspath(path).lower().endswith(".svg"):
-        save(figure, path)
-    else:
-        write_whole(
-            path, lambda where: figure.savefig(where, format="png", metadata={"Software": None})
-        )
+    save(figure, path, "svg" if os.fspath(path).lower().endswith(".svg") else "png")
 
 
 def subject(summary: HeadSummary) -> str:
     """The model's name as the start of a title; empty if unknown."""
     model = textwrap.shorten(printable(str(summary.about.get("model", ""))), 44, placeholder="…")
     return f"{model}: " if model else ""
-
-
-def _alike(summary: HeadSummary, numbers: tuple[int, ...]) -> bool:
-    """Whether every layer has the same head numbers."""
-    return all(layer.numbers == numbers[: layer.heads] for layer in summary.layers)
-
-
-def _gap(layers: int, heads: int) -> float:
-    """Width of the line between cells; thinner for more cells."""
-    return 1.5 if max(layers, heads) <= 24 else 0.6
 
 
 def _short(value: float, metric: str) -> str:

@@ -130,16 +130,8 @@ def new_figure(
         >>> axes.get_ylabel()
         'entropy H, nat'
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"acutance.report.plot_style needs matplotlib; install it with: {install('plots')}"
-        ) from error
     width = 8.0 if panels == 1 else 5.5 * panels
-    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.page, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(width, height, facecolor=theme.page, layout="constrained")
     side = 0.14
     fonts: dict[str, dict[str, Any]] = {
         title: {"size": _TITLE, "weight": "bold", "color": theme.ink},
@@ -168,6 +160,26 @@ def new_figure(
         axes.xaxis.label.set_color(theme.ink)
         axes.yaxis.label.set_color(theme.ink)
     return figure, list(grid[0])
+
+
+def blank(
+    width: float, height: float, module: str = "acutance.report.plot_style", **options: Any
+) -> Figure:
+    """A figure of some inches that is drawn to files alone.
+
+    Raises:
+        ImportError: without matplotlib, naming the module that needs it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{module} needs matplotlib; install it with: {install('plots')}"
+        ) from error
+    figure = Figure(figsize=(width, height), dpi=_DPI, **options)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _lines(figure: Figure, text: str, room: float, font: dict[str, Any]) -> list[str]:
@@ -315,8 +327,8 @@ def name_cells(axis: Any, names: Sequence[Any], most: int) -> None:
     axis.set_ticks(middles, [str(name) for name in names[::step]])
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure as PNG or SVG, by the ending of ``path``, atomically and reproducibly.
+def save(figure: Figure, path: str | os.PathLike[str], kind: str = "") -> None:
+    """Write a figure as PNG or SVG, by ``kind`` or the path's ending, atomically, reproducibly.
 
     The same figure gives the same bytes: no date, no random identifiers. Letters are outlines, so
     an SVG needs no font.
@@ -326,10 +338,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     import matplotlib
 
-    ending = Path(path).suffix.lower()
-    if ending not in (".png", ".svg"):
+    kind = kind or Path(path).suffix.lower()[1:]
+    if kind not in ("png", "svg"):
         raise ValueError(f"the name of a figure must end in .png or .svg, got {os.fspath(path)!r}")
-    kind = ending[1:]
     metadata: dict[str, Any] = {"Software": None} if kind == "png" else {"Date": None}
     with matplotlib.rc_context({"svg.hashsalt": "acutance", "svg.fonttype": "path"}):
         write_whole(path, lambda where: figure.savefig(where, format=kind, metadata=metadata))

@@ -111,33 +111,20 @@ def advise(n: int, fraction: float, d: float | None = None, negatives: str | Non
         raise ValueError('d: "random" negatives need the dimension, got d=None')
     settings = _settings(n, fraction, d)
     chosen = next(setting for setting in settings if setting.key == NEGATIVES[negatives])
-    return Advice(
-        n, fraction, d, settings, chosen, tuple(_sentences(n, fraction, d, settings, chosen))
-    )
+    sentences = tuple(_sentences(n, fraction, d, settings, chosen))
+    return Advice(n, fraction, d, settings, chosen, sentences)
 
 
 def _settings(n: int, fraction: float, d: float | None) -> tuple[Setting, ...]:
     """The temperature for each arrangement of keys, the best first."""
-    log_n = math.log(n) if n >= 1 else math.nan
     free = float(tau_for_information(n, fraction))
     even = float(tau_for_information(n, fraction, setting="simplex"))
+    most = math.log(n) - float(cosine_entropy_lower_bound(n, 1.0))
+    most_even = math.log(n) - float(onehot_entropy(n, n / (n - 1)))
+    pairs, fits = f"aligned pairs; d ≥ {n - 1:,}", d is None or d >= n - 1
     settings = [
-        Setting(
-            "free",
-            "free cosines",
-            free,
-            log_n - float(cosine_entropy_lower_bound(n, 1.0)),
-            "one row alone; d ≥ 2",
-            True,
-        ),
-        Setting(
-            "simplex",
-            "even negatives",
-            even,
-            log_n - float(onehot_entropy(n, n / (n - 1))),
-            f"aligned pairs; d ≥ {n - 1:,}",
-            d is None or d >= n - 1,
-        ),
+        Setting("free", "free cosines", free, most, "one row alone; d ≥ 2", True),
+        Setting("simplex", "even negatives", even, most_even, pairs, fits),
     ]
     if d is not None:
         tau = float(tau_for_information(n, fraction, setting="random_keys", d=d))
@@ -229,15 +216,7 @@ def advice_table(advice: Advice) -> Table:
         needs = setting.needs + ("" if setting.feasible else " (not met)")
         row = (setting.name, setting.tau, 1 / setting.tau, needs)
         rows.append(styled(row, "bold") if setting is advice.chosen else row)
-    return Table(
-        f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}",
-        (
-            Column("arrangement of keys", "words"),
-            Column("τ", format=".4g"),
-            Column("scale", format=".4g"),
-            Column("needs", "words"),
-        ),
-        rows,
-        advice.sentences,
-        heading="Why",
-    )
+    title = f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}"
+    numbers = (Column(name, format=".4g") for name in ("τ", "scale"))
+    columns = (Column("arrangement of keys", "words"), *numbers, Column("needs", "words"))
+    return Table(title, columns, rows, advice.sentences, heading="Why")

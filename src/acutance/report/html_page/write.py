@@ -67,15 +67,10 @@ class Report:
 
 
 def write_html(
-    summary: HeadSummary,
-    path: str | os.PathLike[str],
-    key_norms: Mapping[str, Any] | None = None,
-    judged: Mapping[str, Any] | None = None,
-    plan: Mapping[str, Any] | None = None,
+    summary: HeadSummary, path: str | os.PathLike[str], **more: Mapping[str, Any] | None
 ) -> None:
-    """Write the report of a summary to a file, atomically; arguments are those of :func:`html`."""
-    text = html(summary, key_norms, judged, plan)
-    write_text(path, text)
+    """Write the report of a summary to a file, atomically; ``more`` as for :func:`html`."""
+    write_text(path, html(summary, **more))
 
 
 def html(
@@ -117,14 +112,9 @@ def _frame() -> tuple[str, str]:
     style = _asset("page.css")
     page_scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
     script = f'"use strict";\n{_asset("plot.js")}\n(() => {{\n{page_scripts}}})();\n'
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            f"style-src {_digest(style)}",
-            f"script-src {_digest(script)}",
-        ]
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"style-src {_digest(style)}; script-src {_digest(script)}"
     )
     page = _asset("page.html")
     for place, text in {"policy": policy, "style": style, "script": script}.items():
