@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acutance.cli import options as cli
-from acutance.cli.shared import misuse
+from acutance.cli.shared import misuse, refuse
 
 if TYPE_CHECKING:
     from acutance.report.table import Table
@@ -34,9 +34,7 @@ class AlarmsOptions(cli.OutputOptions):
 def alarms(options: AlarmsOptions) -> None:
     """Replay the log of a training: when did a monitor warn, or when would it have?"""
     if not 0 < options.false_alarms < math.inf:
-        raise typer.BadParameter(
-            f"must be a number above 0, got {options.false_alarms:g}", param_hint="--false-alarms"
-        )
+        refuse("--false-alarms", f"must be a number above 0, got {options.false_alarms:g}")
     from acutance.training.replay import draw_replay, read_log, replay
 
     with misuse():

@@ -8,7 +8,7 @@ import typer
 
 from acutance.cli import options as cli
 from acutance.cli.inputs import read_windows
-from acutance.cli.shared import pass_progress
+from acutance.cli.shared import pass_progress, refuse
 
 if TYPE_CHECKING:
     from acutance.caching import Budget
@@ -64,7 +64,7 @@ class BudgetOptions(cli.OutputOptions, cli.RunOptions):
 def budget(options: BudgetOptions) -> None:
     """Find what each key-value head must keep in the cache, for a given size or loss."""
     if options.lengths is not None and len(options.lengths) > 1:
-        raise typer.BadParameter("a plan is for one length", param_hint="--lengths")
+        refuse("--lengths", "a plan is for one length")
     from acutance.caching.frontier import draw
 
     result = _search(options)

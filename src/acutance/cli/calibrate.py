@@ -8,7 +8,7 @@ import typer
 from acutance.cli import inputs
 from acutance.cli import options as cli
 from acutance.cli.held_out import compare_held_out, record_of
-from acutance.cli.shared import console, fail, pass_progress
+from acutance.cli.shared import console, fail, pass_progress, refuse
 
 if TYPE_CHECKING:
     from acutance.calibration.result import Calibration
@@ -136,37 +136,25 @@ def _check(options: CalibrateOptions) -> None:
     cli.check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
     cli.check_choice("--target", target, (*TARGETS, "loss"))
     by_loss, no_law = target == "loss", options.law == "none"
-    loss = "it needs --target loss"
-    rules = [
-        (not by_loss and options.window, "--window", loss),
-        (not by_loss and no_law, "--law none", loss),
-        (
-            not by_loss and options.save is not None,
-            "--save",
-            f"{loss}; every other target is fitted in one run, without a state",
-        ),
-        (by_loss and options.model is None, "MODEL", "--target loss needs a language model"),
-        (
-            by_loss and value is not None,
-            "--target",
-            f"loss is lowered, not brought to a value: remove ={value}",
-        ),
-        (
-            by_loss and options.reference is not None,
-            "--reference",
-            "cannot be combined with --target loss",
-        ),
-        (
-            by_loss and no_law and not options.window,
-            "--law none",
-            "needs --window, or there is nothing to fit",
-        ),
-    ]
-    for broken, flag, reason in rules:
-        if broken:
-            raise typer.BadParameter(reason, param_hint=flag)
     if by_loss:
+        if options.model is None:
+            refuse("MODEL", "--target loss needs a language model")
+        if value is not None:
+            refuse("--target", f"loss is lowered, not brought to a value: remove ={value}")
+        if options.reference is not None:
+            refuse("--reference", "cannot be combined with --target loss")
+        if no_law and not options.window:
+            refuse("--law none", "needs --window, or there is nothing to fit")
         cli.check_choice("--law with --target loss", options.law, FAMILIES)
+        return
+    loss = "it needs --target loss"
+    if options.window:
+        refuse("--window", loss)
+    if no_law:
+        refuse("--law none", loss)
+    if options.save is not None:
+        rest = "every other target is fitted in one run, without a state"
+        refuse("--save", f"{loss}; {rest}")
 
 
 def _fit(options: CalibrateOptions) -> "Calibration":

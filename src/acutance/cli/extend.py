@@ -8,7 +8,7 @@ import typer
 
 from acutance.cli import options as cli
 from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_windows
-from acutance.cli.shared import console, progress
+from acutance.cli.shared import console, progress, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +64,7 @@ class ExtendOptions(cli.RunOptions):
 def extend(options: ExtendOptions) -> None:
     """Find the best way for a model to read beyond its trained length, judged by held-out loss."""
     if options.to is None:
-        raise typer.BadParameter(
-            "name the number of tokens that the model should read", param_hint="--to"
-        )
+        refuse("--to", "name the number of tokens that the model should read")
     if options.out is not None:
         _check_folder(options.out, options.model)
     found, model = _search(options, options.to)
@@ -89,7 +87,7 @@ def _check_folder(out: Path, model: str) -> None:
         )
     else:
         return
-    raise typer.BadParameter(reason, param_hint="--out")
+    refuse("--out", reason)
 
 
 def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Module]":

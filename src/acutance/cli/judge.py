@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import typer
-
 from acutance.cli import inputs
 from acutance.cli import options as cli
-from acutance.cli.shared import console, progress
+from acutance.cli.shared import console, progress, refuse
 
 if TYPE_CHECKING:
     from acutance.judging.paired import LossComparison
@@ -55,13 +53,12 @@ def judge(options: JudgeOptions) -> None:
     same way.
     """
     if not options.law:
-        raise typer.BadParameter(
-            "name at least one law to judge, such as ssmax or a file from 'calibrate -o'",
-            param_hint="--law",
+        refuse(
+            "--law", "name at least one law to judge, such as ssmax or a file from 'calibrate -o'"
         )
     for law in options.law:
         if options.law.count(law) > 1:
-            raise typer.BadParameter(f"{law} is given twice", param_hint="--law")
+            refuse("--law", f"{law} is given twice")
     comparison = _compare(options, options.law)
     options.write_and_show(comparison.table, comparison.to_dict)
 

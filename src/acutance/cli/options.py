@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import check_figure, console, fail, plain_errors
+from acutance.cli.shared import check_figure, console, fail, plain_errors, refuse
 from acutance.escapes import did_you_mean, visible_lines
 
 if TYPE_CHECKING:
@@ -479,7 +479,7 @@ def _check_files(record: Any, options: Sequence[_Option]) -> None:
     for flag, path in named["figure"].items():
         check_figure(flag, path)
     if resume and save is None:
-        raise typer.BadParameter("needs --save, the file to continue from", param_hint="--resume")
+        refuse("--resume", "needs --save, the file to continue from")
 
 
 def check_choice(flag: str, given: str, among: Any) -> None:
@@ -488,7 +488,7 @@ def check_choice(flag: str, given: str, among: Any) -> None:
         return
     names = ", ".join(among)
     text = f"must be one of {names}, got {given}{did_you_mean(given, among)}"
-    raise typer.BadParameter(text, param_hint=flag)
+    refuse(flag, text)
 
 
 def check_metrics(names: Iterable[str]) -> None:
@@ -499,7 +499,7 @@ def check_metrics(names: Iterable[str]) -> None:
         try:
             describe(name)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--metric") from error
+            refuse("--metric", str(error))
 
 
 class Command(TyperCommand):

@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from acutance.cli.shared import console
+from acutance.cli.shared import console, refuse
 from acutance.files import holds_state, may_write, put_json, write_each
 
 Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
@@ -63,33 +61,24 @@ def check_outputs(
     for option, path in files:
         if str(path) == "-":
             if option not in _TEXTS:
-                raise typer.BadParameter(
-                    "this file cannot be written to standard output", param_hint=option
-                )
+                refuse(option, "this file cannot be written to standard output")
         elif reason := _unwritable(path):
-            raise typer.BadParameter(reason, param_hint=option)
+            refuse(option, reason)
     to_stdout = [option for option, path in files if str(path) == "-"]
     if len(to_stdout) > 1:
-        raise typer.BadParameter(
-            "only one file can be written to standard output", param_hint=", ".join(to_stdout)
-        )
+        refuse(", ".join(to_stdout), "only one file can be written to standard output")
     known = {_identity(path): name for name, path in _read(inputs or {})}
     for option, path in files:
         identity = _identity(path)
         if str(path) == "-" or identity is None:
             continue
         if identity in known:
-            raise typer.BadParameter(
-                f"{path} is the same file as {known[identity]} and would overwrite it",
-                param_hint=option,
-            )
+            refuse(option, f"{path} is the same file as {known[identity]} and would overwrite it")
         known[identity] = f"that of {option}"
         if option == state:
             _check_state(option, path, resume, overwrite)
         elif holds_state(path):
-            raise typer.BadParameter(
-                f"{path} contains a saved state, which would be overwritten", param_hint=option
-            )
+            refuse(option, f"{path} contains a saved state, which would be overwritten")
 
 
 def write_and_show(
@@ -146,15 +135,11 @@ def _unwritable(path: Path) -> str:
 def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) -> None:
     """Refuse an existing state unless ``resume`` or ``overwrite`` is given."""
     if resume and overwrite:
-        raise typer.BadParameter(
-            "these options exclude each other", param_hint="--resume, --overwrite"
-        )
+        refuse("--resume, --overwrite", "these options exclude each other")
     if resume or overwrite or not os.path.isfile(path) or not path.stat().st_size:
         return
     instead = "" if resume is None else "--resume continues from it, "
-    raise typer.BadParameter(
-        f"{path} already exists: {instead}--overwrite replaces it", param_hint=option
-    )
+    refuse(option, f"{path} already exists: {instead}--overwrite replaces it")
 
 
 def _read(inputs: Files) -> Iterator[tuple[str, Path]]:

@@ -9,7 +9,7 @@ import typer
 
 from acutance.cli import options as cli
 from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import console
+from acutance.cli.shared import console, refuse
 
 if TYPE_CHECKING:
     from acutance.caching import CachePlan
@@ -62,7 +62,7 @@ def plan(options: PlanOptions) -> None:
             check_export(name)
         except ValueError as error:
             reason = str(error).removeprefix("export: ")
-            raise typer.BadParameter(reason, param_hint="--export") from error
+            refuse("--export", reason)
         folder = name == "duo_attention" and path.is_dir()
         exported[f"--export {name}"] = path / TABLE if folder else path
     check_outputs(exported, {"MODEL": options.model, "PLAN": options.plan})
@@ -89,8 +89,5 @@ def _read(options: PlanOptions) -> "CachePlan":
     if options.model is not None:
         return import_plan(options.plan, options.load(head=True).model)
     if options.plan.partition(":")[0] in IMPORTS and not Path(options.plan).exists():
-        raise typer.BadParameter(
-            f"{options.plan} does not name its model, so it is needed here",
-            param_hint="--model",
-        )
+        refuse("--model", f"{options.plan} does not name its model, so it is needed here")
     return CachePlan.load(options.plan)

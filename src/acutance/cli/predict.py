@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from acutance.cli import options as cli
-from acutance.cli.shared import misuse
+from acutance.cli.shared import misuse, refuse
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -76,9 +76,7 @@ class PredictOptions(cli.OutputOptions):
 def predict(options: PredictOptions) -> None:
     """Predict every metric of an attention row from theory."""
     if options.sample == 1:
-        raise typer.BadParameter(
-            "must be at least 2, to compute a standard error", param_hint="--sample"
-        )
+        refuse("--sample", "must be at least 2, to compute a standard error")
     from acutance import theory
     from acutance.report.prediction_figures import draw_prediction
     from acutance.report.prediction_table import prediction_record, prediction_table

@@ -13,7 +13,7 @@ import typer
 from acutance.cli import options as cli
 from acutance.cli.held_out import Judged, judge_proposals
 from acutance.cli.inputs import reading
-from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress
+from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress, refuse
 
 if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
@@ -150,16 +150,13 @@ class ProbeOptions(cli.SummaryOptions, cli.RunOptions):
 def probe(options: ProbeOptions) -> None:
     """Show how sharply every head of a model focuses on a text."""
     if options.resume and options.keep_qk is not None:
-        raise typer.BadParameter(
-            "cannot be combined with --keep-qk, which reads the first windows",
-            param_hint="--resume",
-        )
+        refuse("--resume", "cannot be combined with --keep-qk, which reads the first windows")
     for name, flag in {"law": "--law", "shard": "--shard"}.items():
         if options.judge and getattr(options, name) is not None:
-            raise typer.BadParameter(f"cannot be combined with {flag}", param_hint="--judge")
+            refuse("--judge", f"cannot be combined with {flag}")
     for name, flag in {"train_length": "--train-length", "write_law": "--write-law"}.items():
         if not options.judge and getattr(options, name) is not None:
-            raise typer.BadParameter("needs --judge", param_hint=flag)
+            refuse(flag, "needs --judge")
     from acutance.corpus import ranks as distributed
     from acutance.probing.head_maps import check_maps
     from acutance.probing.settings import ProbeSettings
@@ -197,10 +194,7 @@ def probe(options: ProbeOptions) -> None:
 
 
 def _run(
-    options: ProbeOptions,
-    settings: "ProbeSettings",
-    law: "Law | None",
-    world: "SingleProcess",
+    options: ProbeOptions, settings: "ProbeSettings", law: "Law | None", world: "SingleProcess"
 ) -> bool:
     """Load the model, probe the text, print the table and write the files.
 

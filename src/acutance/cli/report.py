@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from acutance.cli import options as cli
+from acutance.cli.shared import refuse
 
 if TYPE_CHECKING:
     from acutance.summary.head_summary import HeadSummary
@@ -36,9 +37,7 @@ class ReportOptions(cli.SummaryOptions):
 def report(options: ReportOptions) -> None:
     """Show a saved state as a table, page, figure or file, without running the model."""
     if options.chart == "theory" and options.metric is not None:
-        raise typer.BadParameter(
-            "'theory' shows entropy only; remove --metric", param_hint="--chart"
-        )
+        refuse("--chart", "'theory' shows entropy only; remove --metric")
     cli.check_metrics([] if options.metric is None else [options.metric])
     from rich.console import Group
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -17,12 +17,17 @@ from acutance.escapes import visible
 INTERRUPTED = 130
 
 
+def refuse(flag: str, reason: str) -> NoReturn:
+    """End as misuse of an option or argument, with exit code 2."""
+    raise typer.BadParameter(reason, param_hint=flag)
+
+
 def check_figure(option: str, path: Path | None) -> None:
     """Before any work, refuse a figure with an unsupported format, or without matplotlib."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg"):
-        raise typer.BadParameter(f"must end in .png or .svg, got {path}", param_hint=option)
+        refuse(option, f"must end in .png or .svg, got {path}")
     need("matplotlib", "plots", option)
 
 

@@ -7,7 +7,7 @@ import typer
 
 from acutance.cli import options as cli
 from acutance.cli.inputs import about_run
-from acutance.cli.shared import console
+from acutance.cli.shared import console, refuse
 
 if TYPE_CHECKING:
     from acutance.verification import Verification
@@ -65,9 +65,7 @@ def verify(options: VerifyOptions) -> None:
     nothing could be compared.
     """
     if options.attention is not None:
-        raise typer.BadParameter(
-            "verify runs the implementations of --implementations", param_hint="--attention"
-        )
+        refuse("--attention", "verify runs the implementations of --implementations")
     found = _verified(options)
     options.write_and_show(found.table, found.to_dict)
     if not found.ok:
