@@ -256,8 +256,16 @@ def sentences(comparison: Comparison) -> list[str]:
     mechanisms: dict[str, list[str]] = {}
     for name in comparison.mechanisms:
         mechanisms.setdefault(MECHANISMS[name].can_concentrate, []).append(name)
-    lines = [f"{', '.join(names)}: {sentence}" for sentence, names in mechanisms.items()]
-    return [line for line in (_agreement(comparison), _missing(comparison), *lines) if line]
+    lines = [_agreement(comparison)]
+    predicted = {
+        result.mechanism
+        for result in comparison.results
+        if not math.isnan(result["effective_keys"].predicted)
+    }
+    if missing := [name for name in comparison.mechanisms if name not in predicted]:
+        lines.append(f"Without a prediction: {', '.join(missing)}.")
+    lines += [f"{', '.join(names)}: {sentence}" for sentence, names in mechanisms.items()]
+    return [line for line in lines if line]
 
 
 def _agreement(comparison: Comparison) -> str:
@@ -275,16 +283,6 @@ def _agreement(comparison: Comparison) -> str:
         f"Of {len(exact)} exact expectations, the one that differs most from the measurement "
         f"is {most:.1f} standard errors away: {what}."
     )
-
-
-def _missing(comparison: Comparison) -> str:
-    """A sentence on the mechanisms without a prediction."""
-    names = [
-        name
-        for name in comparison.mechanisms
-        if all(math.isnan(result["effective_keys"].predicted) for result in comparison.of(name))
-    ]
-    return f"Without a prediction: {', '.join(names)}." if names else ""
 
 
 def _distance(reading: Reading) -> Cell:

@@ -253,11 +253,10 @@ def mean_and_error(
     """
     heads = values.nanmean(1)
     heads = heads[~heads.isnan()]
+    error = math.nan
     if fixed and len(heads):
         error = 0.0
-    elif len(heads) < 2 or not alike:
-        error = math.nan
-    else:
+    elif len(heads) > 1 and alike:
         error = float(heads.std()) / math.sqrt(len(heads))
     return float(heads.mean()), error
 

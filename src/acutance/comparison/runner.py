@@ -124,21 +124,24 @@ def compare(
             count, d, law, heads=of, batch=sequences, samples=rows, seed=seed, is_causal=causal
         )
 
-    _check_installed(chosen)
-    results: dict[tuple[str, int], Result] = {}
-    complete, total = True, len(chosen) * len(lengths)
+    two = torch.zeros(1, 1, 2, 16)
+    with torch.no_grad():  # a missing library is reported before any work
+        for entry in chosen:
+            entry.run(two, two, two)
+    results: dict[str, dict[int, Result]] = {entry.name: {} for entry in chosen}
+    done, total = 0, len(chosen) * len(lengths)
     try:
         for count in lengths:
             sampled = inputs(count, samples, heads, batch)
             whole = inputs(count, count, 1, 1) if costs else None
             for entry in chosen:
                 if progress is not None:
-                    progress(Step(len(results), total, entry.name, count))
-                results[entry.name, count] = _result(entry, sampled, whole, seed)
+                    progress(Step(done, total, entry.name, count))
+                results[entry.name][count] = _result(entry, sampled, whole, seed)
+                done += 1
     except KeyboardInterrupt:
-        if not results:
+        if not done:
             raise
-        complete = False
     settings: dict[str, Any] = {
         "n": list(lengths), "d": sampled.key.shape[3], "heads": sampled.query.shape[1],
         "batch": sampled.query.shape[0], "samples": samples, "is_causal": causal, "seed": seed,
@@ -148,13 +151,8 @@ def compare(
     if source is None:
         settings |= {name: getattr(law, name) for name in settings if hasattr(law, name)}
     settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    ordered = [
-        results[entry.name, count]
-        for entry in chosen
-        for count in lengths
-        if (entry.name, count) in results
-    ]
-    return Comparison(tuple(ordered), settings, complete)
+    ordered = [result for by_length in results.values() for result in by_length.values()]
+    return Comparison(tuple(ordered), settings, done == total)
 
 
 def pick(
@@ -187,14 +185,6 @@ def pick(
     return tuple(chosen.values())
 
 
-def _check_installed(chosen: Sequence[Mechanism]) -> None:
-    """Run each mechanism on two keys, so that a missing library is reported before any work."""
-    two = torch.zeros(1, 1, 2, 16)
-    with torch.no_grad():
-        for entry in chosen:
-            entry.run(two, two, two)
-
-
 def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) -> Result:
     """Measure and predict one mechanism at one n."""
     measured = measure(entry, sampled, seed)
@@ -215,9 +205,8 @@ def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) 
             if rows is not None and kind == "mean":
                 apart, error = mean_and_error(rows - theory)
                 reading["z"] = apart / error if error > 0 else math.nan
-        reasons = [measured.why.get(name, ""), predicted.why.get(name, "")]
-        reading["why"] = next(filter(None, reasons), "")
-        readings[name] = Reading(**reading)
+        why = measured.why.get(name) or predicted.why.get(name, "")
+        readings[name] = Reading(**reading, why=why)
     spent = Seconds(math.nan, math.nan) if whole is None else _cost(entry, whole)
     count = next(iter(measured.values.values())).numel()
     return Result(entry.name, sampled.n, count, readings, *spent, parameters=predicted.parameters)

@@ -19,16 +19,20 @@ from acutance.theory.prediction import gaussian_break_points
 _POINTS = 33
 _HOTTEST = 8.0
 _TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-#: For each mechanism the parameter along the horizontal axis, and what to call it.
+#: Each mechanism in words, the parameter along the horizontal axis, and what to call it.
 _AXES = {
-    "softmax": ("logit_std", "standard deviation of the logits γ"),
-    "scaled_dot": ("scale", "scale of the dot products"),
-    "dot": ("scale", "scale of the dot products"),
-    "cosine": ("tau", "scale of the cosines 1/τ"),
-    "relu2": ("logit_std", "standard deviation of the scores γ"),
-    "identity": ("logit_std", "standard deviation of the scores γ"),
-    "decay": ("lam", "decay per key λ"),
-}
+    "softmax": (
+        "Softmax of independent logits", "logit_std", "standard deviation of the logits γ"
+    ),
+    "scaled_dot": ("Softmax of scaled dot products", "scale", "scale of the dot products"),
+    "dot": ("Softmax of dot products", "scale", "scale of the dot products"),
+    "cosine": ("Softmax of cosines", "tau", "scale of the cosines 1/τ"),
+    "relu2": ("relu² weights", "logit_std", "standard deviation of the scores γ"),
+    "identity": (
+        "Signed weights, absolute values", "logit_std", "standard deviation of the scores γ"
+    ),
+    "decay": ("Geometric decay", "lam", "decay per key λ"),
+}  # fmt: skip
 
 
 def draw_prediction(
@@ -52,7 +56,7 @@ def draw_prediction(
         )
     parameters = {name: value for name, value in prediction.parameters.items() if value is not None}
     n = parameters.pop("n")
-    name, title = _AXES[prediction.mechanism]
+    words, name, title = _AXES[prediction.mechanism]
     if name not in parameters:  # softmax scores of another family
         name, title = "scale", "scale of the logits γ"
     scale_here = parameters.pop(name)
@@ -64,7 +68,7 @@ def draw_prediction(
     across = np.array([1 / at if inverse else at for at in places])
     panels = [metric for metric in metrics if metric in prediction.kinds]
     figure, grid = plot_style.new_figure(
-        f"{_WORDS.get(prediction.mechanism, prediction.mechanism)}: n = {n:,.0f} keys",
+        f"{words}: n = {n:,.0f} keys",
         f"Exact at this n, and the formula for many keys.{_rest(prediction, name)}",
         panels=len(panels),
         theme=theme,
@@ -135,17 +139,6 @@ def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme
     plot_style.label(axes, x="temperature τ", y="information, % of log n")
     plot_style.legend(axes, theme)
     plot_style.save(figure, path)
-
-
-_WORDS = {
-    "softmax": "Softmax of independent logits",
-    "scaled_dot": "Softmax of scaled dot products",
-    "dot": "Softmax of dot products",
-    "cosine": "Softmax of cosines",
-    "relu2": "relu² weights",
-    "identity": "Signed weights, absolute values",
-    "decay": "Geometric decay",
-}
 
 
 def _rest(prediction: Prediction, name: str) -> str:

@@ -67,11 +67,7 @@ class Comparison:
 
 
 def score_error(
-    query: Tensor,
-    key: Tensor,
-    scale: float | None = None,
-    *,
-    added: float = 0.0,
+    query: Tensor, key: Tensor, scale: float | None = None, *, added: float = 0.0
 ) -> float:
     r"""Bound on the rounding error of a score computed in the precision of the sums.
 
@@ -105,7 +101,8 @@ def score_error(
         for tensor in (query, key)
     ]
     terms = (width**0.5 + 4) * factor * longest[0] * longest[1]
-    return float(_roundoff(query.dtype) * (terms + 2 * added))
+    sums = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return float(torch.finfo(sums).eps / 2 * (terms + 2 * added))
 
 
 def compare(
@@ -138,28 +135,25 @@ def compare(
         >>> found.close, found.ratios["n_keys"]
         (False, 0.0)
     """
-    rows: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     tolerances = _tolerances(oracle, measured.state.Z.dtype, score_error, value_norm)
+    ratios: dict[str, float] = {}
+    worst = Comparison("n_keys", (), 0.0, 0.0, 0.0, ratios)
     for name in measured.available:
-        expected = oracle[name].double()
-        found = measured[name].detach().double()
+        expected, found = oracle[name].double(), measured[name].detach().double()
         if found.shape != expected.shape:
             raise ValueError(
                 f"measured and oracle must have the same rows: {name} is {tuple(found.shape)}, the "
                 f"oracle's {tuple(expected.shape)}"
             )
         tolerance = tolerances[name].nan_to_num(0.0, posinf=0.0)
-        rows[name] = found, expected, tolerance, _ratio(found, expected, tolerance)
-    ratios = {
-        name: float(ratio.amax()) if ratio.numel() else 0.0 for name, (*_, ratio) in rows.items()
-    }
-    name = max(ratios, key=ratios.__getitem__)
-    found, expected, tolerance, ratio = rows[name]
-    if not ratio.numel():
-        return Comparison("n_keys", (), 0.0, 0.0, 0.0, ratios)
-    index = tuple(map(int, torch.unravel_index(ratio.argmax(), ratio.shape)))
-    here, should, most = (float(tensor[index]) for tensor in (found, expected, tolerance))
-    return Comparison(name, index, here, should, most, ratios)
+        ratio = _ratio(found, expected, tolerance)
+        largest = float(ratio.amax()) if ratio.numel() else 0.0
+        if ratio.numel() and largest > max(ratios.values(), default=-1.0):
+            index = tuple(map(int, torch.unravel_index(ratio.argmax(), ratio.shape)))
+            here, should, most = (float(values[index]) for values in (found, expected, tolerance))
+            worst = Comparison(name, index, here, should, most, ratios)
+        ratios[name] = largest
+    return worst
 
 
 def assert_close_to_oracle(
@@ -202,12 +196,6 @@ def assert_close_to_oracle(
     if not found.close:
         raise AssertionError(f"{name}: {found}" if name else str(found))
     return found
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    """Unit roundoff of the sums: half of eps; sums are float32 at least."""
-    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.finfo(accumulate).eps / 2
 
 
 def _ratio(found: Tensor, expected: Tensor, tolerance: Tensor) -> Tensor:

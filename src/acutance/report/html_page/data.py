@@ -116,14 +116,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         "colours": [as_hex(anchor) for anchor in ANCHORS],
         "overview": overview(summary),
         "findings": [
-            {
-                "kind": finding.kind,
-                "label": LABELS[finding.kind],
-                "layer": finding.layer,
-                "head": finding.head,
-                "sentence": finding.sentence,
-            }
-            for finding in findings(summary)
+            {"label": LABELS[finding.kind], **asdict(finding)} for finding in findings(summary)
         ],
         "kinds": KINDS,
         "nothing": no_recommendation(summary),
