@@ -8,7 +8,7 @@ import typer
 from acutance.cli import inputs
 from acutance.cli import options as cli
 from acutance.cli.held_out import compare_held_out, record_of
-from acutance.cli.shared import console, fail, pass_progress, refuse
+from acutance.cli.shared import fail, pass_progress, refuse, tell
 
 if TYPE_CHECKING:
     from acutance.calibration.result import Calibration
@@ -106,7 +106,6 @@ def calibrate(options: CalibrateOptions) -> None:
     _check(options)
     from acutance.calibration.result import LossCalibration
     from acutance.judging.paired import HURTS, MIXED
-    from acutance.report.screen import note
 
     calibration = _fit(options)
     verdict = None if calibration.judged is None else calibration.judged["verdict"]
@@ -123,7 +122,7 @@ def calibrate(options: CalibrateOptions) -> None:
         raise typer.Exit(1)
     if nothing:
         rest = "nothing was judged" if options.out is None else f"{options.out} was not written"
-        console().print(note(f"no law was found, so {rest}"), soft_wrap=True)
+        tell(f"no law was found, so {rest}")
 
 
 def _check(options: CalibrateOptions) -> None:
@@ -164,7 +163,6 @@ def _fit(options: CalibrateOptions) -> "Calibration":
     from acutance.calibration.windows import batches, default_lengths, describe_samples, draw
     from acutance.corpus.load_model import HeadError
     from acutance.judging.judge_model import hold_out, loss_of
-    from acutance.report.screen import note
     from acutance.scaling import Window
 
     texts = options.texts()
@@ -206,7 +204,7 @@ def _fit(options: CalibrateOptions) -> "Calibration":
         read = lengths if arguments["loss"].reads_all else lengths[-1:]
     samples = draw(texts, loaded.tokenizer, read, most, options.seed)
     loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
-    console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
+    tell((describe_samples(samples), "dim"))
     drawn: Any = batches(loaded, samples, 1 if by_loss else options.batch_size)
     tokens = sum(batch["input_ids"].numel() for several in drawn.values() for batch in several)
     if len(read) < len(lengths):  # cut from the longest
@@ -235,7 +233,6 @@ def _judge(
     from acutance.judging.changes import LawRemedy
     from acutance.judging.judge_model import loss_of, text_windows
     from acutance.judging.paired import verdict_sentence
-    from acutance.report.screen import note
 
     # a causal model's long windows have the short ones inside
     read = lengths if loss_of(headed).reads_all else lengths[-1:]
@@ -245,5 +242,5 @@ def _judge(
         comparison = compare_held_out(options, headed, windows, [change])
     (law,) = comparison.laws
     where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"
-    console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
+    tell(f"{where}: {verdict_sentence(law)}")
     return replace(calibration, judged=record_of(law, comparison))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from acutance.cli import options as cli
-from acutance.cli.shared import INTERRUPTED, bar, console, misuse
+from acutance.cli.shared import INTERRUPTED, bar, console, misuse, tell
 
 if TYPE_CHECKING:
     from acutance.comparison.runner import Step
@@ -100,7 +100,6 @@ def compare(options: CompareOptions) -> None:
     from acutance.comparison import runner
     from acutance.comparison.figures import draw
     from acutance.probing.query_key_sample import load_queries_keys
-    from acutance.report.screen import note
 
     if options.listing:
         console(stderr=False).print(_listing())
@@ -123,7 +122,7 @@ def compare(options: CompareOptions) -> None:
         given = cli.keywords(runner.compare, options, n=n, source=source, progress=advance)
         comparison = runner.compare(mechanisms, **given)
     if not comparison.complete:
-        console().print(note(("interrupted", "yellow"), ": the results so far follow"))
+        tell(("interrupted", "yellow"), ": the results so far follow")
     drawn = partial(draw, comparison) if comparison.complete else None
     options.write_and_show(comparison.table, comparison.to_dict, drawn)
     if not comparison.complete:

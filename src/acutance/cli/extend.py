@@ -8,7 +8,7 @@ import typer
 
 from acutance.cli import options as cli
 from acutance.cli.inputs import about_run, lengths_noted, read_laws, read_windows
-from acutance.cli.shared import console, progress, refuse
+from acutance.cli.shared import console, progress, refuse, tell
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,6 @@ def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
     """What was chosen, the record and the page, and how to use them."""
     from acutance.extending.page import page
     from acutance.files import write_text
-    from acutance.report.screen import note
 
     folder.mkdir(exist_ok=True)
     for stale in ("config.json", "law.json"):  # of an earlier search
@@ -145,4 +144,4 @@ def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
         use = f'apply it with: acutance.apply(model, "{folder / name}")'
     elif found.helps and found.chosen is not None:  # heads that are off
         use = f'apply it with: acutance.apply(model, "{found.chosen.name}")'
-    console().print(note(("written to", "dim"), f" {folder}: {use}"), soft_wrap=True)
+    tell(("written to", "dim"), f" {folder}: {use}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from acutance.cli import options as cli
 from acutance.cli.inputs import noted
-from acutance.cli.shared import console, plain_errors, progress
+from acutance.cli.shared import console, plain_errors, progress, tell
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,6 @@ class Judged:
         """
         from acutance.calibration.law import Law
         from acutance.judging.changes import HeadsOff, LawRemedy
-        from acutance.report.screen import note
 
         lines = []
         best, change = min(
@@ -90,7 +89,7 @@ class Judged:
             for law, _ in self.helping(HeadsOff)
         ]
         for line in lines:
-            console().print(note(line), soft_wrap=True)
+            tell(line)
 
 
 def record_of(law: "LawComparison", comparison: "LossComparison") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from acutance.cli.shared import bar, console, misuse
+from acutance.cli.shared import bar, console, misuse, tell
 
 if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
@@ -69,9 +69,7 @@ def read_laws(texts: Iterable[str]) -> list[Change]:
 
 def noted(text: str, *, sign: str = "note") -> None:
     """Print a sentence on standard error, behind a yellow word."""
-    from acutance.report.screen import note
-
-    console().print(note((sign, "yellow"), f": {text}"), soft_wrap=True)
+    tell((sign, "yellow"), f": {text}")
 
 
 def note_lengths(model: Any, lengths: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli import options as cli
-from acutance.cli.shared import console
+from acutance.cli.shared import tell
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -32,12 +32,11 @@ class MergeOptions(cli.SummaryOptions):
 def merge(options: MergeOptions) -> None:
     """Merge the states of shards that were probed separately."""
     from acutance.report.exports import summary_view
-    from acutance.report.screen import note
     from acutance.summary.state import merge_states
 
     state = merge_states(options.states)
     if not state.run.complete:
         done = f": {state.run.windows} of {state.run.total} windows"
-        console().print(note(("incomplete", "yellow"), done))
+        tell(("incomplete", "yellow"), done)
     view = partial(summary_view, state.summary)
     options.write_summary(state.summary, view, files={"state": (options.out, state.save)})

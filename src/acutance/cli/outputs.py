@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acutance.cli.shared import console, refuse
+from acutance.cli.shared import console, refuse, tell
 from acutance.files import holds_state, may_write, put_json, write_each
 
 Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
@@ -98,8 +98,6 @@ def write_and_show(
     Raises:
         Exception: the first error of a writer, after all have been tried.
     """
-    from acutance.report.screen import note
-
     if json is not None:
         path_of_json, record = json
         files["json"] = path_of_json, lambda path: put_json(record(), path)
@@ -113,7 +111,7 @@ def write_and_show(
     def written(name: str) -> None:
         path = files[name][0] if name in files else None
         if path is not None and str(path) != "-":
-            console().print(note((f"{name} written to", "dim"), f" {path}"))
+            tell((f"{name} written to", "dim"), f" {path}")
 
     write_each(steps, written)
 

@@ -9,7 +9,7 @@ import typer
 
 from acutance.cli import options as cli
 from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import console, refuse
+from acutance.cli.shared import refuse, tell
 
 if TYPE_CHECKING:
     from acutance.caching import CachePlan
@@ -79,7 +79,7 @@ def plan(options: PlanOptions) -> None:
         **{name: (path, partial(export, name)) for name, path in exports.items()},
     )
     for sentence in lost:
-        console().print(sentence, soft_wrap=True)
+        tell(sentence)
 
 
 def _read(options: PlanOptions) -> "CachePlan":

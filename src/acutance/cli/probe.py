@@ -13,7 +13,7 @@ import typer
 from acutance.cli import options as cli
 from acutance.cli.held_out import Judged, judge_proposals
 from acutance.cli.inputs import reading
-from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress, refuse
+from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, progress, refuse, tell
 
 if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
@@ -298,16 +298,15 @@ def _show(outcome: "Outcome", options: ProbeOptions, judged: Judged | None) -> N
     """Show and write the results of a run, whose state is written already."""
     from acutance.probing.probe import ProbeError
     from acutance.report.exports import summary_view
-    from acutance.report.screen import note
 
     if outcome.state is None:
         raise KeyboardInterrupt
     summary, run = outcome.state.summary, outcome.state.run
     if outcome.resumed:
-        console().print(f"resumed after {outcome.resumed} windows")
+        tell(f"resumed after {outcome.resumed} windows")
     if not outcome.finished:
         done = f" after {run.windows} of {run.total} windows"
-        console().print(note(("interrupted", "yellow"), done))
+        tell(("interrupted", "yellow"), done)
     files: dict[str, Any] = {"state": (options.save, lambda _: None)}
     key_norms = table = None
     if options.keep_qk is not None and (opened := outcome.probe) is not None:

@@ -72,6 +72,13 @@ def console(*, stderr: bool = True) -> Any:
     return Screen(stderr=stderr)
 
 
+def tell(*parts: str | tuple[str, str]) -> None:
+    """Print a line of texts and (text, style) pairs on standard error."""
+    from acutance.report.screen import note
+
+    console().print(note(*parts), soft_wrap=True)
+
+
 def ended_as_interrupted() -> None:
     """Let SIGTERM end a command like Ctrl-C: the state is written, exit code 130."""
     with suppress(ValueError):  # another thread than the main one takes no signals
