@@ -111,7 +111,7 @@ def write_and_show(
     def written(name: str) -> None:
         path = files[name][0] if name in files else None
         if path is not None and str(path) != "-":
-            tell((f"{name} written to", "dim"), f" {path}")
+            tell((f"{name} written to", "dim"), f" {path}", whole=False)
 
     write_each(steps, written)
 

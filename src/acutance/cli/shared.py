@@ -72,11 +72,11 @@ def console(*, stderr: bool = True) -> Any:
     return Screen(stderr=stderr)
 
 
-def tell(*parts: str | tuple[str, str]) -> None:
-    """Print a line of texts and (text, style) pairs on standard error."""
+def tell(*parts: str | tuple[str, str], whole: bool = True) -> None:
+    """Print texts and (text, style) pairs on standard error, as one line if ``whole``."""
     from acutance.report.screen import note
 
-    console().print(note(*parts), soft_wrap=True)
+    console().print(note(*parts), soft_wrap=whole)
 
 
 def ended_as_interrupted() -> None:
