@@ -85,9 +85,7 @@ class PredictedHeads:
 
 SCHEMA = "acutance.head_summary/1"
 #: Attributes that files and tables are made with; ``dir`` leaves them out.
-_FOR_FILES = frozenset(
-    {"optional_parts", "column", "facts", "grid", "judgements", "parts", "places"}
-)
+_FOR_FILES = {"optional_parts", "column", "facts", "grid", "judgements", "parts", "places"}
 
 
 class Columns:
@@ -160,8 +158,7 @@ class HeadSummary(Columns):
 
     def _repr_html_(self) -> str:
         """The table as HTML, for notebooks."""
-        frame = self.to_frame()
-        to_html = getattr(frame, "_repr_html_", None)
+        to_html = getattr(self.to_frame(), "_repr_html_", None)
         return str(to_html()) if to_html is not None else html.escape(repr(self))
 
     @property
@@ -191,8 +188,7 @@ class HeadSummary(Columns):
 
     def __post_init__(self) -> None:
         expected = (sum(layer.heads for layer in self.layers), len(self.metrics))
-        shape = tuple(self.moments.count.shape)
-        if shape != expected:
+        if (shape := tuple(self.moments.count.shape)) != expected:
             raise ValueError(f"moments must have shape (heads, metrics) = {expected}, got {shape}")
 
     def column(self, name: str) -> int:
@@ -258,8 +254,8 @@ class HeadSummary(Columns):
 
         Layers may have different numbers of heads.
         """
-        by_layer = self.mean(name).split([layer.heads for layer in self.layers])
-        return [means.tolist() for means in by_layer]
+        sizes = [layer.heads for layer in self.layers]
+        return [means.tolist() for means in self.mean(name).split(sizes)]
 
     def predict(self, n: float | None = None) -> PredictedHeads:
         """Predict entropy, effective keys, top and first weight of each head from four numbers.
@@ -343,10 +339,9 @@ class HeadSummary(Columns):
                 differ.
         """
         if self.metrics != other.metrics:
-            recorded, others = ", ".join(self.metrics), ", ".join(other.metrics)
             raise ValueError(
                 "summaries can be merged only if they recorded the same metrics, got "
-                f"{recorded} in one and {others} in the other"
+                f"{', '.join(self.metrics)} in one and {', '.join(other.metrics)} in the other"
             )
         layers: dict[str, LayerSummary] = {}
         for record in (*self._by_layer(), *other._by_layer()):
