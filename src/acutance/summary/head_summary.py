@@ -244,7 +244,7 @@ class HeadSummary(Columns):
             return None
         return list(self.predict().predicted["entropy"].tolist())
 
-    @property
+    @cached_property
     def sampled(self) -> bool:
         """Whether any layer's rows were sampled."""
         return any(layer.skipped for layer in self.layers)
@@ -295,28 +295,28 @@ class HeadSummary(Columns):
         else:
             octave = torch.full((len(heads),), min(int(math.log2(n)), profile.octaves - 1))
 
-        def of(values: Tensor, name: str) -> Tensor:
-            return values[heads, metrics.index(name), octave]
-
-        first, std, jensen = (of(profile.mean, name) for name in PREDICTED_FROM)
+        mean, count, std = (  # (heads, metrics), in the octave of each head
+            values[heads, :, octave] for values in (profile.mean, profile.count, profile.std)
+        )
+        columns = [metrics.index(name) for name in PREDICTED_FROM]
+        first, rest_std, jensen = mean[:, columns].unbind(1)
         keys = profile.log_n[heads, octave].exp()
-        usable = (of(profile.count, PREDICTED_FROM[0]) > 0) & (keys >= _FEWEST_KEYS)
+        usable = (count[:, columns[0]] > 0) & (keys >= _FEWEST_KEYS)
         if "sink_mass" in metrics:
-            usable &= of(profile.mean, "sink_mass") == 0
+            usable &= mean[:, metrics.index("sink_mass")] == 0
         expected = expected_head_metrics(
             np.where(usable, keys, _FEWEST_KEYS),
             first_gap=torch.where(usable, first, math.nan).numpy(),
-            first_gap_std=of(profile.std, PREDICTED_FROM[0]).nan_to_num(0.0).numpy(),
-            rest_logit_std=std.clamp(min=0).numpy(),
+            first_gap_std=std[:, columns[0]].nan_to_num(0.0).numpy(),
+            rest_logit_std=rest_std.clamp(min=0).numpy(),
             rest_jensen_gap=jensen.clamp(min=0).numpy(),
         )
+        measured = mean.masked_fill(count == 0, math.nan)
         return PredictedHeads(
             n=torch.where(rows.sum(1) > 0, keys, math.nan),
             predicted={name: torch.as_tensor(getattr(expected, name)) for name in PREDICTED},
             measured={
-                name: of(profile.mean, name).masked_fill(of(profile.count, name) == 0, math.nan)
-                for name in PREDICTED
-                if name in metrics
+                name: measured[:, metrics.index(name)] for name in PREDICTED if name in metrics
             },
             skewness=torch.as_tensor(expected.skewness),
             impossible=torch.as_tensor(
