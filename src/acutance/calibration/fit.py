@@ -390,12 +390,8 @@ class LayerFit:
 
     def errors(self) -> Tensor:
         """Standard errors of the factors, (knots, heads): those of the values over their slopes."""
-        error = self._error(self.values)
+        error = self.values.error(self.reference)
         return self.factors * error / self.values.slope.abs().clamp(min=1e-9)
-
-    def _error(self, values: LayerValues) -> Tensor:
-        """Standard error of the distance from the target, (knots, heads)."""
-        return values.error(self.reference)
 
     def _matters(self, values: LayerValues) -> Tensor:
         """Whether a value differs from its target by more than noise and enough to be corrected.
@@ -405,7 +401,7 @@ class LayerFit:
         """
         away = (values.value - self.wanted).abs()
         worth = (_WORTH * self.wanted.abs()).clamp(min=self._target.floor)
-        noise = self._error(values) * values.widening()
+        noise = values.error(self.reference) * values.widening()
         return (away > noise) & (away > worth) & self.possible
 
     # -- the result --------------------------------------------------------------------------------

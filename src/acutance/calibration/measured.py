@@ -372,9 +372,8 @@ class LayerValues:
 
     def widening(self) -> Tensor:
         """Student's two-sided 5 % quantile for the groups at each knot, (knots, 1)."""
-        degrees = (self.present.sum(0) - 1).tolist()
-        quantiles = [student_t_quantile(count) for count in degrees]
-        return torch.tensor(quantiles, dtype=torch.float64).unsqueeze(1)
+        quantiles = map(student_t_quantile, (self.present.sum(0) - 1).tolist())
+        return torch.tensor([*quantiles], dtype=torch.float64).unsqueeze(1)
 
 
 def _at(sums: Tensor, knots: tuple[int, ...]) -> Tensor:

@@ -454,10 +454,7 @@ class _Part:
 
     def _masked(self, read: Tensor) -> dict[str, Any]:
         """Arguments that leave only the keys visible where the boolean ``read`` is True."""
-        mask = self.call.attn_mask
-        if mask is not None and mask.dtype != torch.bool:
-            read = mask.masked_fill(torch.logical_not(read), -torch.inf)
-        return {"attn_mask": read, "bias": self.call.bias}
+        return {"attn_mask": _hiding(read, self.call.attn_mask), "bias": self.call.bias}
 
     def _by_position(self, hidden: Tensor | None, total: int) -> dict[str, Any]:
         """Masks by position of ``total`` keys; a tensor ``hidden`` also hides keys before it."""
@@ -635,6 +632,13 @@ class Replacement:
         return _masked(AttentionCall(**shared), call.windows, call.keys)
 
 
+def _hiding(read: Tensor, mask: Tensor | None) -> Tensor:
+    """The boolean mask ``read``, or where there are numbers to add these, with its keys alone."""
+    if mask is None or mask.dtype == torch.bool:
+        return read
+    return mask.masked_fill(torch.logical_not(read), -torch.inf)
+
+
 def _masked(
     call: AttentionCall, windows: Sequence[Window | None], keys: VisibleKeys
 ) -> AttentionCall:
@@ -648,10 +652,7 @@ def _masked(
     different = list(dict.fromkeys(windows))
     windows = different if len(different) == 1 else windows
     with torch.no_grad():
-        read = seen_through(windows, keys)
-        mask = call.attn_mask
-        if mask is not None and mask.dtype != torch.bool:
-            read = mask.masked_fill(torch.logical_not(read), -torch.inf)
+        read = _hiding(seen_through(windows, keys), call.attn_mask)
     return replace(
         call, attn_mask=read, is_causal=False, query_offset=0, key_mask=None, cu_seqlens=None
     )

@@ -259,12 +259,11 @@ def _pieces(batch: AnyBatch, length: int, pieces: int) -> tuple[AnyBatch, Tensor
     whole, own = _length(batch), _rows(batch)
     made: dict[str, Any] = {}
     for name, part in batch.items():
-        if isinstance(part, Tensor) and part.dim() >= 2 and tuple(part.shape[:2]) == (own, whole):
+        made[name] = part
+        if isinstance(part, Tensor) and part.shape[:2] == (own, whole):
             made[name] = _cut(part, length, pieces)
-        elif isinstance(part, Tensor) and part.dim() >= 1 and part.shape[0] == own:
+        elif isinstance(part, Tensor) and part.shape[:1] == (own,):
             made[name] = part.repeat_interleave(pieces, 0)
-        else:
-            made[name] = part
     mask = made.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return made, None

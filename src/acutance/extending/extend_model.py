@@ -218,27 +218,21 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Change
         ]
         if base is not None:  # else the settings are by type of layer
             rope.append(RopeRemedy("default", {"rope_theta": round(base * ratio, 3)}))
-    names = [f"clip_log_n:train_length={train_length}", *_windows(train_length, to, bool(rope))]
-    return [*rope, *(named_change(name) for name in names)]
-
-
-def _windows(train_length: int, to: int, moved: bool) -> list[str]:
-    """Windows to try, as texts of laws, that leave rows up to the trained length unchanged.
-
-    Windows that only drop keys come first; those that move keys are included if ``moved``.
-    """
     half, quarter = max(1, train_length // 2), max(1, train_length // 4)
-    found = [f"size={train_length}", f"size={half}"]
-    if moved:
-        found += [
+    windows = [f"size={train_length}", f"size={half}"]  # those that only drop keys come first
+    if rope:
+        windows += [
             f"size={max(1, train_length - 4)},sinks=4,sink_positions=window",
             f"size={half},sinks=4,sink_positions=window",
             f"size={half},far=clamp",
         ]
         for size in (half, quarter):  # the farthest key just within the trained length, and nearer
             least = math.ceil((to - size) / (train_length - size))
-            found += [f"size={size},far=group,group={group}" for group in (least, least + 1)]
-    return [f"window:{one},beyond={train_length}" for one in found]
+            windows += [f"size={size},far=group,group={group}" for group in (least, least + 1)]
+    # rows up to the trained length stay as they are
+    names = [f"window:{one},beyond={train_length}" for one in windows]
+    changes = [named_change(one) for one in (f"clip_log_n:train_length={train_length}", *names)]
+    return [*rope, *changes]
 
 
 def trained_length(model: torch.nn.Module, given: int | None) -> int:

@@ -281,46 +281,24 @@ def compare_losses(
     in_all = (1 - CONFIDENCE) / (len(names) * (1 + several))
     found = []
     for index, name in enumerate(names, 1):
-        parts = {
-            k: _part(
-                table[index, :, k] - table[0, :, k],
-                count[:, k],
-                float(table[0, :, k].sum()),
-                in_octaves if several and k < len(ranges) else in_all,
-                ranges[k] if k < len(ranges) else (ranges[there[0]][0], ranges[there[-1]][1]),
+        parts = []
+        for k in (*there, counts.shape[1]):  # the last has all predictions
+            has = count[:, k] > 0
+            difference, many = (table[index, :, k] - table[0, :, k])[has], count[has, k]
+            delta, error = map(float, ratio(difference, many))
+            half, miss = math.inf, in_octaves if several and k < len(ranges) else in_all
+            if len(many) > 1:
+                quantile = student_t_quantile(len(many) - 1, 1 - miss / 2)
+                half = max(quantile * error, _ROUNDING)
+            loss = float(table[0, :, k].sum()) / float(many.sum())
+            n: tuple[int, int] = (
+                ranges[k] if k < len(ranges) else (ranges[there[0]][0], ranges[there[-1]][1])
             )
-            for k in (*there, counts.shape[1])
-        }
-        whole = parts.pop(counts.shape[1])
-        found.append(LawComparison(name, whole, tuple(parts.values())))
+            error = error if len(many) > 1 else math.nan
+            parts.append(Part(*n, delta, error, delta - half, delta + half, loss))
+        *by_octave, overall = parts
+        found.append(LawComparison(name, overall, tuple(by_octave)))
     return tuple(found)
-
-
-def _part(difference: Tensor, count: Tensor, loss: float, miss: float, n: tuple[int, int]) -> Part:
-    """The effect on one range of n, from sums over groups of windows.
-
-    Args:
-        difference: sum over each group of the loss under the law minus that without, (groups,).
-        count: number of predictions of each group.
-        loss: sum of the losses without the law.
-        miss: probability that the interval does not contain the true difference.
-        n: smallest and largest n of the range.
-    """
-    has = count > 0
-    difference, count = difference[has], count[has]
-    number = int(has.sum())
-    delta, error = map(float, ratio(difference, count))
-    half = math.inf
-    if number > 1:
-        half = max(student_t_quantile(number - 1, 1 - miss / 2) * error, _ROUNDING)
-    return Part(
-        *n,
-        delta,
-        error if number > 1 else math.nan,
-        delta - half,
-        delta + half,
-        loss / float(count.sum()),
-    )
 
 
 def conclusion(comparison: LossComparison) -> str:

@@ -95,8 +95,16 @@ def proposed_remedies(
     kinds = len(found)
     if any("dilution" in head.rules for head in heads):
         trained = longest(model) if train_length is None else train_length
-        if trained is None or length <= trained:
-            left_out.append(_not_beyond(trained, length))
+        if trained is None:
+            left_out.append(
+                "Entropy grows with n, but log n was not judged: the configuration does not say on "
+                "how many tokens the model was trained; --train-length does."
+            )
+        elif length <= trained:
+            left_out.append(
+                "Entropy grows with n, but log n was not judged: clipped at the trained length "
+                f"{trained} it changes nothing in windows of {length} tokens."
+            )
         else:
             law = LawRemedy(f"clip_log_n:train_length={trained}", ClipLogN(trained))
             found.append((law, "sharpens attention beyond the trained length"))
@@ -113,19 +121,6 @@ def proposed_remedies(
         left_out.append("The statistics suggest no change that the loss could judge.")
     return Proposals(
         tuple(remedy for remedy, _ in found), tuple(why for _, why in found), tuple(left_out)
-    )
-
-
-def _not_beyond(trained: int | None, length: int) -> str:
-    """Why log n, clipped at the trained length, cannot be judged."""
-    if trained is None:
-        return (
-            "Entropy grows with n, but log n was not judged: the configuration does not say on how "
-            "many tokens the model was trained; --train-length does."
-        )
-    return (
-        f"Entropy grows with n, but log n was not judged: clipped at the trained length {trained} "
-        f"it changes nothing in windows of {length} tokens."
     )
 
 
