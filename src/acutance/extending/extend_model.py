@@ -105,7 +105,28 @@ def extend(
         >>> found.chosen.name, found.helps
         ('clip_log_n:train_length=128', True)
     """
-    trained = _checked(model, to, windows, train_length)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_count("to", to, 2)
+    given: Any = windows
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
+        what = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"windows must be token IDs of shape (windows, L), got {what}")
+    trained = trained_length(model, train_length)
+    if to <= trained:
+        raise ValueError(
+            f"to must be above the trained length, got to={to} and train_length={trained}"
+        )
+    if len(windows) < 4 or windows.shape[1] < to:
+        raise ValueError(
+            f"windows must be at least 4 of at least {to} tokens, two to search on and two for "
+            f"the final numbers, got {tuple(windows.shape)}"
+        )
+    limit = longest(model)
+    if positions_are_learned(model) and limit is not None and to > limit:
+        raise ValueError(
+            f"the model has {limit} learned positions, and no setting gives it more, got to={to}"
+        )
     count = len(windows)
     last = max(2, count // 2) if final is None else check_count("final", final, 2)
     if count - last < 1:
@@ -249,37 +270,6 @@ def trained_length(model: torch.nn.Module, given: int | None) -> int:
     if found is None:
         raise ValueError("train_length must be given: the model's configuration has none")
     return found
-
-
-def _checked(model: Any, to: int, windows: Any, given: int | None) -> int:
-    """Check the arguments of :func:`extend` and return the trained length.
-
-    Raises:
-        TypeError: if an argument is of the wrong kind.
-        ValueError: if one is out of range.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_count("to", to, 2)
-    if not isinstance(windows, Tensor) or windows.dim() != 2 or windows.is_floating_point():
-        what = tuple(windows.shape) if isinstance(windows, Tensor) else type(windows).__name__
-        raise TypeError(f"windows must be token IDs of shape (windows, L), got {what}")
-    trained = trained_length(model, given)
-    if to <= trained:
-        raise ValueError(
-            f"to must be above the trained length, got to={to} and train_length={trained}"
-        )
-    if len(windows) < 4 or windows.shape[1] < to:
-        raise ValueError(
-            f"windows must be at least 4 of at least {to} tokens, two to search on and two for "
-            f"the final numbers, got {tuple(windows.shape)}"
-        )
-    limit = longest(model)
-    if positions_are_learned(model) and limit is not None and to > limit:
-        raise ValueError(
-            f"the model has {limit} learned positions, and no setting gives it more, got to={to}"
-        )
-    return trained
 
 
 def _ranges(train_length: int, to: int) -> list[tuple[int, int]]:

@@ -87,48 +87,36 @@ def head_slopes(
     windows = [scaling_and_window(one)[1] for one in (best, *others)]
     moving = any(window is not None and window.moves for window in windows)
     rotary = find_rotary(model, layers.values()) if moving else [None] * len(layers)
-    comparison = _Comparison(dict(zip(layers, rotary, strict=True)), others)
+    of_layer = dict(zip(layers, rotary, strict=True))
+    sums: dict[str, Tensor] = {}
+    known: Any = None  # the mask and shapes of the last call: those of most layers are the same
+    keys: Any = None  # what its rows see
+
+    def add(call: AttentionCall, output: Tensor, gradient: Tensor) -> None:
+        """Add the derivatives of one call, whose output and gradient are (B, H, L, E)."""
+        nonlocal known, keys
+        own = call.attn_mask, call.query.shape, call.key.shape
+        if known is None or known[0] is not own[0] or known[1:] != own[1:]:
+            known, keys = own, VisibleKeys.of(call)
+        parts = []
+        for other in others:
+            away = _through(call, other, of_layer[call.module], keys) - output
+            by_row = (gradient.float() * away.float()).sum((0, 3))  # (H, L)
+            pieces = by_row.double().tensor_split(_PIECES, 1)
+            parts.append(torch.stack([piece.sum(1) for piece in pieces], 1))
+        sums[call.module] = sums.get(call.module, 0.0) + torch.stack(parts).cpu()
+
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         prepared(model),
         LawRemedy("", best).applied(model),
-        huggingface.intercept(output_gradients(layers, comparison.add), outermost=True),
+        huggingface.intercept(output_gradients(layers, add), outermost=True),
         set_checkpoint_early_stop(False),
     ):
         scored = loss.backward(model, batch)
     count = int((~scored.loss.isnan()).sum())
-    return {name: comparison.sums[name] / count for name in layers}
-
-
-class _Comparison:
-    """Compares what heads return with what they would under other laws.
-
-    Args:
-        rotary: rotary embedding of each layer by name; None where no window moves keys.
-        others: the other laws.
-
-    Attributes:
-        sums: for each layer the derivative of the summed loss, (others, heads, pieces).
-    """
-
-    def __init__(self, rotary: Mapping[str, Rotary | None], others: Sequence[LawPart]) -> None:
-        self._rotary, self._others = rotary, others
-        self._keys: tuple[Any, VisibleKeys] | None = None
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, call: AttentionCall, output: Tensor, gradient: Tensor) -> None:
-        """Add the derivatives of one call, whose output and gradient are (B, H, L, E)."""
-        place = call.attn_mask, call.query.shape, call.key.shape
-        if self._keys is None or self._keys[0][0] is not place[0] or self._keys[0][1:] != place[1:]:
-            self._keys = place, VisibleKeys.of(call)
-        keys, rotary, parts = self._keys[1], self._rotary[call.module], []
-        for other in self._others:
-            away = _through(call, other, rotary, keys) - output
-            by_row = (gradient.float() * away.float()).sum((0, 3))  # (H, L)
-            pieces = by_row.double().tensor_split(_PIECES, 1)
-            parts.append(torch.stack([piece.sum(1) for piece in pieces], 1))
-        self.sums[call.module] = self.sums.get(call.module, 0.0) + torch.stack(parts).cpu()
+    return {name: sums[name] / count for name in layers}
 
 
 def _through(

@@ -279,6 +279,7 @@ def compare_losses(
     several = len(there) > 1  # a single octave has all predictions, and says the same
     in_octaves = (1 - CONFIDENCE) / (2 * len(names) * len(there)) if several else 0.0
     in_all = (1 - CONFIDENCE) / (len(names) * (1 + several))
+    places = [*ranges, (ranges[there[0]][0], ranges[there[-1]][1])]
     found = []
     for index, name in enumerate(names, 1):
         parts = []
@@ -291,11 +292,8 @@ def compare_losses(
                 quantile = student_t_quantile(len(many) - 1, 1 - miss / 2)
                 half = max(quantile * error, _ROUNDING)
             loss = float(table[0, :, k].sum()) / float(many.sum())
-            n: tuple[int, int] = (
-                ranges[k] if k < len(ranges) else (ranges[there[0]][0], ranges[there[-1]][1])
-            )
-            error = error if len(many) > 1 else math.nan
-            parts.append(Part(*n, delta, error, delta - half, delta + half, loss))
+            (first, last), error = places[k], error if len(many) > 1 else math.nan
+            parts.append(Part(first, last, delta, error, delta - half, delta + half, loss))
         *by_octave, overall = parts
         found.append(LawComparison(name, overall, tuple(by_octave)))
     return tuple(found)
