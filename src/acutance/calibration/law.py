@@ -260,7 +260,7 @@ class HeadLaws:
             scalings=tuple(scalings),
             all_windows=tuple(windows),
             needs_entropy=needs_entropy,
-            by_count=not needs_entropy and all(isinstance(one, Scaling) for one in scalings),
+            by_count=not needs_entropy and all(map(attrgetter("constant"), scalings)),
             moves=any(map(attrgetter("moves"), windows)),
         )
 

@@ -348,6 +348,8 @@ class LearnedScaling(nn.Module, Factor):
         num_heads: Hq, the query heads.
     """
 
+    constant = False
+
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.num_heads = check_count("num_heads", num_heads, 1)

@@ -70,6 +70,8 @@ class Factor:
 
     #: Whether :meth:`factor` needs the measured entropy of each row.
     needs_entropy: ClassVar[bool] = False
+    #: Whether its parameters stay as they are.
+    constant: ClassVar[bool] = True
 
     def factor(
         self,
