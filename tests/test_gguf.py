@@ -164,10 +164,10 @@ def test_names_that_are_near_a_file_say_what_to_do(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acutance.corpus.ranks import Ranks, SingleProcess
+    from acutance.corpus.ranks import Ranks
 
     for found, device in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
-        assert SingleProcess().device("auto") == device
+        assert Ranks().device("auto") == device
         assert Ranks(1, 2, 1).device("auto") == {"cpu": "cpu", "cuda": "cuda:1"}[device]
-        assert SingleProcess().device("mps") == "mps"
+        assert Ranks().device("mps") == "mps"

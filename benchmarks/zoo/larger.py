@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance.capture.find_layers import module_name as label
-from acutance.training.projections import NAMES, Projections, find_layouts
+from acutance.training.qk_clip import NAMES, Projections, find_layouts
 
 _NORMS = (
     *("{0}_norm", "{0}_layernorm", "{0}_layer_norm", "{0}_ln", "norm_{0}", "ln_{0}"),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from acutance.corpus.probe_corpus import run_windows
-from acutance.corpus.ranks import RankError, Ranks, SingleProcess, world
+from acutance.corpus.ranks import RankError, Ranks, world
 from acutance.probing import HeadSummary, all_reduce_summary, load, load_state
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
@@ -27,7 +27,7 @@ assert_same_rows = TOY["assert_same_rows"]
 SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
 
 
-def run(here: SingleProcess, model: Any = None, pieces: Any = None, **given: Any) -> Any:
+def run(here: Ranks, model: Any = None, pieces: Any = None, **given: Any) -> Any:
     return run_windows(model or text_model(), pieces or windows(), options(**given), {}, here)
 
 
@@ -89,9 +89,7 @@ def work(folder: Path) -> None:
         rest = run(here, save=folder / "stopped", resume=True)
         met["resumed"] = rest.resumed, rest.finished
         attempt("settings", lambda: run(here, save=folder / "whole", resume=True, batch_size=3))
-        summary = run(
-            SingleProcess(), pieces=windows()[4 * here.rank : 4 * here.rank + 4]
-        ).state.summary
+        summary = run(Ranks(), pieces=windows()[4 * here.rank : 4 * here.rank + 4]).state.summary
         everywhere = all_reduce_summary(summary)
         everywhere.save(folder / f"all{here.rank}")
         all_reduce_summary(None if here.rank == 0 else summary).save(folder / f"but{here.rank}")
@@ -143,7 +141,7 @@ def alone() -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have
     try:
-        yield run(SingleProcess()).state
+        yield run(Ranks()).state
     finally:
         torch.set_num_threads(threads)
 
@@ -164,7 +162,7 @@ def test_ranks_equal_one_process(ranks: Any, alone: Any) -> None:
 def test_ranks_without_a_batch(ranks: Any) -> None:
     found = load_state(ranks[0] / "short")
     assert found.run.done == ((0, 2),)
-    assert_same_rows(found.summary, run(SingleProcess(), pieces=windows(2)).state.summary)
+    assert_same_rows(found.summary, run(Ranks(), pieces=windows(2)).state.summary)
 
 
 def test_an_error_on_one_rank_ends_all(ranks: Any) -> None:
@@ -201,7 +199,7 @@ def test_summaries_of_any_loop_are_reduced(ranks: Any) -> None:
     folder, met = ranks
     size = len(met)
     parts = [
-        run(SingleProcess(), pieces=windows()[4 * rank : 4 * rank + 4]).state.summary
+        run(Ranks(), pieces=windows()[4 * rank : 4 * rank + 4]).state.summary
         for rank in range(size)
     ]
     for rank in range(size):
@@ -246,13 +244,13 @@ def test_one_process_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     with world() as here:
-        assert (type(here), here.rank, here.size) == (SingleProcess, 0, 1)
+        assert (type(here), here.rank, here.size) == (Ranks, 0, 1)
         assert here.device("cuda") == "cuda"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with world() as here:
-        assert type(here) is SingleProcess
+        assert type(here) is Ranks
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options, run_windows
-from acutance.corpus.ranks import SingleProcess
+from acutance.corpus.ranks import Ranks
 from acutance.corpus.ray_data import _add, _Prober, _tasks, _texts
 from acutance.probing import State, probe_dataset
 
@@ -66,7 +66,7 @@ def whole() -> Iterator[tuple[State, list[list[int]]]]:
     loaded = load()
     texts = [corpus.Text(str(index), text) for index, text in enumerate(SENTENCES)]
     pieces = corpus.windows(texts, loaded.tokenizer, OPTIONS.length)
-    state = run_windows(loaded, pieces, OPTIONS, {}, SingleProcess()).state
+    state = run_windows(loaded, pieces, OPTIONS, {}, Ranks()).state
     assert state is not None
     yield state, pieces
     torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ import torch
 
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import run_windows
-from acutance.corpus.ranks import SingleProcess
+from acutance.corpus.ranks import Ranks
 from acutance.corpus.texts import model_digest, text_digest
 from acutance.files import write_text, write_whole
 from acutance.probing import load_state
@@ -32,7 +32,7 @@ WINDOWS = 40
 
 
 def run(pieces: Any, given: Any, model: TextModel | None = None) -> Any:
-    return run_windows(model or text_model(), pieces, given, {}, SingleProcess())
+    return run_windows(model or text_model(), pieces, given, {}, Ranks())
 
 
 def name(piece: list[int]) -> str:
@@ -165,7 +165,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
     def look(*_: object) -> None:
         seen.append(load_state(path).run.windows if path.exists() else 0)
 
-    run_windows(text_model(), pieces, options(save=path, save_every=6), {}, SingleProcess(), look)
+    run_windows(text_model(), pieces, options(save=path, save_every=6), {}, Ranks(), look)
     assert seen == [0, 0, 0, 6, 6, 6, 12, 12, 12, 18, 18, 18]
     assert load_state(path).run.windows == len(pieces) == 23
 

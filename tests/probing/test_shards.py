@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import acutance
 from acutance.cli import app
 from acutance.corpus.probe_corpus import run_windows
-from acutance.corpus.ranks import SingleProcess
+from acutance.corpus.ranks import Ranks
 from acutance.probing import Shard, load_state, merge_states
 from acutance.summary.state import ranges
 
@@ -26,7 +26,7 @@ assert_same_rows = TOY["assert_same_rows"]
 
 def run(seed: int = 0, pieces: Any = None, **given: Any) -> Any:
     return run_windows(
-        text_model(seed), pieces or windows(), options(**given), {"text": ["a"]}, SingleProcess()
+        text_model(seed), pieces or windows(), options(**given), {"text": ["a"]}, Ranks()
     )
 
 

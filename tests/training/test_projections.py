@@ -10,7 +10,7 @@ from torch import nn
 
 from acutance import training
 from acutance.training.across_ranks import multiply
-from acutance.training.projections import HeadSlices, find_layouts
+from acutance.training.qk_clip import HeadSlices, find_layouts
 from tests.contract.training.test_projections import HEADS, WIDTH, Attend, attending
 
 

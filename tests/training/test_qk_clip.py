@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from acutance import training
-from acutance.training.projections import find_layouts
+from acutance.training.qk_clip import find_layouts
 from tests.contract.training.test_qk_clip import (
     LANGUAGE,
     MODULES,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance import training
-from acutance.training.projections import LAYOUTS
+from acutance.training.qk_clip import LAYOUTS
 from tests.contract.training.test_qk_clip_use import Plain
 
 

@@ -541,7 +541,9 @@ def _loss(read: Windows, plan: CachePlan | None, batch: dict[str, Any]) -> Readi
     kept = set() if plan is None else {head for heads in plan.layers.values() for head in heads}
     context: AbstractContextManager[Any] = nullcontext()
     if plan is not None and any(head.kind == "dropped" or head.quantised for head in kept):
-        context = plan.applied(read.model)
+        from acutance.caching.run_plan import AppliedPlan
+
+        context = AppliedPlan(read.model, plan)  # a plan that was made for this model
     elif plan is not None and kept != {FULL}:
         context = apply(read.model, plan.law())
     with evaluating(read.model), torch.no_grad(), context:

@@ -636,12 +636,11 @@ class ForeignPlan:
         """
         whole = CachePlan.of(model)
         counts = [len(heads) for heads in whole.layers.values()]
-        fits = len(counts) == len(self.layers) and all(
-            isinstance(part, HeadPlan) or len(part) == count
-            for part, count in zip(self.layers, counts, strict=False)
-        )
-        if not fits:
-            heads = sorted({len(part) for part in self.layers if not isinstance(part, HeadPlan)})
+        wanted = [None if isinstance(kept, HeadPlan) else len(kept) for kept in self.layers]
+        if len(wanted) != len(counts) or any(
+            heads not in (None, count) for heads, count in zip(wanted, counts, strict=True)
+        ):
+            heads = sorted({count for count in wanted if count is not None})
             mine = f" of {_either(heads)} key heads" if heads else ""
             theirs = f" of {_either(sorted(set(counts)))}" if heads else ""
             raise PlanError(

@@ -19,6 +19,9 @@ from acutance.attend import attention
 from acutance.caching.head_plan import HeadPlan, quantised_groups, value_groups
 from acutance.kernels.ragged import Stored
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 #: read(packed, start, stop): tokens before ``packed`` as they are packed, then tokens from
 #: ``start`` to ``stop`` as they were, in one tensor.
 Read = Callable[[int, int, int], Tensor]
@@ -254,9 +257,6 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     parts = [(packed >> (bits * place)) & last for place in range(8 // bits)]
     return torch.cat(parts, -2)
 
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Rows whose masks are formed at a time.
 _BLOCK = 512

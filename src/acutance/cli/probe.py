@@ -18,7 +18,7 @@ from acutance.cli.shared import INTERRUPTED, console, misuse, plain_errors, prog
 if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
     from acutance.corpus.probe_corpus import Outcome
-    from acutance.corpus.ranks import SingleProcess
+    from acutance.corpus.ranks import Ranks
     from acutance.corpus.texts import Text
     from acutance.corpus.texts import Tokens as TokenList
     from acutance.judging.judge_model import HeldOut
@@ -194,7 +194,7 @@ def probe(options: ProbeOptions) -> None:
 
 
 def _run(
-    options: ProbeOptions, settings: "ProbeSettings", law: "Law | None", world: "SingleProcess"
+    options: ProbeOptions, settings: "ProbeSettings", law: "Law | None", world: "Ranks"
 ) -> bool:
     """Load the model, probe the text, print the table and write the files.
 
@@ -252,7 +252,7 @@ def _run(
 
 
 def _windows(
-    texts: "list[Text]", loaded: "TextModel", length: int, every: int, world: "SingleProcess"
+    texts: "list[Text]", loaded: "TextModel", length: int, every: int, world: "Ranks"
 ) -> "list[TokenList[int]]":
     """One of ``every`` windows of the texts, on every rank; only the first reads and tokenises."""
     from acutance.corpus.texts import each_window

@@ -40,7 +40,6 @@ class GgufFile:
     """The header of a GGUF file.
 
     Attributes:
-        path: path of the file.
         metadata: numbers and strings by key; for arrays their length.
         tensors: names of the tensors.
 
@@ -48,7 +47,6 @@ class GgufFile:
         The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
 
-    path: Path
     metadata: Mapping[str, Any]
     tensors: frozenset[str]
 
@@ -67,7 +65,7 @@ class GgufFile:
         """How the weights are stored, as text.
 
         Example:
-            >>> GgufFile(Path("a.gguf"), {"general.file_type": 3}, frozenset()).weights
+            >>> GgufFile({"general.file_type": 3}, frozenset()).weights
             'GGUF, mostly Q4_1'
         """
         import gguf
@@ -140,7 +138,7 @@ def read_gguf(path: Path) -> GgufFile:
             if not path.stat().st_size:
                 raise GgufError("is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(data).read(path)
+                return _Header(data).read()
     except OSError as error:
         raise GgufError(f"cannot be read: {error.strerror or error}") from error
 
@@ -151,18 +149,18 @@ class _Header:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._place = data, 0
 
-    def read(self, path: Path) -> GgufFile:
+    def read(self) -> GgufFile:
         """Parse the header; raises :class:`GgufError` if it is invalid or truncated."""
         if self._data[: len(_MAGIC)] != _MAGIC:
             raise GgufError("is not a GGUF file: its first four bytes are not GGUF")
         try:
-            return self._read(path)
+            return self._read()
         except struct.error:
             raise self._truncated("its header is incomplete") from None
         except (UnicodeDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
             raise GgufError(f"is damaged: its header is invalid at byte {self._place:,}") from error
 
-    def _read(self, path: Path) -> GgufFile:
+    def _read(self) -> GgufFile:
         """Parse version, metadata and tensors, and check that all tensors fit in the file."""
         self._place = len(_MAGIC)
         version = self._number("I")
@@ -184,7 +182,7 @@ class _Header:
         end += -(-self._place // step) * step if tensors else 0
         if end > len(self._data):
             raise self._truncated(f"{end - len(self._data):,} bytes of its tensors are missing")
-        return GgufFile(path, metadata, frozenset(tensors))
+        return GgufFile(metadata, frozenset(tensors))
 
     def _truncated(self, where: str) -> GgufError:
         """Error for a file that ends inside ``where``."""
@@ -197,12 +195,8 @@ class _Header:
     def _numbers(self, form: str, count: int) -> tuple[Any, ...]:
         """Read several numbers of a struct format."""
         layout = f"<{count}{form}"
-        width = struct.calcsize(layout)
-        if width > len(self._data) - self._place:
-            raise struct.error
-        values = struct.unpack_from(layout, self._data, self._place)
-        self._place += width
-        return values
+        start = self._skip(struct.calcsize(layout))
+        return struct.unpack_from(layout, self._data, start)
 
     def _string(self) -> str:
         """Read a length-prefixed string."""

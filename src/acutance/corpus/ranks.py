@@ -141,42 +141,17 @@ def _peer(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-class SingleProcess:
-    """The interface of :class:`Ranks` for one process.
+class Ranks:
+    """The ranks of one probing run, started by torchrun, which communicate on the CPU, over gloo.
+
+    One process by itself is a single rank, which asks no other.
 
     Attributes:
         rank: number of this process.
         size: number of processes.
     """
 
-    rank, size = 0, 1
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Context for work that every rank does; an error on any rank ends all."""
-        yield
-
-    def stopped(self) -> bool:
-        """Whether any rank was asked to stop."""
-        return False
-
-    def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
-        """All ranks' summaries on the first rank; None on the others."""
-        return summary
-
-    def first(self, value: T) -> T:
-        """The first rank's value, on every rank."""
-        return value
-
-    def device(self, name: str) -> str:
-        """The device that this rank runs a model on."""
-        return available(name)
-
-
-class Ranks(SingleProcess):
-    """The ranks of one probing run, started by torchrun; they communicate on the CPU, over gloo."""
-
-    def __init__(self, rank: int, size: int, local_rank: int) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
         self.rank, self.size = rank, size
         self._local, self._stop = local_rank, False
 
@@ -191,6 +166,8 @@ class Ranks(SingleProcess):
         try:
             yield
         except Exception as error:
+            if self.size == 1:
+                raise
             problem = error
         if not self._any(problem is not None):
             return
@@ -209,6 +186,8 @@ class Ranks(SingleProcess):
 
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
         """All ranks' summaries on the first rank; None on the others."""
+        if self.size == 1:
+            return summary
         with _gloo_errors():
             joined, problem = _collect(summary, None)
         if problem:
@@ -218,14 +197,15 @@ class Ranks(SingleProcess):
     def first(self, value: T) -> T:
         """The first rank's value, on every rank."""
         box = [value]
-        with _gloo_errors():
-            dist.broadcast_object_list(box, 0)
+        if self.size > 1:
+            with _gloo_errors():
+                dist.broadcast_object_list(box, 0)
         return box[0]
 
     def device(self, name: str) -> str:
         """The device of this rank's model: each rank of a machine has its own CUDA device."""
         name = available(name)
-        return f"cuda:{self._local}" if name == "cuda" else name
+        return f"cuda:{self._local}" if name == "cuda" and self.size > 1 else name
 
     def stop(self, *_: object) -> None:
         """Signal handler: stop after the current batch."""
@@ -233,6 +213,8 @@ class Ranks(SingleProcess):
 
     def _any(self, flag: bool) -> bool:
         """Whether a flag is set on any rank."""
+        if self.size == 1:
+            return flag
         flags = torch.tensor([int(flag)])
         with _gloo_errors():
             dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -253,21 +235,16 @@ def _gloo_errors() -> Iterator[None]:
         ) from error
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several, as torchrun's environment says."""
-    complete = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-    return complete and os.environ["WORLD_SIZE"] != "1"
-
-
 @contextmanager
-def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[SingleProcess]:
+def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[Ranks]:
     """Context manager for the ranks of this run: :class:`Ranks` under torchrun, else one process.
 
     Args:
         timeout: how long a rank waits for the others.
     """
-    if not started_by_torchrun():
-        yield SingleProcess()
+    by_torchrun = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    if not by_torchrun or os.environ["WORLD_SIZE"] == "1":
+        yield Ranks()
         return
     dist.init_process_group("gloo", timeout=timeout)
     local = int(os.environ.get("LOCAL_RANK", "0"))

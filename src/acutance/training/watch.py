@@ -138,7 +138,12 @@ class AttentionWatch:
         self._note(call.module, call.query, call.key)
         with torch.no_grad():
             real = self._listener.rows.real(call).rows
-        stats = (_products(call) if self.products else call).statistics(False)
+        if self.products:  # without bias, softcap and sinks
+            mask = call.attn_mask
+            if mask is not None and mask.dtype != torch.bool:
+                mask = torch.logical_not(hides(mask))
+            call = replace(call, attn_mask=mask, bias=None, softcap=None, sinks=None)
+        stats = call.statistics(False)
         self._add(call.module, stats, real, call.query)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
@@ -193,11 +198,3 @@ class AttentionWatch:
             self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
         else:
             self._listener.unreadable(name, "its weights are not a softmax of its scores")
-
-
-def _products(call: AttentionCall) -> AttentionCall:
-    """The call without bias, softcap and sinks."""
-    mask = call.attn_mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = torch.logical_not(hides(mask))
-    return replace(call, attn_mask=mask, bias=None, softcap=None, sinks=None)
