@@ -330,12 +330,9 @@ def observe_scores(scores: Tensor, gaps: bool = False) -> tuple[RowStatistics, T
         visible = torch.logical_not(hidden_scores(part))
         seen |= visible.any(2).any(1)
         parts.append(observe(part, visible, gaps=gaps))
-    joined = {
-        name: torch.cat([getattr(part, name) for part in parts], dim=2)
-        for name in RowState._fields
-        if getattr(parts[0], name) is not None
-    }
-    return RowStatistics(RowState(**joined)), seen
+    fields = zip(*parts, strict=True)
+    joined: list[Any] = [None if rows[0] is None else torch.cat(rows, 2) for rows in fields]
+    return RowStatistics(RowState(*joined)), seen
 
 
 def weights_on(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

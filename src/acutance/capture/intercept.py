@@ -277,7 +277,8 @@ AT_BEGIN: list[Callable[[], None]] = []
 def _remove(follower: Interception | _Results) -> None:
     """Tell a follower nothing more; no effect if that was done."""
     with _lock:
-        _followers[:] = [other for other in _followers if other is not follower]
+        if follower in _followers:
+            _followers.remove(follower)
         _replace_calls()
 
 
@@ -830,7 +831,8 @@ class Interception:
         """Close this; it may be done again where an interrupt cut it short."""
         self._is_open = False
         with _lock:
-            _open[:] = [other for other in _open if other is not self]
+            if self in _open:
+                _open.remove(self)
             _watch_functions()
             _remove(self)
         self.follow_functions()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import is_cross
+from acutance.masks import Band
 
 #: Arguments that change how a kernel computes, not what.
 _HARMLESS = {
@@ -444,23 +445,14 @@ def banded(
     queries: int, keys: int, offset: int, left: int | None, right: int | None, device: torch.device
 ) -> Tensor:
     """The mask (1, 1, L, S) of a window: rows see ``left`` and ``right`` keys beside their own."""
-    distance = _distances(queries, keys, offset, device)
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        seen &= distance <= left
-    if right is not None:
-        seen &= distance >= -right
-    return seen[None, None]
+    lowest = None if left is None else offset - left
+    highest = None if right is None else offset + right
+    return torch.logical_not(Band(lowest, highest).outside(queries, keys, device))[None, None]
 
 
 def alibi(slopes: Tensor, queries: int, keys: int, offset: int) -> Tensor:
     """The bias −slope · abs(i + offset − j), (1 or B, H, L, S), of slopes (H,) or (B, H)."""
-    distance = _distances(queries, keys, offset, slopes.device).abs()
+    rows = torch.arange(queries, device=slopes.device).unsqueeze(1) + offset
+    distance = (rows - torch.arange(keys, device=slopes.device)).abs()
     slopes = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
     return -slopes[..., None, None] * distance
-
-
-def _distances(queries: int, keys: int, offset: int, device: torch.device) -> Tensor:
-    """Positions of rows minus positions of keys, (L, S)."""
-    rows = torch.arange(queries, device=device).unsqueeze(1) + offset
-    return rows - torch.arange(keys, device=device)
