@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from acutance import attend, kernels, row_statistics
-from acutance.kernels import bindings, blocked, library, native
-from acutance.kernels.bindings import CALL, GRADIENTS, SUMS, Layout
+from acutance.kernels import blocked, library, native
 from acutance.kernels.call import KernelCall
+from acutance.kernels.library import CALL, GRADIENTS, SUMS, Layout
 from acutance.masks import Masking
 from acutance.rowstats import dense_statistics
 from acutance.testing import (
@@ -35,7 +35,7 @@ CPUS = () if isinstance(FOUND, str) else FOUND.cpus
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def the_library() -> bindings.Library:
+def the_library() -> library.Library:
     found = library.load()
     assert not isinstance(found, str)
     return found
@@ -301,7 +301,7 @@ def use_cpu() -> Iterator[Callable[[str], None]]:
     """Set ACUTANCE_CPU, which is read when the library is loaded, for the rest of a test."""
 
     def use(name: str) -> None:
-        patch.setenv(bindings.CPU_VARIABLE, name)
+        patch.setenv(library.CPU_VARIABLE, name)
         library.load.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -411,9 +411,9 @@ def test_an_instruction_set_that_is_not_there_is_refused(use_cpu: Callable[[str]
 
 
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "ABI", 99)
+    monkeypatch.setattr(library, "ABI", 99)
     with pytest.raises(OSError, match=r"has interface 6, expected 99: reinstall acutance"):
-        bindings.Library(the_library().path)
+        library.Library(the_library().path)
 
 
 def test_the_threads_are_those_of_torch() -> None:

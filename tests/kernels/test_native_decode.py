@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from acutance.kernels import bindings, blocked, library, native
+from acutance.kernels import blocked, library, native
 from acutance.kernels.call import KernelCall, Sums, accumulate_dtype
 from acutance.masks import Masking
 from acutance.testing import score_error
@@ -24,7 +24,7 @@ LENGTHS = (1, 3, 16, 17, 255, 256, 257, 512, 513, 1300)
 B, H, G = 2, 2, 2
 
 
-def the_library() -> bindings.Library:
+def the_library() -> library.Library:
     assert not isinstance(FOUND, str)
     return FOUND
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acutance.attend import row_statistics
 from acutance.kernels import fast_path, library
-from acutance.kernels.bindings import METRIC_BITS
+from acutance.kernels.library import METRIC_BITS
 from acutance.probing import probe
 from acutance.rowstats import METRICS, RowState, RowStatistics
 

@@ -25,11 +25,10 @@ from torch.compiler import is_compiling
 from acutance.compiling import constant, ordinary, transformed
 from acutance.kernels import blocked, native
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums, accumulate_dtype
+from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
 from acutance.kernels.whole_rows import weigh_rows
 from acutance.masks import Masking
-from acutance.rowstats.gaps import BINS
 
 #: Names of the backends.
 BACKENDS = ("native", "blocked", "triton")
@@ -233,24 +232,7 @@ def row_sums(*inputs: Any) -> tuple[Tensor, ...]:
 @row_sums.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     query, _, value, *_, noise, gaps = inputs
-    dtype = accumulate_dtype(query.dtype)
-    rows = query.shape[:3]
-    width = 0 if value is None else value.shape[-1]
-
-    def new(*extra: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(*rows, *extra, dtype=dtype, device=query.device)
-
-    kept = width if noise else 0
-    return (
-        new(width, dtype=query.dtype),
-        new(dtype=torch.int64),
-        *(new() for _ in range(9)),
-        new(dtype=torch.int64),
-        new(kept),
-        new(kept),
-        new() if noise else new(0),
-        new(BINS if gaps else 0, dtype=torch.int32),
-    )
+    return tuple(native.new_sums(query, value, noise, gaps))
 
 
 @torch.library.custom_op(

@@ -26,7 +26,7 @@ from torch import (
 
 from acutance.compiling import unobserved
 from acutance.kernels import dispatch, library
-from acutance.kernels.bindings import ABI, CALL, METRIC_BITS, SUMS, Layout
+from acutance.kernels.library import ABI, CALL, METRIC_BITS, SUMS, Layout
 from acutance.kernels.native import DTYPES, MOST_WIDTH, UNFINISHED, check
 from acutance.rowstats import RowState, RowStatistics
 from acutance.rowstats.gaps import absent
@@ -77,7 +77,7 @@ class PackedStatistics(RowStatistics):
         return {name: computed[name] if name in computed else read(name) for name in names}
 
     def _native(self, wanted: list[str]) -> dict[str, Tensor]:
-        """Metrics of :data:`~acutance.kernels.bindings.METRIC_BITS`, by one call of the library."""
+        """Metrics of :data:`~acutance.kernels.library.METRIC_BITS`, by one call of the library."""
         found = library.load()
         if not wanted or isinstance(found, str) or not unobserved():
             return {}

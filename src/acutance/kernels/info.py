@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from acutance.kernels import dispatch, library
-from acutance.kernels.bindings import CPU_VARIABLE, Library
 from acutance.kernels.call import KernelCall
+from acutance.kernels.library import CPU_VARIABLE, Library
 from acutance.kernels.native import DTYPES
 from acutance.masks import Masking
 

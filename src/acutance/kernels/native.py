@@ -6,6 +6,7 @@ contiguous are copied.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -15,9 +16,9 @@ from acutance.compiling import constant
 from acutance.kernels import blocked, library
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.backward import converted, row_coefficients, sink_gradient
-from acutance.kernels.bindings import ABI, CALL, GRADIENTS, PLACES, SUMS, Library
 from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums
 from acutance.kernels.hidden import only_visible_values
+from acutance.kernels.library import ABI, CALL, GRADIENTS, PLACES, SUMS, Library
 from acutance.masks import Masking, mask_limit
 from acutance.rowstats.gaps import BINS
 
@@ -75,30 +76,33 @@ def check(status: int) -> None:
         raise RuntimeError(f"the native kernel refuses this call (status {status})")
 
 
+def new_sums(query: Tensor, value: Tensor | None, noise: bool, gaps: bool) -> Sums:
+    """The sums of a call, not yet written: each its own memory, which operators must return."""
+    rows = query.shape[:3]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    width = 0 if value is None else value.shape[-1]
+    moments = (*rows, width if noise else 0)
+    return Sums._make(
+        [
+            query.new_empty((*rows, width)),
+            query.new_empty(rows, dtype=torch.int64),
+            *map(partial(query.new_empty, dtype=dtype), [rows] * 9),
+            query.new_empty(rows, dtype=torch.int64),
+            query.new_empty(moments, dtype=dtype),
+            query.new_empty(moments, dtype=dtype),
+            query.new_empty(rows if noise else (*rows, 0), dtype=dtype),
+            query.new_empty((*rows, BINS if gaps else 0), dtype=torch.int32),
+        ]
+    )
+
+
 def forward(call: KernelCall) -> Sums:
     """Output and row sums of softmax attention, for tensors on the CPU, without dropout."""
     packed, _held = _pack(call)
     if packed is None:
         return blocked.forward(call)
-    query, value, noise, gaps = call.query, call.value, call.noise, call.gaps
-    rows = query.shape[:3]
-    width = 0 if value is None else value.shape[-1]
-    moments = width if noise else 0
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # each its own memory: what an operator returns shares none
-    floats = [query.new_empty(rows, dtype=dtype) for _ in range(9)]
-    sums = Sums._make(
-        [
-            query.new_empty((*rows, width)),
-            query.new_empty(rows, dtype=torch.int64),
-            *floats,
-            query.new_empty(rows, dtype=torch.int64),
-            query.new_empty((*rows, moments), dtype=dtype),
-            query.new_empty((*rows, moments), dtype=dtype),
-            query.new_empty(rows if noise else (*rows, 0), dtype=dtype),
-            query.new_empty((*rows, BINS if gaps else 0), dtype=torch.int32),
-        ]
-    )
+    value, noise = call.value, call.noise
+    sums = new_sums(call.query, value, noise, call.gaps)
     places = [*map(Tensor.data_ptr, sums)]
     if noise and value is None:
         sums.R2.zero_()
@@ -107,7 +111,7 @@ def forward(call: KernelCall) -> Sums:
     status = _library().forward(
         packed,
         SUMS.words_packed(
-            places[0], *sums.out.stride()[:3], *places[1:-1], noise, places[-1] if gaps else 0
+            places[0], *sums.out.stride()[:3], *places[1:-1], noise, places[-1] if call.gaps else 0
         ),
     )
     if status == UNFINISHED:
@@ -186,7 +190,7 @@ def _pack(call: KernelCall) -> tuple[bytes | None, list[Tensor]]:
         columns = _documents(masking.key_documents, B, S, held)
     slopes = 0 if masking.alibi_slopes is None else _numbers(masking.alibi_slopes, held)
     sinks = 0 if call.sinks is None else _numbers(call.sinks, held)
-    # in the order of bindings.CALL
+    # in the order of library.CALL
     # fmt: off
     packed = CALL.words_packed(
         ABI, DTYPES[query.dtype], B, H, g, L, S, q.shape[3], width,
@@ -258,7 +262,7 @@ def backward(
             places.append(0 if part is None else part.data_ptr())
         m, *places = places
         grad_out = (0, 0, 0, 0) if out is None else (out.data_ptr(), *out.stride()[:3])
-        # in the order of bindings.GRADIENTS
+        # in the order of library.GRADIENTS
         status = _library().backward(packed, GRADIENTS.words_packed(m, *grad_out, *places))
         if status:
             check(status)

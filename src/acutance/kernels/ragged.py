@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from acutance.compiling import unobserved
 from acutance.kernels import dispatch, library
-from acutance.kernels.bindings import ABI, RAGGED, Library
+from acutance.kernels.library import ABI, RAGGED, Library
 from acutance.kernels.native import DTYPES, MOST_WIDTH, check
 
 #: The largest packed group of tokens: one has to fit a tile of keys.

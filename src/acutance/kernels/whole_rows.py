@@ -18,9 +18,8 @@ from acutance.compiling import transformed
 from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.kernels.hidden import all_finite
 from acutance.masks import Masking, Region, Tile
-from acutance.rowstats import RowState, WeightSums, observe, observe_weights
-from acutance.rowstats.gaps import absent
-from acutance.rowstats.state import NO_KEY, observe_visible
+from acutance.rowstats import RowState, WeightSums, observe_weights
+from acutance.rowstats.state import observe_visible
 from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 from acutance.weights.weightings import Jacobian, inverse
@@ -183,16 +182,14 @@ def _block(call: KernelCall, region: Region) -> WeighedRows:
     sums = observe_weights(weights, seen, distribution=distribution, first_key=keys.start)
     v = None if value is None else value[region.batch, :, keys].to(s.dtype)
     answer = None
-    if isinstance(weighting, Softmax | SoftmaxOne | Sink):
-        visible = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
-        state = observe_visible(s, visible, first_key=keys.start, gaps=call.gaps)
-        if noise and v is not None:
-            state = _with_values(state, s, seen, v)
-    else:
-        state = _plain(s, seen, keys.start)
-        with torch.no_grad():
-            answer = _slopes(weighting, s, weights, seen, v if noise else None)
-    if isinstance(weighting, Softmax) and weighting.temperature != 1.0:
+    softmax = isinstance(weighting, Softmax | SoftmaxOne | Sink)
+    visible = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
+    state = observe_visible(
+        s, visible, first_key=keys.start, gaps=call.gaps and softmax, exponentials=softmax
+    )
+    if softmax and noise and v is not None:
+        state = _with_values(state, s, seen, v)
+    if not softmax or (isinstance(weighting, Softmax) and weighting.temperature != 1.0):
         with torch.no_grad():
             answer = _slopes(weighting, s, weights, seen, v if noise else None)
     if v is None:
@@ -226,51 +223,6 @@ def _weighed(weights: Tensor, v: Tensor) -> Tensor:
     group = heads // max(1, v.shape[1])
     out = weights.reshape(batch, v.shape[1], group * rows, keys) @ v
     return out.view(batch, heads, rows, v.shape[-1])
-
-
-def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
-    """A row state with the fields that need no exponential; the others are NaN."""
-    rows = s.shape[:-1]
-    if s.shape[-1] == 0:
-        return observe(s, seen, first_key=first_key)
-    if seen is None:
-        n = torch.full(rows, s.shape[-1], dtype=torch.int64, device=s.device)
-        column, first, m = torch.zeros_like(n), s[..., 0], s.amax(-1)
-        away = s - m.detach().unsqueeze(-1)
-    else:
-        keys = seen.expand(*seen.shape[:-1], s.shape[-1])
-        n = keys.sum(-1).expand(rows)
-        column = keys.to(torch.uint8).argmax(-1).expand(rows)
-        s = torch.where(seen, s, 0.0)
-        first = s.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-        m = torch.where(seen, s, -torch.inf).amax(-1)
-        reference = torch.where(n == 0, 0.0, m.detach())
-        away = torch.where(seen, s - reference.unsqueeze(-1), 0.0)
-    count = n.clamp(min=1).to(s.dtype)
-    depth = -away.sum(-1) / count
-    centred = away + depth.unsqueeze(-1)
-    if seen is not None:
-        centred = torch.where(seen, centred, 0.0)
-    unknown = torch.where(n == 0, 0.0, torch.nan).to(s.dtype)
-    nothing = unknown.unsqueeze(-1)[..., :0]
-    return RowState(
-        n=n,
-        m=m,
-        Z=unknown,
-        U=unknown,
-        W=unknown,
-        Q=unknown,
-        mean=s.sum(-1) / count,
-        M2=centred.square().sum(-1),
-        depth=depth,
-        first=first,
-        first_index=torch.where(n > 0, column + first_key, NO_KEY),
-        sink=nothing,
-        O=nothing,
-        R1=nothing,
-        R2=nothing,
-        gaps=absent(unknown),
-    )
 
 
 def _with_values(state: RowState, s: Tensor, seen: Tensor | None, v: Tensor) -> RowState:

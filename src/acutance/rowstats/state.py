@@ -189,10 +189,12 @@ def observe_visible(
     sink: Tensor | None = None,
     first_key: int | None = None,
     gaps: bool = False,
+    exponentials: bool = True,
 ) -> RowState:
     """:func:`observe` with the visible keys as a boolean of the scores' full shape.
 
     A visible score of −inf (a product that overflowed) has weight 0; sums of e·s are NaN then.
+    Without ``exponentials``, for weights other than softmax, their sums are NaN.
     """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     s = scores.to(dtype)
@@ -204,21 +206,26 @@ def observe_visible(
     n = seen.sum(-1)
     m = s.masked_fill(hidden, -torch.inf).amax(-1)
     t = (s - _finite(m.detach()).unsqueeze(-1)).masked_fill(hidden, 0.0)
-    e = torch.exp(t).masked_fill(hidden, 0.0)
-    Z, U = e.sum(-1), (e * t).sum(-1)
-    centre = ratio(U, Z).unsqueeze(-1)
+    if exponentials:
+        e = torch.exp(t).masked_fill(hidden, 0.0)
+        Z, U = e.sum(-1), (e * t).sum(-1)
+        centre = ratio(U, Z).unsqueeze(-1)
+    else:
+        Z = U = W = Q = torch.where(n == 0, 0.0, torch.nan).to(dtype)
     plain = s.masked_fill(hidden, 0.0)
     mean = plain.sum(-1) / n.clamp(min=1)
     depth = -t.sum(-1) / n.clamp(min=1)
     away = (t + depth.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    if exponentials:
+        W, Q = (e * (t - centre).square()).sum(-1), e.square().sum(-1)
     column = seen.to(torch.uint8).argmax(-1)
     state = RowState(
         n=n,
         m=m,
         Z=Z,
         U=U,
-        W=(e * (t - centre).square()).sum(-1),
-        Q=e.square().sum(-1),
+        W=W,
+        Q=Q,
         mean=mean,
         M2=away.square().sum(-1),
         depth=depth,

@@ -24,9 +24,9 @@ from acutance.kernels.gpu.forward_kernel import forward_kernel
 from acutance.kernels.gpu.gradients import COEFFICIENTS, Terms, keys_kernel, queries_kernel
 from acutance.kernels.gpu.key_moments import chunk_size, has_moments, row_moments
 from acutance.kernels.gpu.second_pass import gaps_kernel, largest_kernel
+from acutance.kernels.native import new_sums
 from acutance.kernels.tile_sums import NO_KEY, finite
 from acutance.masks import Masking
-from acutance.rowstats.gaps import BINS
 
 _launch = Launcher(forward_kernel, FORWARD)
 _count = Launcher(gaps_kernel, GAPS, fixed=True)
@@ -52,23 +52,13 @@ def forward(call: KernelCall) -> Sums:
     query, key = dense_rows(query), dense_rows(key)
     values = key if value is None else dense_rows(value)
 
-    def rows(*extra: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(B, Hq, L, *extra, dtype=dtype, device=query.device)
-
     def blocks(tile: dict[str, int]) -> int:
         return B * Hq * -(-L // tile["BLOCK_M"])
 
-    kept = width if noise else 0
-    sums = Sums(
-        out=rows(width, dtype=query.dtype),
-        n=rows(dtype=torch.int64),
-        **{name: rows() for name in Sums._fields[2:11]},
-        first_index=rows(dtype=torch.int64),
-        O=rows(kept),
-        R1=rows(kept),
-        R2=(rows() if value is not None else rows().zero_()) if noise else rows(0),
-        gaps=rows(BINS if call.gaps else 0, dtype=torch.int32).zero_(),
-    )
+    sums = new_sums(query, value, noise, call.gaps)
+    sums.gaps.zero_()
+    if noise and value is None:
+        sums.R2.zero_()
     noise = noise and value is not None
     summed = has_moments(call)
     means, squares = row_moments(query, key, call) if summed else (query, query)
