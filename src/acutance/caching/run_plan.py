@@ -29,7 +29,7 @@ from acutance.capture.find_layers import (
 from acutance.capture.intercept import Running, eager, forget_compiled, module_of_method
 from acutance.capture.kernel_functions import calls
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.huggingface import InterfaceCall, base_name
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.kernels import ragged
 from acutance.kernels.ragged import HeldHeads
 from acutance.masks import hides
@@ -513,7 +513,7 @@ class AppliedPlan(AppliedChange):
         if call["attention_mask"] is None and query.shape[2] > 1:
             causal = given.get("is_causal")
             causal = getattr(call["module"], "is_causal", True) if causal is None else causal
-            if base_name(call.implementation) == "eager" or not causal:
+            if call.kind == "eager" or not causal:
                 raise ValueError("it is not causal")
         if layer is None:
             if query.shape[2] != key.shape[2]:

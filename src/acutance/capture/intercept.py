@@ -246,7 +246,10 @@ class Handlers:
 
         def remove() -> None:
             with _lock:
-                group[:] = [other for other in group if other is not handler]
+                for index, other in enumerate(group):
+                    if other is handler:
+                        del group[index]
+                        break
                 if not (self.changing or self.looking):
                     self._uninstall()
 
@@ -300,12 +303,14 @@ def _replace_calls() -> None:
         del _replaced_calls[kind]
     for kind in kinds - set(_replaced_calls):
         _replaced_calls[kind] = vars(kind).get("__call__")
-        kind.__call__ = _followed_call(kind)  # type: ignore[method-assign]
+        kind.__call__ = _followed_call(kind, kind.__call__)  # type: ignore[method-assign, arg-type]
 
 
-def _followed_call(kind: type[torch.nn.Module]) -> Callable[..., Any]:
-    """The ``__call__`` of a module class that tells followers."""
-    inherited: Callable[..., Any] = kind.__call__
+@functools.lru_cache(maxsize=256)
+def _followed_call(
+    kind: type[torch.nn.Module], inherited: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The ``__call__`` of a module class that tells followers; ``inherited`` is the one it had."""
     is_wrapper = kind.__name__ == "OptimizedModule"
 
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -914,7 +919,7 @@ class Interception:
         followed = [*self._roots]
         if self.outside:
             followed += [*contents.layers, *contents.inside]
-        self.followed = {id(module): module for module in followed}
+        self.followed = dict(zip(map(id, followed), followed, strict=True))
         self.by_interface = True
         _watch_functions()
 

@@ -302,7 +302,7 @@ class Listener(Interception):
                     quiet.enter_context(listener.mute())
                 return call.output(call.compute())
 
-        with self.mute():
+        with self.modules.thread:  # nested calls count once
             if self.provides and call.can_be_provided:
                 reason = call.result_needed_because()
                 provided = call.provided = self.provide(read_call, name, model_output, reason)
@@ -398,7 +398,7 @@ class Listener(Interception):
         self.attention_modules.setdefault(module)
         if not self.captures_module(module):
             return
-        with self.mute(), gradient_mode(self._gradients), unwatched():
+        with self.modules.thread, gradient_mode(self._gradients), unwatched():
             try:
                 receive()
             except self._listed_errors as problem:  # the model continues; the reason is listed

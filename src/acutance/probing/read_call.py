@@ -214,7 +214,8 @@ class CallReader:
             selected.call, rebuilt, stats.state.m, model_output, counted
         )
         agrees, error = bool((errors <= tolerance).all()), _largest(errors)
-        rows = _result(selected, stats, "verified" if agrees else "mismatch", error)
+        status: Status = "verified" if agrees else "mismatch"
+        rows = _result(selected, stats, status, error, counted=counted)
         if agrees and kind is not None:
             self._agreed_kinds.add(kind)
         if not agrees and call.module not in self._doubted_modules:  # a module's first says it all
@@ -339,6 +340,7 @@ def _result(
     status: Status,
     error: float | None = None,
     *,
+    counted: Tensor | None = None,
     provided: bool = False,
 ) -> CallRows:
     """Combine statistics with the layer's record: counts of rows, status, error of the output.
@@ -348,9 +350,12 @@ def _result(
         stats: statistics of the selected rows.
         status: how far the capture was verified.
         error: largest relative error of the rebuilt output; None if not compared.
+        counted: the rows that enter the summary, if that is known.
         provided: whether acutance's kernel computed the call in place of the model.
     """
-    counted, sample, counting = _counted_rows(selected, stats), selected.sample, selected.rows
+    if counted is None:
+        counted = _counted_rows(selected, stats)
+    sample, counting = selected.sample, selected.rows
     batch, heads, queries = counted.shape
     padded, padded_by = counting.padded, counting.source
     rows = int(counted.sum((0, 2)).max()) if counted.numel() else 0

@@ -99,9 +99,9 @@ class ProbeSettings:
             metric_names(noise=self.noise, gaps=self.gaps) if self.metrics is None else self.metrics
         )
         if not self.structure:
-            return tuple([name for name in METRICS if name in requested])
+            return tuple(filter(requested.__contains__, METRICS))
         requested.add("first_weight")  # the weight on the first token
-        return (*[name for name in METRICS if name in requested], *STRUCTURE)
+        return (*filter(requested.__contains__, METRICS), *STRUCTURE)
 
     def check_heads(self, model: torch.nn.Module) -> None:
         """Check that a model has the requested heads.

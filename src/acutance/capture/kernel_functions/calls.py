@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from types import FunctionType
 from typing import Any
 
@@ -65,7 +66,7 @@ def loaded_kernels() -> Iterator[tuple[FunctionType, Kernel]]:
         file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
         if isinstance(file, str) and "torch" in file and _HUB.search(file):
             _hub.add(name)
-    for name, kernels in (*MODULES.items(), *((name, (*FLASH_ATTN, *SAGE)) for name in _hub)):
+    for name, kernels in (*MODULES.items(), *zip(_hub, repeat((*FLASH_ATTN, *SAGE)))):
         module = sys.modules.get(name)
         if module is None:
             continue
@@ -159,7 +160,7 @@ def replace_new(*, imported: bool = False) -> None:
     """
     global _modules
     with _lock:
-        if len(_handlers) and (imported or len(sys.modules) != _modules):
+        if (imported or len(sys.modules) != _modules) and len(_handlers):
             _modules = len(sys.modules)
             for function, kernel in loaded_kernels():
                 _replace(function, kernel)

@@ -37,13 +37,24 @@ class InterfaceCall:
     Attributes:
         function: the attention function.
         implementation: its registered name.
+        kind: the same without a cache prefix.
+        is_flash: whether its masks are those of flash attention.
         args: its positional arguments.
         kwargs: its keyword arguments.
         instead: what computes the call in place of the function; None for the function.
         provided: its output (B, Hq, L, Ev) if that was computed already.
     """
 
-    __slots__ = ("args", "function", "implementation", "instead", "kwargs", "provided")
+    __slots__ = (
+        "args",
+        "function",
+        "implementation",
+        "instead",
+        "is_flash",
+        "kind",
+        "kwargs",
+        "provided",
+    )
 
     def __init__(
         self,
@@ -53,6 +64,7 @@ class InterfaceCall:
         kwargs: dict[str, Any],
     ) -> None:
         self.function, self.implementation = function, implementation
+        self.kind, self.is_flash = base_name(implementation), uses_flash_masks(implementation)
         self.args, self.kwargs = args, kwargs
         self.instead: Any = None
         self.provided: Tensor | None = None
@@ -84,12 +96,12 @@ class InterfaceCall:
         Raises:
             ValueError: if they cannot be read; the message is the reason.
         """
-        if self["cache"] is not None:
+        if self.kwargs.get("cache") is not None:
             raise ValueError("paged attention stores its keys in a separate cache")
         module, query, key, _, mask = self.positional()
-        queries, keys, causal = query.shape[2], key.shape[2], self["is_causal"]
+        queries, keys, causal = query.shape[2], key.shape[2], self.kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        if uses_flash_masks(self.implementation):
+        if self.is_flash:
             lengths = self.kwargs.get("cu_seq_lens_k")
             if lengths is None and mask is None:
                 lengths = packed_lengths(self.kwargs.get("position_ids"), query, keys)
@@ -101,8 +113,7 @@ class InterfaceCall:
                 "cu_seqlens": lengths if isinstance(lengths, Tensor) else None,
             }
         if mask is None:
-            is_eager = base_name(self.implementation) == "eager"
-            return {"is_causal": bool(causal) and queries > 1 and not is_eager}
+            return {"is_causal": bool(causal) and queries > 1 and self.kind != "eager"}
         if hasattr(mask, "mask_mod"):
             from torch.nn.attention.flex_attention import create_mask
 
@@ -126,7 +137,7 @@ class InterfaceCall:
             read: AttentionCall = self.instead.read(name)
             return read
         module, query, key, value, _ = self.positional()
-        kind, read_names = base_name(self.implementation), set(self.kwargs)
+        kind, read_names = self.kind, set(self.kwargs)
         if kind in ("eager", "sdpa"):  # whose functions swallow the rest
             read_names &= _ALWAYS_READ | _parameters(self.function)
         known = {part: self.kwargs[part] for part in read_names if self.kwargs[part] is not None}
@@ -134,7 +145,6 @@ class InterfaceCall:
         sinks, positions = map(known.get, ("s_aux", "position_ids"))
         if sinks is None and kind == "eager":
             sinks = getattr(module, "sinks", None)
-        is_flash = uses_flash_masks(self.implementation)
         unknown = [
             part for part in sorted(read_names - _KNOWN) if known.get(part, False) is not False
         ]
@@ -146,8 +156,10 @@ class InterfaceCall:
             value=value,
             scale=None if scale is None else float(scale),
             dropout_p=float(known.get("dropout") or 0.0),
-            bias=bias[..., : key.shape[2]] if isinstance(bias, Tensor) and not is_flash else None,
-            softcap=None if softcap is None or (is_flash and not softcap) else float(softcap),
+            bias=bias[..., : key.shape[2]]
+            if isinstance(bias, Tensor) and not self.is_flash
+            else None,
+            softcap=None if softcap is None or (self.is_flash and not softcap) else float(softcap),
             sinks=sinks.reshape(-1) if isinstance(sinks, Tensor) and kind != "sdpa" else None,
             cross=is_cross(name, module),
             unknown=tuple(unknown),
@@ -193,9 +205,8 @@ class InterfaceCall:
 
     def result_needed_because(self) -> str | None:
         """Why the function's own result is needed; None if another function's output will do."""
-        kind = base_name(self.implementation)
-        if kind != "sdpa" and not uses_flash_masks(self.implementation):
-            return f"{kind} attention may return its weights, which only it computes"
+        if self.kind != "sdpa" and not self.is_flash:
+            return f"{self.kind} attention may return its weights, which only it computes"
         if self.kwargs.get("output_attentions"):
             return "its weights are requested"
         return None
