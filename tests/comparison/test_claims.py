@@ -9,7 +9,7 @@ import torch
 
 from acutance import theory
 from acutance.comparison import compare
-from acutance.comparison.rows import Gaussian, gaussian, measure
+from acutance.comparison.rows import Gaussian, measure
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
 
@@ -28,6 +28,6 @@ def test_cosines_at_temperature_one_stay_near_log_n() -> None:
     assert math.log(n) - limit - 1e-5 < entropy < math.log(n) - limit + 1e-4
     for mean in (0.0, 0.5, 5.0):
         law = Gaussian(mean, 1.0, mean, 1.0)
-        inputs = gaussian(256, 2, law, heads=8, batch=1, samples=64, seed=1, is_causal=False)
+        inputs = law.draw(256, 2, heads=8, batch=1, samples=64, seed=1, is_causal=False)
         rows = measure(MECHANISMS["cosine"], inputs).values["entropy"]
         assert float(rows.min()) > math.log(256) - limit

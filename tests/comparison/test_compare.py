@@ -15,7 +15,6 @@ from acutance.comparison.rows import (
     Gaussian,
     Inputs,
     feature_moments,
-    gaussian,
     mean_and_error,
     measure,
     predict_rows,
@@ -28,7 +27,7 @@ from acutance.mechanisms.entry import Linear
 def inputs(n: int = 64, d: int = 16, **changed: Any) -> Inputs:
     law = changed.pop("law", Gaussian(0.0, 1.0, 0.0, 1.0))
     given = {"heads": 4, "batch": 1, "samples": 8, "seed": 0, "is_causal": False} | changed
-    return gaussian(n, d, law, **given)
+    return law.draw(n, d, **given)
 
 
 def test_what_is_read_is_what_the_mechanism_gives() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from acutance.mechanisms import FEATURE_MAPS
-from acutance.mechanisms.feature_maps import cosformer
+from acutance.mechanisms.features import cosformer
 
 
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS))

@@ -15,11 +15,11 @@ import acutance
 from acutance import scores, theory
 from acutance.mechanisms import FEATURE_MAPS, MECHANISMS, Mechanism, alibi_decays, retnet_decays
 from acutance.mechanisms import mechanism as find
-from acutance.mechanisms.entry import Linear, Recurrence, Rows, Sizes
+from acutance.mechanisms.entry import Linear, Recurrence, Rows
 from acutance.theory import PREDICTED_MECHANISMS
 from acutance.weights import WEIGHTS
 
-SIZES = Sizes(heads=4, kv_heads=2, keys=40, width=16)
+QUERY, KEY = torch.zeros(1, 4, 40, 16), torch.zeros(1, 2, 40, 16)
 ROWS = {name: entry for name, entry in MECHANISMS.items() if isinstance(entry.form, Rows)}
 
 
@@ -33,7 +33,7 @@ def tensors(heads: int = 2, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
 
 def options(entry: Mechanism) -> dict[str, Any]:
     assert isinstance(entry.form, Rows)
-    return dict(entry.form.options(SIZES))
+    return dict(entry.form.options(QUERY, KEY))
 
 
 def test_the_table_is_whole_and_cannot_be_changed() -> None:

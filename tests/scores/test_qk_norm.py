@@ -11,7 +11,7 @@ from acutance.scores import (
     SwinGain,
     dot_tile,
 )
-from acutance.scores.qk_norm import Kind, Sides
+from acutance.scores.modules import Kind, Sides
 from tests.contract.scores.test_qk_norm import E, plain, rand
 
 

@@ -15,7 +15,7 @@ def test_no_scores_of_every_hidden_unit_are_formed() -> None:
     """Forward and backward, no tensor is larger than a tile or the chunk that is allowed."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from acutance.scores import tiles as module
+    from acutance.scores import records as module
 
     class Largest(TorchDispatchMode):
         found = 0

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from acutance.comparison.record import COMPARED, SCHEMA, Comparison, Quantity, Reading, Result
-from acutance.comparison.runner import (
-    DEFAULT_LENGTHS,
-    DEFAULT_MECHANISMS,
-    Step,
-    compare,
-    pick,
-)
+from acutance.comparison.runner import DEFAULT_LENGTHS, DEFAULT_MECHANISMS, Step, compare, pick
 
 __all__ = [
     "COMPARED",

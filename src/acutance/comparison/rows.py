@@ -9,8 +9,7 @@ covariance of its key features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,16 +21,7 @@ from torch import Tensor
 from acutance import scaling, theory
 from acutance.comparison.record import COMPARED
 from acutance.mechanisms import Mechanism
-from acutance.mechanisms.entry import (
-    Decay,
-    FeatureMap,
-    Gated,
-    Linear,
-    Recurrence,
-    Rows,
-    Sizes,
-    Statistics,
-)
+from acutance.mechanisms.entry import Decay, FeatureMap, Gated, Linear, Recurrence, Rows, Statistics
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
@@ -63,6 +53,27 @@ class Gaussian:
     query_std: float
     key_mean: float
     key_std: float
+
+    def draw(
+        self, n: int, d: int, *, heads: int, batch: int, samples: int, seed: int, is_causal: bool
+    ) -> Inputs:
+        """Draw independent queries, keys and standard normal values; each head has its own keys.
+
+        Args:
+            n: number of keys.
+            d: width of queries, keys and values.
+            heads: number of heads.
+            batch: number of sequences.
+            samples: number of rows per head, at most n.
+            seed: seed of the random numbers, which differ for each n.
+            is_causal: whether rows see only the keys up to their own position.
+        """
+        draw = torch.Generator().manual_seed(seed * 1_000_003 + n)
+        key = torch.randn(batch, heads, n, d, generator=draw)
+        value = torch.randn(batch, heads, n, d, generator=draw)
+        query = torch.randn(batch, heads, min(samples, n), d, generator=draw)
+        query = self.query_mean + self.query_std * query
+        return Inputs(query, self.key_mean + self.key_std * key, value, is_causal, self)
 
 
 @dataclass(frozen=True)
@@ -107,37 +118,6 @@ class Inputs:
         if self.law is not None:
             return float(self.value.shape[3])
         return float(self.value.double().var(2, correction=0).sum(-1).mean())
-
-
-def gaussian(
-    n: int,
-    d: int,
-    law: Gaussian,
-    *,
-    heads: int,
-    batch: int,
-    samples: int,
-    seed: int,
-    is_causal: bool,
-) -> Inputs:
-    """Draw independent Gaussian queries, keys and values; each head has its own keys.
-
-    Args:
-        n: number of keys.
-        d: width of queries, keys and values.
-        law: means and deviations.
-        heads: number of heads.
-        batch: number of sequences.
-        samples: number of rows per head, at most n.
-        seed: seed of the random numbers, which differ for each n.
-        is_causal: whether rows see only the keys up to their own position.
-    """
-    draw = torch.Generator().manual_seed(seed * 1_000_003 + n)
-    key = torch.randn(batch, heads, n, d, generator=draw)
-    value = torch.randn(batch, heads, n, d, generator=draw)
-    query = torch.randn(batch, heads, min(samples, n), d, generator=draw)
-    query = law.query_mean + law.query_std * query
-    return Inputs(query, law.key_mean + law.key_std * key, value, is_causal, law)
 
 
 def captured(
@@ -318,7 +298,7 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: Measured, n: float) 
     distribution, form = inputs.law, mechanism.form
     variance = inputs.value_variance
     if isinstance(form, Rows) and distribution is not None:
-        options = form.options_for(inputs.query, inputs.key)
+        options = form.options(inputs.query, inputs.key)
         score = get(options.get("score", "scaled_dot"))
         if isinstance(score, Cosine) and distribution.key_mean == 0:
             parameters = {"tau": score.temperature, "d": float(inputs.key.shape[3])}
@@ -340,7 +320,8 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: Measured, n: float) 
     else:
         stats = measured.statistics
         mean, std = (stats[name].double().flatten(0, 1) for name in ("logit_mean", "logit_std"))
-    return _normal("softmax" if law == "cosine" else law, n, mean, std, variance, plug_in=True)
+    predicted = _normal("softmax" if law == "cosine" else law, n, mean, std, variance)
+    return replace(predicted, kinds=dict.fromkeys(predicted.kinds, "plug-in"))
 
 
 def _of_query(query: Tensor, scale: float, law: Gaussian) -> tuple[Tensor, Tensor]:
@@ -349,9 +330,7 @@ def _of_query(query: Tensor, scale: float, law: Gaussian) -> tuple[Tensor, Tenso
     return scale * law.key_mean * q.sum(-1), abs(scale * law.key_std) * q.norm(dim=-1)
 
 
-def _normal(
-    law: str, n: float, mean: Tensor, std: Tensor, variance: float, *, plug_in: bool = False
-) -> Predicted:
+def _normal(law: str, n: float, mean: Tensor, std: Tensor, variance: float) -> Predicted:
     """Predict rows of Gaussian scores with given means and deviations, (heads, rows).
 
     Computed exactly at a few deviations, and by a spline between them.
@@ -372,16 +351,11 @@ def _normal(
     else:
         at = [{"logit_std": round(math.exp(point), 12)} for point in points]
     predictions = [_predict(law, n, variance, **arguments) for arguments in at]
-    return _between(predictions, points, where, parameters, plug_in=plug_in)
+    return _between(predictions, points, where, parameters)
 
 
 def _between(
-    predictions: Sequence[theory.Prediction],
-    points: Array,
-    where: Array,
-    parameters: dict[str, float],
-    *,
-    plug_in: bool = False,
+    predictions: list[theory.Prediction], points: Array, where: Array, parameters: dict[str, float]
 ) -> Predicted:
     """Predictions for rows that lie at ``where`` between the points, (heads, rows).
 
@@ -399,22 +373,13 @@ def _between(
         else:
             curve = CubicSpline(points, heights)(where)
         values[name] = torch.from_numpy(curve)
-    return Predicted(
-        values, {name: "plug-in" if plug_in else kinds[name] for name in values}, why, parameters
-    )
+    return Predicted(values, {name: kinds[name] for name in values}, why, parameters)
 
 
 @lru_cache(maxsize=4096)
-def _predict(
-    law: str,
-    n: float,
-    variance: float,
-    *,
-    metrics: tuple[str, ...] = _PREDICTED,
-    **parameters: float,
-) -> theory.Prediction:
+def _predict(law: str, n: float, variance: float, **parameters: float) -> theory.Prediction:
     """One prediction of :mod:`acutance.theory`."""
-    return theory.predict(law, n, value_variance=variance, metrics=metrics, **parameters)
+    return theory.predict(law, n, value_variance=variance, metrics=_PREDICTED, **parameters)
 
 
 def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
@@ -425,7 +390,7 @@ def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
         factors = form.decays(inputs.query.shape[1]).repeat(inputs.query.shape[0])
     lam = np.asarray(factors.double().clamp(max=1.0))
     counts = np.arange(inputs.offset, inputs.n, dtype=np.float64) + 1
-    rows = [_predict("decay", n, 1.0, metrics=("entropy",), lam=float(value)) for value in lam]
+    rows = [_predict("decay", n, 1.0, lam=float(value)) for value in lam]
     arrays = {
         "sparsity": theory.sparsity_decay(lam[:, None], counts),
         "effective_keys": theory.effective_keys_decay(lam[:, None], counts),
@@ -471,10 +436,9 @@ def feature_moments(form: Linear | Rows, inputs: Inputs) -> tuple[Tensor, Tensor
         (heads, rows, F), (heads, F), (heads, F, F), float64; and whether the moments are those of
         the keys themselves.
     """
-    heads, group = inputs.query.shape[1], inputs.query.shape[1] // inputs.key.shape[1]
-    sizes = Sizes(heads, inputs.key.shape[1], inputs.n, inputs.key.shape[3])
+    group = inputs.query.shape[1] // inputs.key.shape[1]
     if isinstance(form, Rows):
-        score = form.options(sizes)["score"]
+        score = form.options(inputs.query, inputs.key)["score"]
         query_map, key_map, name = score.query_map, score.key_map, ""
     else:
         query_map, key_map = form.maps(inputs.n, inputs.offset)

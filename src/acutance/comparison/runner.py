@@ -14,7 +14,6 @@ from acutance.comparison.rows import (
     Gaussian,
     Inputs,
     captured,
-    gaussian,
     mean_and_error,
     measure,
     predict_rows,
@@ -120,8 +119,8 @@ def compare(
     def inputs(count: int, rows: int, of: int, sequences: int) -> Inputs:
         if source is not None:
             return captured(source, count, heads=of, samples=rows, is_causal=causal)
-        return gaussian(
-            count, d, law, heads=of, batch=sequences, samples=rows, seed=seed, is_causal=causal
+        return law.draw(
+            count, d, heads=of, batch=sequences, samples=rows, seed=seed, is_causal=causal
         )
 
     two = torch.zeros(1, 1, 2, 16)
@@ -155,9 +154,7 @@ def compare(
     return Comparison(tuple(ordered), settings, done == total)
 
 
-def pick(
-    mechanisms: str | Mechanism | Sequence[str | Mechanism] | None,
-) -> tuple[Mechanism, ...]:
+def pick(mechanisms: str | Mechanism | Sequence[str | Mechanism] | None) -> tuple[Mechanism, ...]:
     """The requested entries of the table, without duplicates; see :func:`compare`.
 
     Raises:

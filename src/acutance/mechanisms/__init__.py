@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from acutance.mechanisms.decays import alibi_decays, decay_statistics, retnet_decays
 from acutance.mechanisms.entry import Mechanism, Theory
-from acutance.mechanisms.feature_maps import FEATURE_MAPS
+from acutance.mechanisms.features import FEATURE_MAPS, alibi_decays, decay_statistics, retnet_decays
 from acutance.mechanisms.table import MECHANISMS, mechanism
 
 __all__ = [

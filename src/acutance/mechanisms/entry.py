@@ -6,14 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from acutance.attend import attention
-from acutance.mechanisms.decays import decay_statistics
-from acutance.mechanisms.feature_maps import FEATURE_MAPS, cosformer
+from acutance.mechanisms.features import FEATURE_MAPS, cosformer, decay_statistics
 from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scores import Features
 from acutance.shapes import check_count, check_flag, check_inputs
@@ -25,19 +24,8 @@ Result: TypeAlias = tuple[Tensor, Statistics]
 FeatureMap: TypeAlias = Callable[[Tensor], Tensor]
 #: The mechanism of ``acutance.theory.predict`` whose row it is.
 Law = Literal["softmax", "cosine", "relu2", "identity", "linear", "decay"]
-
-
-class Sizes(NamedTuple):
-    """Sizes on which a mechanism's parameters may depend: Hq, H, S, E."""
-
-    heads: int
-    kv_heads: int
-    keys: int
-    width: int
-
-
-#: Options of ``acutance.attention``, or a function of sizes that returns them.
-Options: TypeAlias = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
+#: Options of ``acutance.attention``, or a function that returns them for a query and a key.
+Options: TypeAlias = Mapping[str, Any] | Callable[[Tensor, Tensor], Mapping[str, Any]]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
@@ -79,27 +67,31 @@ class Rows(Form):
     """A mechanism defined by score, weighting and scaling, run by :func:`acutance.attention`.
 
     Args:
-        given: the options of ``attention``, or a function that returns them for given sizes.
+        given: the options of ``attention``, or a function that returns them for query and key.
         always_causal: whether rows never see later keys.
     """
 
     given: Options
     always_causal: bool = field(default=False, kw_only=True)  # type: ignore[misc]
 
-    def options(self, sizes: Sizes) -> Mapping[str, Any]:
-        """The options of :func:`acutance.attention` for given sizes."""
-        return self.given(sizes) if callable(self.given) else self.given
-
-    def options_for(self, query: Tensor, key: Tensor) -> dict[str, Any]:
+    def options(self, *query_and_key: Tensor) -> dict[str, Any]:
         """Options of :func:`acutance.attention`, parameters on the query's device and dtype."""
         with torch.random.fork_rng(devices=[]):  # parameters are drawn on the CPU
             torch.manual_seed(0)
-            options = self.options(Sizes(query.shape[1], *key.shape[1:]))
-        return {name: _placed(value, query) for name, value in options.items()}
+            options = self.given(*query_and_key) if callable(self.given) else self.given
+        return {name: _placed(value, query_and_key[0]) for name, value in options.items()}
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
         """Attention with these options."""
-        return _attend(query, key, value, **options, **self.options_for(query, key))
+        return _attend(query, key, value, **options, **self.options(query, key))
+
+
+def _one(x: Tensor) -> Tensor:
+    """A feature of 1 for each vector."""
+    return torch.ones_like(x[..., :1])
+
+
+_MAPS = {**FEATURE_MAPS, "one": _one}
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,8 @@ class Linear(Form):
     r"""Linear attention: rows of :math:`\phi(q) \cdot \phi(k)`, with or without decay.
 
     Args:
-        feature_map: φ, a name of :data:`FEATURE_MAPS` or ``"cosformer"``.
+        feature_map: φ, a name of :data:`FEATURE_MAPS`, ``"cosformer"``, or ``"one"``: a feature of
+            1 for each vector, so that only the distance counts.
         decays: returns λ of each query head, (Hq,); rows are then causal. None for no decay.
     """
 
@@ -122,7 +115,7 @@ class Linear(Form):
     def maps(self, keys: int, offset: int) -> tuple[FeatureMap, FeatureMap]:
         """The functions that map queries, the first of them at ``offset``, and keys."""
         if self.feature_map != "cosformer":
-            return FEATURE_MAPS[self.feature_map], FEATURE_MAPS[self.feature_map]
+            return _MAPS[self.feature_map], _MAPS[self.feature_map]
 
         def from_position(start: int) -> FeatureMap:
             return lambda x: cosformer(
@@ -132,11 +125,26 @@ class Linear(Form):
         return from_position(offset), from_position(0)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
-        """Attention weighted by products of features, over their sum unless they are signed."""
-        maps = self.maps(key.shape[2], options["query_offset"])
-        decays = None if self.decays is None else self.decays(query.shape[1])
+        r"""Attention with the weights :math:`\lambda^{i - j} \phi(q_i) \cdot \phi(k_j)`.
+
+        They are divided by their sum unless they are signed; signed products with decay by √E.
+        """
+        query_map, key_map = self.maps(key.shape[2], options["query_offset"])
         signed = self.feature_map == "identity"
-        return _weighted_by_features(query, key, value, maps, decays, signed=signed, **options)
+        log_gate: Callable[[Tensor], Tensor] | None = None
+        if self.decays is not None:
+            rates = self.decays(query.shape[1]).log()[:, None]  # 1 - 2**-9 is 1 in bfloat16
+            _check_positions("a mechanism with decays", query, key, options["query_offset"])
+            group = query.shape[1] // key.shape[1]  # heads that share keys decay differently
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+            log_gate = lambda keys: rates.to(keys).expand(keys.shape[:3])  # noqa: E731
+            if signed:
+                query = query * query.shape[3] ** -0.5
+        weights = Identity(normalize="none") if signed else ReLU(normalize="sum")
+        score = Features(query_map, key_map, log_gate)
+        out, stats = _attend(query, key, value, score=score, weights=weights, **options)
+        assert isinstance(stats, WeightStatistics)
+        return out, WeightStatistics(stats.sums)  # products of features are no scores
 
 
 @dataclass(frozen=True)
@@ -154,54 +162,9 @@ class Decay(Form):
         """Attention by distance, with statistics in closed form."""
         dtype = torch.promote_types(query.dtype, torch.float32)
         decays = self.decays(query.shape[1]).to(query.device, dtype)
-        out, _ = _weighted_by_features(query, key, value, (_one, _one), decays, **options)
+        out, _ = Linear("one", lambda heads: decays).run(query, key, value, **options)
         n = torch.arange(query.shape[2], device=query.device) + options["query_offset"] + 1
         return out, decay_statistics(n.expand(query.shape[:3]), decays[:, None])
-
-
-def _one(x: Tensor) -> Tensor:
-    """A feature of 1 for each vector."""
-    return torch.ones_like(x[..., :1])
-
-
-def _weighted_by_features(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    maps: tuple[FeatureMap, FeatureMap],
-    decays: Tensor | None,
-    *,
-    signed: bool = False,
-    **options: Any,
-) -> tuple[Tensor, WeightStatistics]:
-    r"""Attention with the weights :math:`\lambda^{i - j} \phi_q(q_i) \cdot \phi_k(k_j)`.
-
-    Args:
-        query: (B, Hq, L, E); with decays, every query has the position of a key.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev).
-        maps: φ_q and φ_k.
-        decays: λ of each query head, (Hq,), or None. Products are then divided by √E if signed.
-        signed: whether weights have both signs, and are not divided by their sum.
-        options: of :func:`acutance.attention`.
-
-    Returns:
-        The output (B, Hq, L, Ev), and the statistics of the weights.
-    """
-    log_gate: Callable[[Tensor], Tensor] | None = None
-    if decays is not None:
-        _check_positions("a mechanism with decays", query, key, options["query_offset"])
-        group = query.shape[1] // key.shape[1]  # heads that share keys decay differently
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        rates = decays.log()[:, None]  # in their own precision: 1 - 2**-9 is 1 in bfloat16
-        log_gate = lambda keys: rates.to(keys).expand(keys.shape[:3])  # noqa: E731
-        if signed:
-            query = query * query.shape[3] ** -0.5
-    weights = Identity(normalize="none") if signed else ReLU(normalize="sum")
-    score = Features(*maps, log_gate)
-    out, stats = _attend(query, key, value, score=score, weights=weights, **options)
-    assert isinstance(stats, WeightStatistics)
-    return out, WeightStatistics(stats.sums)  # of the weights: products of features are no scores
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from acutance import scaling, scores, weights
-from acutance.mechanisms.decays import alibi_decays, retnet_decays
 from acutance.mechanisms.entry import (
     Decay,
     Form,
@@ -27,10 +26,9 @@ from acutance.mechanisms.entry import (
     Options,
     Recurrence,
     Rows,
-    Sizes,
     Theory,
 )
-from acutance.mechanisms.feature_maps import FEATURE_MAPS
+from acutance.mechanisms.features import FEATURE_MAPS, alibi_decays, retnet_decays
 from acutance.theory import tau_for_information
 
 #: The fields of :class:`Theory`.
@@ -170,13 +168,13 @@ def _entry(
     return Mechanism(name, title, formula, source, can_concentrate, known, streaming, code, form)
 
 
-def _half_tau(sizes: Sizes) -> float:
+def _half_tau(key: Tensor) -> float:
     """Temperature (divisor of cosines) at which log n − H is half of log n.
 
     The row has one key at cosine 1 among random ones.
     """
-    d = max(2, sizes.width)
-    tau = tau_for_information(max(2, sizes.keys), 0.5, setting="random_keys", d=d)
+    d = max(2, key.shape[3])
+    tau = tau_for_information(max(2, key.shape[2]), 0.5, setting="random_keys", d=d)
     return float(tau)
 
 
@@ -230,7 +228,7 @@ _ENTRIES = (
         "key among n random ones has half of the maximal information; rows without a match stay "
         "diffuse.",
         (_COSINE, "cosine", 'predict("cosine", n, tau=τ, d=d), for keys in uniform directions.'),
-        _STREAMED, lambda sizes: {"score": scores.Cosine(_half_tau(sizes))},
+        _STREAMED, lambda _, key: {"score": scores.Cosine(_half_tau(key))},
         "score=acutance.scores.Cosine(acutance.theory.tau_for_information(key.shape[2], 0.5, "
         'setting="random_keys", d=key.shape[3]))',
     ),
@@ -240,7 +238,7 @@ _ENTRIES = (
         "Yes, like softmax of dot products with the query qᵀW: γ is its norm times the standard "
         "deviation of a key's component, and W can make it arbitrarily large.",
         (_SOFTMAX, "softmax", _ROW + " 1, the query being Wᵀq."), _STREAMED,
-        lambda sizes: {"score": scores.GeneralScore(sizes.width, init="paper")},
+        lambda _, key: {"score": scores.GeneralScore(key.shape[3], init="paper")},
         'score=acutance.scores.GeneralScore(key.shape[3], init="paper")',
     ),
     _entry(
@@ -254,7 +252,7 @@ _ENTRIES = (
          "whose distribution is not known in general."),
         "In tiles, with the tanh of a few hidden units at a time: O(n² h) time for h hidden "
         "units, O(n) memory plus one block.",
-        lambda sizes: {"score": scores.AdditiveScore(sizes.width)},
+        lambda _, key: {"score": scores.AdditiveScore(key.shape[3])},
         "score=acutance.scores.AdditiveScore(key.shape[3])",
     ),
     _entry(
@@ -265,7 +263,7 @@ _ENTRIES = (
         (_SOFTMAX, "softmax",
          'predict("softmax", n, logit_std=γ) with the measured deviation γ of the scores.'),
         _STREAMED + " The rows of W serve as keys.",
-        lambda sizes: {"score": scores.LocationScore(sizes.width, sizes.keys, init="paper")},
+        lambda _, key: {"score": scores.LocationScore(key.shape[3], key.shape[2], init="paper")},
         'score=acutance.scores.LocationScore(key.shape[3], key.shape[2], init="paper")',
     ),
     _entry(
@@ -293,7 +291,7 @@ _ENTRIES = (
         "Yes, like softmax if the logsumexp of a row's scores is well above b; well below b the "
         "row attends to almost nothing.",
         (_SOFTMAX, None, _NO_SINK), _STREAMED,
-        lambda sizes: {"weights": weights.Sink(torch.zeros(sizes.heads))},
+        lambda query, _: {"weights": weights.Sink(torch.zeros(query.shape[1]))},
         "weights=acutance.weights.Sink(torch.zeros(query.shape[1]).to(query))",
     ),
     _entry(

@@ -14,22 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from acutance.escapes import check_name
-from acutance.scores import base, modules, products, qk_norm, tiles
+from acutance.scores import base, modules, records
 from acutance.scores.base import *
 from acutance.scores.modules import *
-from acutance.scores.products import *
-from acutance.scores.qk_norm import *
-from acutance.scores.tiles import *
+from acutance.scores.records import *
 
-__all__ = [
-    "SCORES",
-    "get",
-    *base.__all__,
-    *modules.__all__,
-    *products.__all__,
-    *qk_norm.__all__,
-    *tiles.__all__,
-]
+__all__ = ["SCORES", "get", *base.__all__, *modules.__all__, *records.__all__]
 
 #: Every score by its name.
 SCORES: dict[str, type[Any]] = {
