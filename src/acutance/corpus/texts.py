@@ -171,30 +171,28 @@ def read(names: Sequence[str]) -> list[Text]:
     Raises:
         CorpusError: naming the file, if one is missing, unreadable, not text or empty.
     """
-    return [_checked(name) for name in names]
-
-
-def _checked(name: str) -> Text:
-    """A text file, or standard input for "-", read once to check it."""
-    try:
-        if name == "-":
-            text = Text("standard input", io.BytesIO(sys.stdin.buffer.read()))
-        else:
-            check_regular(name)
-            text = Text(name, Path(name))
-        blank = not sum(bool(block.strip()) for block in text.blocks())
-    except FileNotFoundError:
-        raise CorpusError(f"there is no text file at {name}") from None
-    except IsADirectoryError:
-        raise CorpusError(f"{name} is a directory; pass its files one by one") from None
-    except OSError as error:
+    texts = []
+    for name in names:
         label = "standard input" if name == "-" else name
-        problem = f"{label} cannot be read: {error.strerror}" if error.strerror else str(error)
-        pipe = "; pipe it to --text -" if problem.endswith("not a file") else ""
-        raise CorpusError(problem + pipe) from None
-    if blank:
-        raise CorpusError(f"{text.name} contains no text")
-    return text
+        try:
+            if name == "-":
+                text = Text(label, io.BytesIO(sys.stdin.buffer.read()))
+            else:
+                check_regular(name)
+                text = Text(label, Path(name))
+            blank = not sum(bool(block.strip()) for block in text.blocks())
+        except FileNotFoundError:
+            raise CorpusError(f"there is no text file at {name}") from None
+        except IsADirectoryError:
+            raise CorpusError(f"{name} is a directory; pass its files one by one") from None
+        except OSError as error:
+            problem = f"{label} cannot be read: {error.strerror}" if error.strerror else str(error)
+            pipe = "; pipe it to --text -" if problem.endswith("not a file") else ""
+            raise CorpusError(problem + pipe) from None
+        if blank:
+            raise CorpusError(f"{label} contains no text")
+        texts.append(text)
+    return texts
 
 
 def windows(texts: Iterable[Text], tokenizer: Any, length: int) -> list[Tokens[int]]:

@@ -38,50 +38,35 @@ class ExactMaxima:
         Raises:
             ValueError: if ranks have different numbers of heads for a layer.
         """
-        if ranks(self.group)[1] == 1:
+        _, size = ranks(self.group)
+        if size == 1:
             return dict(maxima)
-        reduced, unknown = self._reduce(maxima, device)
-        if unknown:
-            self._agree(maxima)
-            reduced, _ = self._reduce(maxima, device)
-        return reduced
-
-    def _reduce(
-        self, maxima: dict[str, Tensor], device: torch.device
-    ) -> tuple[dict[str, Tensor], bool]:
-        """Maxima over ranks for the modules that the ranks agreed on.
-
-        Returns:
-            The maxima by module, and whether a rank has a module that was not agreed on; the maxima
-            are then incomplete.
-        """
-        unknown = any(self._layout.get(name) != len(value) for name, value in maxima.items())
-        sizes = list(self._layout.values())
-        values = torch.full((sum(sizes) + 1,), -torch.inf, dtype=torch.float64, device=device)
-        by_layer = dict(zip(self._layout, values[:-1].split(sizes), strict=True))  # views
-        if not unknown:
-            for name, value in maxima.items():
-                by_layer[name].copy_(value)
-        values[-1] = float(unknown)
-        # a NaN must not be lost: what a maximum makes of it differs from library to library
-        values.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return by_layer, bool(values[-1] > 0)
-
-    def _agree(self, maxima: dict[str, Tensor]) -> None:
-        """Exchange the numbers of heads of all modules; raises if ranks differ."""
-        mine = {**self._layout, **{name: len(value) for name, value in maxima.items()}}
-        everyone: list[Any] = [None] * ranks(self.group)[1]
-        dist.all_gather_object(everyone, mine, group=self.group)
-        layout: dict[str, int] = {}
-        for theirs in everyone:
-            for name, heads in theirs.items():
-                if layout.setdefault(name, heads) != heads:
-                    raise ValueError(
-                        f"ranks have different numbers of heads for {name}: {layout[name]} and "
-                        f"{heads}"
-                    )
-        self._layout = layout
+        mine = {name: len(value) for name, value in maxima.items()}
+        while True:
+            unknown = not mine.items() <= self._layout.items()
+            sizes = list(self._layout.values())
+            values = torch.full((sum(sizes) + 1,), -torch.inf, dtype=torch.float64, device=device)
+            by_layer = dict(zip(self._layout, values[:-1].split(sizes), strict=True))  # views
+            if not unknown:
+                for name, value in maxima.items():
+                    by_layer[name].copy_(value)
+            values[-1] = float(unknown)
+            # a NaN must not be lost: what a maximum makes of it differs from library to library
+            values.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+            if not bool(values[-1] > 0):
+                return by_layer
+            everyone: list[Any] = [None] * size
+            dist.all_gather_object(everyone, self._layout | mine, group=self.group)
+            layout: dict[str, int] = {}
+            for theirs in everyone:
+                for name, heads in theirs.items():
+                    if layout.setdefault(name, heads) != heads:
+                        raise ValueError(
+                            f"ranks have different numbers of heads for {name}: {layout[name]} and "
+                            f"{heads}"
+                        )
+            self._layout = layout  # now of every rank, so that the next turn is the last
 
 
 class _Gather(torch.autograd.Function):

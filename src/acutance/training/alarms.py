@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -289,7 +289,21 @@ class Thresholds:
             step: the optimiser step.
             rate: the learning rate; None if it is unknown.
         """
-        alarms = list(self._exceeding(summary, step))
+        alarms = []
+        columns = [summary.metrics.index(name) for name in self.metrics]
+        moments = summary.moments
+        arrays = (moments.count, moments.mean, moments.high)
+        numbers = [array[:, columns].tolist() for array in arrays]
+        for (layer, head), count, mean, high in zip(summary.places, *numbers, strict=True):
+            place = summary.layers[layer].module, head
+            # a row counts towards a metric only if that is a finite number, as n always is
+            not_finite = count[2] - min(count[:2])
+            if not_finite > 0:
+                alarms.append(Alarm("not_finite", *place, float(not_finite), 0.0, step))
+            if self.collapse is not None and count[-1] and mean[-1] < self.collapse:
+                alarms.append(Alarm("entropy_collapse", *place, mean[-1], self.collapse, step))
+            if self.max_logit is not None and high[0] > self.max_logit:
+                alarms.append(Alarm("large_logit", *place, high[0], self.max_logit, step))
         modules = [layer.module for layer in summary.layers]
         deviations = dict(zip(modules, layer_means(summary, "logit_std"), strict=True))
         for module, value in growth.update(step, deviations, rate).items():
@@ -300,23 +314,6 @@ class Thresholds:
                 head = summary.layers[layer].numbers[largest]
                 alarms.append(Alarm("logit_growth", module, head, value, growth.limit, step))
         return tuple(alarms)
-
-    def _exceeding(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
-        """An alarm for each head and threshold that it exceeds."""
-        columns = [summary.metrics.index(name) for name in self.metrics]
-        moments = summary.moments
-        arrays = (moments.count, moments.mean, moments.high)
-        numbers = [array[:, columns].tolist() for array in arrays]
-        for (layer, head), count, mean, high in zip(summary.places, *numbers, strict=True):
-            place = summary.layers[layer].module, head
-            # a row counts towards a metric only if that is a finite number, as n always is
-            not_finite = count[2] - min(count[:2])
-            if not_finite > 0:
-                yield Alarm("not_finite", *place, float(not_finite), 0.0, step)
-            if self.collapse is not None and count[-1] and mean[-1] < self.collapse:
-                yield Alarm("entropy_collapse", *place, mean[-1], self.collapse, step)
-            if self.max_logit is not None and high[0] > self.max_logit:
-                yield Alarm("large_logit", *place, high[0], self.max_logit, step)
 
 
 def layer_means(summary: HeadSummary, name: str) -> list[float]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import gammaincinv
 from torch import Tensor, nn
@@ -126,24 +124,15 @@ class EntropyRegularizer(nn.Module):
         losses, means = [], []
         for statistics, counted in read_rows(rows):
             entropy = statistics.entropy[counted]
-            n = statistics.n_keys[counted].to(entropy.dtype)
-            losses.append(self._distance(entropy, n.log()).square().mean())
+            largest = statistics.n_keys[counted].to(entropy.dtype).log()
+            nats = self.unit == "nats"
+            aim = largest.clamp(max=self.aim) if nats else self.aim * largest
+            margin = self.margin if nats else self.margin * largest
+            distance = aim - entropy if self.is_floor else (aim - entropy).abs()
+            losses.append((distance - margin).clamp(min=0.0).square().mean())
             means.append(float(entropy.detach().mean()))
         self.entropy = sum(means) / len(means)
         return self.weight * torch.stack(losses).mean()
-
-    def _distance(self, entropy: Tensor, most: Tensor) -> Tensor:
-        """How far each row's entropy is outside the target ± margin, or below the floor, in nats.
-
-        0 within. ``most`` is log n of each row, its largest entropy; both have shape (rows,).
-        """
-        nats = self.unit == "nats"
-        aim = most.clamp(max=self.aim) if nats else self.aim * most
-        margin = self.margin if nats else self.margin * most
-        away = aim - entropy
-        if not self.is_floor:
-            away = away.abs()
-        return (away - margin).clamp(min=0.0)
 
     def extra_repr(self) -> str:
         """The target and the weight, for ``print``."""
@@ -160,17 +149,16 @@ def read_rows(rows: WatchedOrRead) -> list[tuple[RowStatistics, Tensor]]:
     """
     if isinstance(rows, AttentionWatch):
         rows = rows.rows
-    parts = [rows] if isinstance(rows, RowStatistics) else list(rows)
     counted_rows = []
-    for part in parts:
-        if isinstance(part, WatchedRows):
-            statistics, counted = part.statistics, part.kept
-        elif isinstance(part, RowStatistics):
-            statistics, counted = part, part.state.n > 0
+    for of_call in [rows] if isinstance(rows, RowStatistics) else rows:
+        if isinstance(of_call, WatchedRows):
+            statistics, counted = of_call.statistics, of_call.kept
+        elif isinstance(of_call, RowStatistics):
+            statistics, counted = of_call, of_call.state.n > 0
         else:
             raise TypeError(
                 "rows must be an AttentionWatch, WatchedRows or RowStatistics, got "
-                f"{type(part).__name__}"
+                f"{type(of_call).__name__}"
             )
         if bool(counted.any()):
             counted_rows.append((statistics, counted))
@@ -274,9 +262,9 @@ class InfoNCE(nn.Module):
     ``fixed``           1/``tau``
     ``learned``         trained as its logarithm, from 1/``tau``, at most 1/``minimum``
     ``log_n``           ``coefficient`` · log n, n the number of candidates of a row
-    ``entropy_target``  after each training forward, one Newton step towards a measured entropy of
-    the
-                        negatives of ``target`` · log of their number; kept between 0.001 and 1000
+    ``entropy_target``  after each training forward, one Newton step towards a measured entropy
+                        of the negatives of ``target`` · log of their number; kept between 0.001
+                        and 1000
     ==================  ===========================================================================
 
     Args:
@@ -432,13 +420,11 @@ class InfoNCE(nn.Module):
 
         ``sides`` are the statistics of the rows of anchors and, if symmetric, of positives.
         """
-        log_counts = [side.n_keys.to(side.entropy.dtype).log() for side in sides]
-        means = torch.stack(
-            [
-                torch.stack([side.entropy.mean(), side.varentropy.mean(), log_count.mean()])
-                for side, log_count in zip(sides, log_counts, strict=True)
-            ]
-        ).mean(0)
+        of_sides = []
+        for side in sides:
+            log_counts = side.n_keys.to(side.entropy.dtype).log()
+            of_sides.append([side.entropy.mean(), side.varentropy.mean(), log_counts.mean()])
+        means = torch.stack([torch.stack(of_side) for of_side in of_sides]).mean(0)
         if self._ranks[1] > 1:
             torch.distributed.all_reduce(means, group=self.group)
             means /= self._ranks[1]  # the aim's too: extra negatives are each rank's own
@@ -830,11 +816,12 @@ def initial_scale(
             ) from None
     fixed = float(theory.scale_for_entropy(n, entropy)) / math.sqrt(d)
     keys = torch.full((_NODES,), float(n), dtype=torch.float64)
-    lengths, weights = _lengths(d)
+    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    lengths = np.sqrt(2 * gammaincinv(d / 2, (nodes + 1) / 2))  # of a standard normal vector
 
     def excess(log_scale: float) -> float:
         stds = torch.from_numpy(lengths * math.exp(log_scale))
-        return float(expected_entropy(keys, stds).numpy() @ weights) - entropy
+        return float(expected_entropy(keys, stds).numpy() @ (weights / 2)) - entropy
 
     low = high = math.log(fixed)
     while excess(low) < 0:
@@ -842,10 +829,3 @@ def initial_scale(
     while excess(high) > 0:
         high += 0.5
     return math.exp(brentq(excess, low, high, xtol=1e-10)) if low < high else fixed
-
-
-@cache
-def _lengths(d: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Quadrature nodes and weights for the norm of a standard normal vector in d dimensions."""
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    return np.sqrt(2 * gammaincinv(d / 2, (nodes + 1) / 2)), weights / 2

@@ -680,10 +680,13 @@ class AttentionMonitor:
         if state.epoch is not None:
             logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": state.global_step})
-        handler = getattr(self._trainer, "callback_handler", None)
-        for callback in () if handler is None else tuple(handler.callbacks):
-            if callback is self or _prints(callback):
-                continue
+        if self._trainer is None:
+            return
+        from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+        for callback in tuple(self._trainer.callback_handler.callbacks):
+            if callback is self or isinstance(callback, PrinterCallback | ProgressCallback):
+                continue  # the others print in the terminal
             callback.on_log(args, state, control, logs=dict(logs), **options)
             writer = getattr(callback, "tb_writer", None)
             if writer is not None:
@@ -813,13 +816,6 @@ def _calling_trainer(callback: object) -> Any:
             break
         frame = frame.f_back
     return None
-
-
-def _prints(callback: object) -> bool:
-    """Whether a Trainer callback prints logs to the terminal."""
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
-    return isinstance(callback, PrinterCallback | ProgressCallback)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,6 @@ class HeadSlices:
         """Index along ``dim`` at which a head's slice starts."""
         return self.start + head // self.group * self.stride + head % self.group * self.size
 
-    def __getitem__(self, head: int) -> Tensor:
-        return self.tensor.narrow(self.dim, self.offset(head), self.size)
-
 
 @dataclass(frozen=True)
 class Projections:
@@ -120,11 +117,6 @@ class Projections:
         if one_to_one:
             for part in self.key:
                 yield part, factor ** (1 - alpha)
-
-    @property
-    def changes_base(self) -> bool:
-        """Whether weights under an adapter would be scaled."""
-        return any(part.is_base for part in (*self.query, *self.query_alone, *self.key))
 
     @property
     def eps(self) -> float:
@@ -183,26 +175,6 @@ def find_layouts(
         f"{kind} has no known projections: it has none of {', '.join((a for a, _ in _PAIRS))}, "
         f"{', '.join((*_PACKED, *_BY_HEAD))}"
     )
-
-
-def all_heads(module: nn.Module, heads: int, width: int) -> tuple[int, int]:
-    """Number of heads over all tensor-parallel ranks, and the first of this rank's.
-
-    Args:
-        module: an attention module.
-        heads: number of query heads that this rank computes.
-        width: width of one head's query.
-
-    Returns:
-        ``heads`` and 0 if separate projections are not split over ranks by heads.
-    """
-    for name, _ in _PAIRS:
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if isinstance(weight, Tensor):
-            count, index = head_shards(weight, 0)
-            if weight.shape[0] == count * heads * width:
-                return count * heads, index * heads
-    return heads, 0
 
 
 @dataclass(frozen=True)
@@ -402,23 +374,6 @@ def _adapted(name: str, module: Any) -> Iterator[tuple[Tensor, int, bool]]:
         yield adapter.weight, 0, False
         if isinstance(bias := getattr(adapter, "bias", None), Tensor):
             yield bias, 0, False
-
-
-@contextmanager
-def recorded_outputs(
-    projections: Iterable[nn.Module],
-) -> Iterator[dict[nn.Module, deque[Tensor]]]:
-    """Context that records the last few outputs of projections, detached, by module."""
-    recorded: dict[nn.Module, deque[Tensor]] = {}
-
-    def record(module: nn.Module, _: Any, __: Any, output: Any) -> None:
-        if is_sharded(output):
-            output = output.to_local()
-        if isinstance(output, Tensor):
-            recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
-
-    with follow_results(projections, record):
-        yield recorded
 
 
 def rotary_width(module: nn.Module, width: int) -> int:
@@ -701,7 +656,8 @@ class QKClip:
         self._shapes: dict[str, tuple[int, float]] = {}
         self._layouts: dict[str, int] = {}
         self._recording = ExitStack()
-        self._outputs: dict[torch.nn.Module, Any] | None = None  # of projections, while recorded
+        # the last outputs of projections, detached, while they are recorded
+        self._outputs: dict[torch.nn.Module, deque[Tensor]] | None = None
         self._makers: dict[str, tuple[torch.nn.Module, ...]] = {}  # of reported calls, in a context
         self._attending: set[torch.nn.Module] = set()  # projections of which attention was seen
         self._aside: set[torch.nn.Module] = set()  # what only has the name of a projection
@@ -710,7 +666,16 @@ class QKClip:
     def __enter__(self) -> QKClip:
         self._watch.__enter__()
         if untold := self._with_unknown_layout():
-            self._outputs = self._recording.enter_context(recorded_outputs(untold))
+            outputs: dict[nn.Module, deque[Tensor]] = {}
+            self._outputs = outputs
+
+            def record(module: nn.Module, _: Any, __: Any, output: Any) -> None:
+                if is_sharded(output):
+                    output = output.to_local()
+                if isinstance(output, Tensor):
+                    outputs.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
+
+            self._recording.enter_context(follow_results(untold, record))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
@@ -849,13 +814,20 @@ class QKClip:
         return ClipReport(tuple(layers), tuple(not_finite))
 
     def _of_all_heads(self, name: str, values: Tensor) -> Tensor:
-        """Maxima (heads,) of a layer's heads on all tensor-parallel ranks; −∞ on other ranks."""
-        holder = self._holder(name)
-        width, _ = self._shapes[name]
-        total, first = (len(values), 0) if holder is None else all_heads(holder, len(values), width)
-        whole = values.new_full((total,), -torch.inf)
-        whole[first : first + len(values)] = values
-        return whole
+        """Maxima (heads,) of a layer's heads on all tensor-parallel ranks; −∞ on other ranks.
+
+        They are this rank's unless separate projections are split over ranks by heads.
+        """
+        holder, (width, _) = self._holder(name), self._shapes[name]
+        for projection, _ in _PAIRS:
+            weight = getattr(getattr(holder, projection, None), "weight", None)
+            if isinstance(weight, Tensor):
+                count, index = head_shards(weight, 0)
+                if weight.shape[0] == count * len(values) * width:
+                    of_ranks = values.new_full((count, len(values)), -torch.inf)
+                    of_ranks[index] = values
+                    return of_ranks.flatten()
+        return values
 
     def settle(self, run: Callable[[], object], *, rounds: int = 100) -> tuple[ClipReport, ...]:
         """Run and clip repeatedly until no head exceeds τ on what ``run`` computes.
@@ -907,7 +879,8 @@ class QKClip:
                 "an unknown order of heads in between); exclude it with layers="
             )
         split = next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
-        if split.changes_base and not self.base_weights:
+        slices = (*split.query, *split.query_alone, *split.key)
+        if any(of_heads.is_base for of_heads in slices) and not self.base_weights:
             raise ValueError(
                 f"{name} cannot be clipped: its projections have LoRA adapters, and scaling a head "
                 "must change the frozen weights too, which an adapter saved alone lacks; pass "

@@ -292,7 +292,14 @@ def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme 
         label(axes, x="step", y=name, title=name)
     logits, growths = panels[-2:]
     shown = steps >= first
-    names = _drawn(replayed)
+    # the layers with alarms, then those that grew most
+    alarmed = dict.fromkeys(a.layer for a in replayed.alarms if a.layer in replayed.growth)
+    most = {
+        name: max((value for value in values if value == value), default=-np.inf)
+        for name, values in replayed.growth.items()
+    }
+    rest = sorted((name for name in most if name not in alarmed), key=lambda name: -most[name])
+    names = [*alarmed, *rest][:_DRAWN]
     for name, curve in zip(names, curves(len(names), theme), strict=True):
         for axes, values in ((logits, replayed.logit_std), (growths, replayed.growth)):
             axes.plot(
@@ -310,16 +317,3 @@ def draw_replay(replayed: Replay, path: str | os.PathLike[str], *, theme: Theme 
         fontsize=8, frameon=False, labelcolor=theme.muted, loc="upper left", handlelength=2.5
     )
     save(figure, path)
-
-
-def _drawn(replayed: Replay) -> list[str]:
-    """The layers that are drawn."""
-    alarmed = dict.fromkeys(
-        alarm.layer for alarm in replayed.alarms if alarm.layer in replayed.growth
-    )
-    most = {
-        name: max((value for value in values if value == value), default=-np.inf)
-        for name, values in replayed.growth.items()
-    }
-    rest = sorted((name for name in most if name not in alarmed), key=lambda name: -most[name])
-    return [*alarmed, *rest][:_DRAWN]

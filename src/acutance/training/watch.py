@@ -143,8 +143,8 @@ class AttentionWatch:
             if mask is not None and mask.dtype != torch.bool:
                 mask = torch.logical_not(hides(mask))
             call = replace(call, attn_mask=mask, bias=None, softcap=None, sinks=None)
-        stats = call.statistics(False)
-        self._add(call.module, stats, real, call.query)
+        width, dtype = call.query.shape[-1], call.query.dtype
+        self._add(call.module, call.statistics(False), real, width, dtype)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
         """Store the statistics of a hand-written softmax."""
@@ -156,13 +156,13 @@ class AttentionWatch:
         with torch.no_grad():
             n, seen = visible.sum(-1), visible.any(2).any(1)
             real = self._listener.rows.real_of_scores(scores, name, n, seen).rows
-        self._add(name, RowStatistics(observe(scores, visible)), real, dtype=scores.dtype)
+        self._add(name, RowStatistics(observe(scores, visible)), real, 0, scores.dtype)
 
     def on_products(self, products: Tensor, query: Tensor, key: Tensor, name: str) -> None:
         """Store the statistics of the products that hand-written scores are computed from."""
         self._note(name, query, key)
         stats = RowStatistics(observe(products, products > -torch.inf))
-        self._add(name, stats, None, query)
+        self._add(name, stats, None, query.shape[-1], query.dtype)
 
     def _note(self, name: str, query: Tensor, key: Tensor) -> None:
         """Pass a module's queries and keys to the callback ``noted``."""
@@ -174,15 +174,13 @@ class AttentionWatch:
         name: str,
         stats: RowStatistics,
         real: Tensor | None,
-        query: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        width: int,
+        dtype: torch.dtype | None,
     ) -> None:
         """Store the statistics of one attention call, with the rows that count."""
         counted = stats.state.n > 0
         if real is not None:
             counted = counted & real[:, None, :]
-        width = 0 if query is None else query.shape[-1]
-        dtype = dtype if query is None else query.dtype
         self.rows.append(WatchedRows(name, stats, counted, width, dtype))
 
     def _on_recorded(self, module: Recorded, stats: Any) -> None:
@@ -194,7 +192,6 @@ class AttentionWatch:
         if not self._listener.captures_module(name):
             return
         if isinstance(stats, RowStatistics):
-            width = getattr(module, "head_dim", 0)
-            self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
+            self._add(name, stats, None, getattr(module, "head_dim", 0), None)
         else:
             self._listener.unreadable(name, "its weights are not a softmax of its scores")
