@@ -130,9 +130,7 @@ def backward(
         if chosen == "native" and not (of_mask or of_bias):
             return native.backward(grad, sums, call, wanted)
         if chosen == "triton" and _gpu().unsupported_gradient(call.masking, wanted) is None:
-            reason = _gpu().gradient_refusal_reason(
-                grad, call, wanted, warn=call.backend != "triton"
-            )
+            reason = _gpu().refusal_reason(call, grad, wanted, warn=call.backend != "triton")
             if reason is None:
                 return cast(Gradients, _gpu().backward(grad, sums, call, wanted))
             _only_if_open(call, reason)

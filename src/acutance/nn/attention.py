@@ -149,9 +149,27 @@ class MultiheadAttention(Recorded):
         self.embed_dim, self.kv_width = embed_dim, kv_heads * head_dim
         self.kdim = embed_dim if kdim is None else check_count("kdim", kdim, 1)
         self.vdim = embed_dim if vdim is None else check_count("vdim", vdim, 1)
-        self._make_parameters(
-            check_flag("bias", bias), check_flag("add_bias_kv", add_bias_kv), device, dtype
-        )
+        check_flag("bias", bias)
+        check_flag("add_bias_kv", add_bias_kv)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        # one packed matrix if all inputs have the module's width, as in PyTorch
+        packed = self.kdim == self.vdim == embed_dim
+        width, further_key = embed_dim + 2 * self.kv_width, (1, 1, self.kv_width)
+        shapes = {
+            "in_proj_weight": (width, embed_dim) if packed else None,
+            "q_proj_weight": None if packed else (embed_dim, embed_dim),
+            "k_proj_weight": None if packed else (self.kv_width, self.kdim),
+            "v_proj_weight": None if packed else (self.kv_width, self.vdim),
+            "in_proj_bias": (width,) if bias else None,
+            "bias_k": further_key if add_bias_kv else None,
+            "bias_v": further_key if add_bias_kv else None,
+        }
+        for name, shape in shapes.items():
+            tensor = None if shape is None else nn.Parameter(torch.empty(shape, **factory))
+            self.register_parameter(name, tensor)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.register_load_state_dict_pre_hook(_pack)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.dropout = check_number("dropout", dropout, above=0.0, below=1.0, including=True)
         self.batch_first = check_flag("batch_first", batch_first)
@@ -166,42 +184,9 @@ class MultiheadAttention(Recorded):
             raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
         if isinstance(self.positions, Alibi):
             self.positions.of(num_heads)  # one for each head, or an error now
-        self.score = hold_score(score, head_dim, num_heads, kv_heads, device=device, dtype=dtype)
-        self.weights = HeldWeights(weights, num_heads, device=device, dtype=dtype)
+        self.score = hold_score(score, head_dim, num_heads, kv_heads, **factory)
+        self.weights = HeldWeights(weights, num_heads, **factory)
         self.scaling = scalings.get(scaling)
-
-    def _make_parameters(
-        self,
-        bias: bool,
-        add_bias_kv: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Create the projections, with PyTorch's names, shapes and initialisation.
-
-        If all three inputs have the module's width there is one packed ``in_proj_weight``,
-        otherwise ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``. A state dict of either
-        form loads into the packed one.
-        """
-
-        def register(name: str, used: bool, *shape: int) -> None:
-            tensor = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if used else None
-            self.register_parameter(name, tensor)
-
-        embed_dim, kv_width = self.embed_dim, self.kv_width
-        widths = (embed_dim, kv_width, kv_width)
-        packed = self.kdim == self.vdim == embed_dim
-        register("in_proj_weight", packed, sum(widths), embed_dim)
-        for name, width, inputs in zip(
-            _SEPARATE, widths, (embed_dim, self.kdim, self.vdim), strict=True
-        ):
-            register(name, not packed, width, inputs)
-        register("in_proj_bias", bias, sum(widths))
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        register("bias_k", add_bias_kv, 1, 1, kv_width)
-        register("bias_v", add_bias_kv, 1, 1, kv_width)
-        self.register_load_state_dict_pre_hook(_pack)  # type: ignore[no-untyped-call]
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Reinitialise the input projections like ``nn.MultiheadAttention``; zero the biases."""
@@ -266,12 +251,11 @@ class MultiheadAttention(Recorded):
         batched = query.dim() == 3
         if key_padding_mask is not None and not batched:
             key_padding_mask = check_tensor("key_padding_mask", key_padding_mask).unsqueeze(0)
-        q, k, v, score = self._heads(
-            self._batch_first(query, batched),
-            self._batch_first(key, batched),
-            self._batch_first(value, batched),
-            query_offset,
-        )
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v, score = self._heads(query, key, value, query_offset)
         keys, (k, v) = k.shape[2], self._with_extra(k, v)
         extra = k.shape[2] - keys
         size = (q.shape[0], self.num_heads, q.shape[2], keys)
@@ -306,12 +290,6 @@ class MultiheadAttention(Recorded):
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
         return out, weights
-
-    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
-        """An input as (B, L, E)."""
-        if not batched:
-            return x.unsqueeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
 
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, offset: int

@@ -26,26 +26,20 @@ _RECORDS = (General, Additive, Location)
 
 
 def hold_score(
-    score: str | Score,
-    width: int,
-    num_heads: int,
-    num_kv_heads: int,
-    *,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    score: str | Score, width: int, num_heads: int, num_kv_heads: int, **factory: Any
 ) -> Score:
     """The score for a name, trainable if it has parameters, or the given score.
+
+    Parameters are created with the device and dtype of ``factory``.
 
     Raises:
         ValueError: if the name is unknown, or its parameters must be given explicitly.
         TypeError: if it is not a score, or a record whose parameters would not be trained.
     """
     if score == "general":
-        return GeneralScore(width, num_heads=num_heads, device=device, dtype=dtype)
+        return GeneralScore(width, num_heads=num_heads, **factory)
     if score == "additive":
-        return AdditiveScore(
-            width, num_heads=num_heads, num_kv_heads=num_kv_heads, device=device, dtype=dtype
-        )
+        return AdditiveScore(width, num_heads=num_heads, num_kv_heads=num_kv_heads, **factory)
     for name, part in (vars(score) if isinstance(score, _RECORDS) else {}).items():
         if isinstance(part, nn.Parameter):
             kind = type(score).__name__
@@ -62,20 +56,13 @@ class HeldWeights(nn.Module):
     Args:
         weights: a name or a weighting. ``"sink"`` trains a sink for each head, initially 0.
         num_heads: number of query heads, Hq.
-        device, dtype: of new parameters.
+        factory: device and dtype of new parameters.
     """
 
-    def __init__(
-        self,
-        weights: str | Weighting,
-        num_heads: int,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, weights: str | Weighting, num_heads: int, **factory: Any) -> None:
         super().__init__()
         if weights == Sink.name:
-            weights = Sink(nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)))
+            weights = Sink(nn.Parameter(torch.zeros(num_heads, **factory)))
         record = weightings.get(weights)
         self.names = [name for name, part in vars(record).items() if isinstance(part, Tensor)]
         for name in self.names:

@@ -107,16 +107,14 @@ def listen(
         (1, 'off')
     """
     meant = {id(module): module for module in modules}  # holds them: an id is theirs alone
-    before = {place: _listeners.get(place) for place in meant}
+    before = {number: _listeners[number] for number in meant if number in _listeners}
     _listeners.update(dict.fromkeys(meant, _Listener(recording, hear)))
     try:
         yield
     finally:
-        for place, listener in before.items():
-            if listener is None:
-                _listeners.pop(place, None)
-            else:
-                _listeners[place] = listener
+        for number in meant:
+            _listeners.pop(number, None)
+        _listeners.update(before)
         for module in meant.values():
             if module.statistics == "off":
                 module.last_statistics = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.call import KernelCall
-from acutance.kernels.gpu.language import Kernel, interpreted, triton, why_unavailable
+from acutance.kernels.gpu.language import interpreted, triton, why_unavailable
 from acutance.kernels.gpu.scores import Flags
 from acutance.masks import mask_limit
 
@@ -249,7 +249,7 @@ class Launcher:
     """
 
     def __init__(
-        self, kernel: Kernel, tiles: tuple[tuple[int, int, int, int], ...], *, fixed: bool = False
+        self, kernel: Any, tiles: tuple[tuple[int, int, int, int], ...], *, fixed: bool = False
     ) -> None:
         self._kernel, self._tiles, self._fixed = kernel, tiles, fixed
 

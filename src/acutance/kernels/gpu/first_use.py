@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -42,67 +42,32 @@ _warned: set[object] = set()
 _lock = threading.RLock()
 
 
-def refusal_reason(call: KernelCall, *, warn: bool = True) -> str | None:
-    """Why the first-use check refuses the forward kernel for a call; None if it does not.
+def refusal_reason(
+    call: KernelCall,
+    grad: SumGradients | None = None,
+    wanted: tuple[bool, ...] = (),
+    *,
+    warn: bool = True,
+) -> str | None:
+    """Why the first-use check refuses the kernels of a pass for a call; None if it does not.
 
     The first call of each configuration is checked against the blocked path; the result is cached.
 
     Args:
         call: as of :func:`acutance.kernels.gpu.passes.forward`.
+        grad: gradients of the sums, for the backward kernels; None for the forward kernel.
+        wanted: which gradients are requested.
         warn: issue a warning if the configuration is refused.
 
     Returns:
         One clause, such as ``"its n differs from the blocked path's by …"``, or None.
     """
+    if grad is not None:
+        call = call._replace(noise=False, gaps=False)
     if interpreted() or supported(call) is not None:
         return None  # the interpreter's results are the tests' to judge
-    return _verdict(_kind(call), call, lambda: _check_forward(call), "the forward pass", warn)
-
-
-def gradient_refusal_reason(
-    grad: SumGradients, call: KernelCall, wanted: tuple[bool, ...], *, warn: bool = True
-) -> str | None:
-    """Why the first-use check refuses the backward kernels for a call; None if it does not.
-
-    Args:
-        grad: gradients of the sums.
-        call: the forward call.
-        wanted: which gradients are requested.
-        warn: issue a warning if the configuration is refused.
-    """
-    call = call._replace(noise=False, gaps=False)
-    if interpreted() or supported(call) is not None:
-        return None
-    present = tuple(part is not None and part.numel() > 0 for part in grad)
-    kind = (*_kind(call), present, wanted)
-    return _verdict(
-        kind, call, lambda: _check_backward(present, call, wanted), "the backward pass", warn
-    )
-
-
-def forget() -> None:
-    """Clear the cached results, so that every configuration is checked again at its next use."""
-    with _lock:
-        _verdicts.clear()
-        _warned.clear()
-
-
-def _verdict(
-    kind: tuple[Any, ...],
-    call: KernelCall,
-    check: Callable[[], str | None],
-    what: str,
-    warn: bool,
-) -> str | None:
-    """Why a configuration is refused, from its first check in this process; None if it is not.
-
-    Args:
-        kind: the configuration.
-        call: the call.
-        check: runs the check; returns why the configuration is refused, or None.
-        what: name of the kernels, for the warning.
-        warn: issue a warning if it is refused.
-    """
+    given = () if grad is None else tuple(x is not None and x.numel() > 0 for x in grad)
+    kind = (*_kind(call), given, wanted)
     if kind not in _verdicts:
         if _capturing(call.query):
             return "its first call is inside a CUDA graph's capture: run it once before"
@@ -110,14 +75,14 @@ def _verdict(
             if kind not in _verdicts:  # no other thread was first
                 try:
                     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-                        reason = check()
-                    _verdicts[kind] = reason, kind
+                        _verdicts[kind] = _check(call, given, wanted), kind
                 except torch.OutOfMemoryError:
                     return "no memory is left for the check before its first use"
                 except Exception as error:  # whatever a compiler or a driver raises
+                    kernels = "the forward pass" if grad is None else "the backward pass"
                     name = type(error).__name__
                     first = (str(error).strip() or "no message").splitlines()[0][:200]
-                    _verdicts[kind] = f"{what} does not compile or run ({name}: {first})", name
+                    _verdicts[kind] = f"{kernels} does not compile or run ({name}: {first})", name
     reason, cause = _verdicts[kind]
     if reason is not None and warn:
         with _lock:
@@ -129,9 +94,16 @@ def _verdict(
                 f" path takes its calls. Please report this with the GPU's name and the versions"
                 f" of torch and triton.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,
             )
     return reason
+
+
+def forget() -> None:
+    """Clear the cached results, so that every configuration is checked again at its next use."""
+    with _lock:
+        _verdicts.clear()
+        _warned.clear()
 
 
 def _capturing(query: Tensor) -> bool:
@@ -176,44 +148,34 @@ def _kind(call: KernelCall) -> tuple[Any, ...]:
     )
 
 
-def _check_forward(call: KernelCall) -> str | None:
-    """Check the forward kernel on a small call; why it is refused, or None."""
-    small = _small_call(call)
-    want = blocked.forward(_exact(small))
-    largest = _largest(small.value)
-    return _differing(forward(small), want, call.query.dtype, largest, OUTPUT_STEPS)
-
-
-def _check_backward(
-    present: tuple[bool, ...], call: KernelCall, wanted: tuple[bool, ...]
-) -> str | None:
-    """Check the backward kernels on a small call; the reason, or None.
+def _check(call: KernelCall, given: tuple[bool, ...], wanted: tuple[bool, ...]) -> str | None:
+    """Check the kernels of a pass on a small call; why they are refused, or None.
 
     Args:
-        present: for each sum, whether it has a gradient.
         call: the forward call.
+        given: for each sum, whether it has a gradient; none for the forward kernel.
         wanted: which gradients are requested.
     """
     query = call.query
     small = _small_call(call)
     exact = _exact(small)
     sums = blocked.forward(exact)
+    if not given:
+        return _differing(forward(small), sums, query.dtype, _largest(small.value), OUTPUT_STEPS)
     draw = _Draw(query.device, 7)
-    parts = (sums.out, *(sums.Z for _ in SumGradients._fields[1:]))
+    dtypes = (query.dtype, *[torch.float32] * (len(given) - 1))
+    like = (sums.out, *[sums.Z] * (len(given) - 1))
     grad = SumGradients(
         *(
-            draw.normal(part.shape, query.dtype if index == 0 else torch.float32) if there else None
-            for index, (there, part) in enumerate(zip(present, parts, strict=True))
+            draw.normal(tensor.shape, dtype) if there else None
+            for there, tensor, dtype in zip(given, like, dtypes, strict=True)
         )
     )
-    wide = SumGradients(*(None if part is None else part.double() for part in grad))
-    want = blocked_backward.backward(wide, sums, exact, wanted)
-    rounded = Sums(
-        *(part.to(query.dtype) if index == 0 else part.float() if part.is_floating_point() else part
-          for index, part in enumerate(sums))
-    )  # fmt: skip
-    found = backward(grad, rounded, small, wanted)
-    reason = _differing(found, want, query.dtype, 0.0, GRADIENT_STEPS)
+    want = blocked_backward.backward(SumGradients(*map(_wide, grad)), sums, exact, wanted)
+    rounded = Sums(*(x.float() if x.is_floating_point() else x for x in sums))
+    rounded = rounded._replace(out=sums.out.to(query.dtype))
+    results = backward(grad, rounded, small, wanted)
+    reason = _differing(results, want, query.dtype, 0.0, GRADIENT_STEPS)
     return None if reason is None else f"the backward pass: {reason}"
 
 
@@ -347,23 +309,18 @@ def _small_call(call: KernelCall) -> KernelCall:
     )
 
 
+def _wide(value: Any) -> Any:
+    """A floating tensor in float64; anything else as it is."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def _exact(call: KernelCall) -> KernelCall:
     """Convert a call to float64."""
-    query, key, value, masking, *_ = call
-
-    def wide(part: Tensor | None) -> Tensor | None:
-        return part.double() if part is not None and part.is_floating_point() else part
-
+    masking = call.masking
     masking = replace(
         masking,
-        attn_mask=wide(masking.attn_mask),
-        bias=wide(masking.bias),
-        alibi_slopes=wide(masking.alibi_slopes),
+        attn_mask=_wide(masking.attn_mask),
+        bias=_wide(masking.bias),
+        alibi_slopes=_wide(masking.alibi_slopes),
     )
-    return call._replace(
-        query=query.double(),
-        key=key.double(),
-        value=wide(value),
-        masking=masking,
-        sinks=wide(call.sinks),
-    )
+    return KernelCall(*map(_wide, call._replace(masking=masking)))

@@ -60,44 +60,40 @@ def finite(x):
 
 
 @jit
+def by_row(TABLE, at, there, AXIS: tl.constexpr):
+    """Load an entry of each of the rows ``at``, as a vector with a new dimension at ``AXIS``."""
+    return tl.expand_dims(tl.load(TABLE + at, mask=there, other=0), AXIS)
+
+
+@jit
 def coefficients(ROWS, INDICES, count, at, there, AXIS: tl.constexpr, TERMS: tl.constexpr):
     """Load the coefficients of rows ``at``, as vectors with a new dimension at ``AXIS``."""
-    shift = tl.load(ROWS + at, mask=there, other=0.0)
-    constant = tl.load(ROWS + count + at, mask=there, other=0.0)
-    linear = tl.load(ROWS + 2 * count + at, mask=there, other=0.0)
+    shift = by_row(ROWS, at, there, AXIS)
+    constant = by_row(ROWS + count, at, there, AXIS)
+    linear = by_row(ROWS + 2 * count, at, there, AXIS)
     square, weight, inverse, plain, slope = constant, constant, constant, constant, constant
     first, largest = constant, constant
-    first_key = tl.zeros(at.shape, tl.int32)
+    first_key = tl.zeros(constant.shape, tl.int32)
     largest_key = first_key
     if TERMS.square:
-        square = tl.load(ROWS + 3 * count + at, mask=there, other=0.0)
+        square = by_row(ROWS + 3 * count, at, there, AXIS)
     if TERMS.weight:
-        weight = tl.load(ROWS + 4 * count + at, mask=there, other=0.0)
+        weight = by_row(ROWS + 4 * count, at, there, AXIS)
     if TERMS.out:
-        inverse = tl.load(ROWS + 5 * count + at, mask=there, other=0.0)
+        inverse = by_row(ROWS + 5 * count, at, there, AXIS)
     if TERMS.level:
-        plain = tl.load(ROWS + 6 * count + at, mask=there, other=0.0)
-        slope = tl.load(ROWS + 7 * count + at, mask=there, other=0.0)
+        plain = by_row(ROWS + 6 * count, at, there, AXIS)
+        slope = by_row(ROWS + 7 * count, at, there, AXIS)
     if TERMS.first:
-        first = tl.load(ROWS + 8 * count + at, mask=there, other=0.0)
-        first_key = tl.load(INDICES + at, mask=there, other=0)
+        first = by_row(ROWS + 8 * count, at, there, AXIS)
+        first_key = by_row(INDICES, at, there, AXIS)
     if TERMS.largest:
-        largest = tl.load(ROWS + 9 * count + at, mask=there, other=0.0)
-        largest_key = tl.load(INDICES + count + at, mask=there, other=0)
+        largest = by_row(ROWS + 9 * count, at, there, AXIS)
+        largest_key = by_row(INDICES + count, at, there, AXIS)
     return (
-        tl.expand_dims(shift, AXIS),
-        tl.expand_dims(constant, AXIS),
-        tl.expand_dims(linear, AXIS),
-        tl.expand_dims(square, AXIS),
-        tl.expand_dims(weight, AXIS),
-        tl.expand_dims(inverse, AXIS),
-        tl.expand_dims(plain, AXIS),
-        tl.expand_dims(slope, AXIS),
-        tl.expand_dims(first, AXIS),
-        tl.expand_dims(first_key, AXIS),
-        tl.expand_dims(largest, AXIS),
-        tl.expand_dims(largest_key, AXIS),
-    )
+        shift, constant, linear, square, weight, inverse, plain, slope, first, first_key, largest,
+        largest_key,
+    )  # fmt: skip
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 try:
     import triton
@@ -13,32 +13,22 @@ try:
 except ImportError:  # PyTorch's CPU wheels come without it
     triton = tl = None
 
-__all__ = ["Kernel", "constant", "interpreted", "jit", "tl", "triton", "why_unavailable"]
+__all__ = ["constant", "interpreted", "jit", "tl", "triton", "why_unavailable"]
 
 #: Kernels are given their flags as named tuples, which earlier releases do not compile.
 OLDEST = (3, 4)
-
-
-class Kernel(Protocol):
-    """Type of a Triton function: launched over a grid, or called from another kernel."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """The function that launches it with a grid of programs."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function from inside another kernel."""
 
 
 #: Sizes that change from call to call, as in decoding: a kernel is not compiled again for each.
 _SIZES = ("queries", "keys", "offset", "window", "count")
 
 
-def jit(function: Callable[..., Any]) -> Kernel:
+def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit``, or the function as it is where Triton is missing."""
     if triton is None:
-        return cast(Kernel, function)
+        return function
     changing = [name for name in _SIZES if name in inspect.signature(function).parameters]
-    return cast(Kernel, triton.jit(function, do_not_specialize=changing))
+    return triton.jit(function, do_not_specialize=changing)
 
 
 def constant(value: float) -> Any:

@@ -87,13 +87,7 @@ def block_of_queries(
     masks = at_head(queries, keys, offset, window, MASKS, batch, head, FLAGS)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     Q, query_row = rows_of(QUERY, batch, head)
-    i = rows[:, None]
-    column = tl.arange(0, BLOCK_E)[None, :]
-    q = tl.load(
-        Q + i.to(tl.int64) * query_row + column, mask=(i < queries) & (column < E), other=0.0
-    )
-    if FLAGS.widen:
-        q = q.to(tl.float32)
+    q = load(Q, rows, rows < queries, query_row, E, BLOCK_E, FLAGS)
     return batch, head, whole_head, block * BLOCK, rows, q, masks
 
 
