@@ -24,7 +24,6 @@ from acutance.corpus.probe_corpus import (
     run_settings,
 )
 from acutance.corpus.ranks import packed, unpacked
-from acutance.corpus.texts import model_digest
 from acutance.extras import install
 from acutance.files import refuse_replacing, tidy
 from acutance.probing.settings import ProbeSettings
@@ -158,7 +157,7 @@ class _Prober:
     ) -> None:
         torch.set_num_threads(threads)
         self._loaded = _load(model, options.device)
-        if (here := model_digest(self._loaded.model)) != digest:
+        if (here := corpus.model_digest(self._loaded.model)) != digest:
             raise RuntimeError(
                 f"this node loaded a different model than the driver: its digest is {here}, the "
                 f"driver's {digest}"

@@ -76,8 +76,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         """Gather the rows of all ranks."""
         ctx.group, ctx.count = group, len(rows)
-        rank, size = ranks(group)
-        ctx.rank = rank
+        ctx.rank, size = ranks(group)
         parts = [torch.empty_like(rows) for _ in range(size)]
         dist.all_gather(parts, rows.contiguous(), group=group)
         return torch.cat(parts)
