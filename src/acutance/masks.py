@@ -8,7 +8,7 @@ see there. :func:`check_masking` makes it, after every mask is checked against q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
@@ -306,35 +306,26 @@ class Masking:
 
     def tiles(self, region: Region, width: int) -> Iterator[Tile]:
         """The tiles of a region, left to right, at most ``width`` keys each."""
-        rows = region.rows
-        start, stop, all_start, all_stop = self.band(rows.start, rows.stop - 1)
-        while start < stop:
-            end = min(start + width, stop)
-            whole = all_start <= start and end <= all_stop
-            yield self._tile(region, start, end, whole, all_start, all_stop)
-            start = end
-
-    def _tile(
-        self, region: Region, start: int, stop: int, whole: bool, all_start: int, all_stop: int
-    ) -> Tile:
-        """The tile of keys ``start`` to ``stop`` of a region, with its biases and hidden keys."""
-        columns = slice(start, stop)
-        seen = self._data_mask(region, columns)
-        hidden = None
-        if seen is not None:
-            if not whole:
-                seen = seen & torch.logical_not(self._band(region, columns, start).mask)
-            hidden = Hidden(0, stop - start, torch.logical_not(seen))
-        elif not whole:
-            # hide only the ragged ends: one end is the common, causal case
-            first, last = start, stop
-            if all_start <= start and all_stop > start:
-                first = all_stop
-            elif all_stop >= stop and all_start < stop:
-                last = all_start
-            hidden = self._band(region, slice(first, last), start)
-        biases = tuple(_cut(tensor, region, columns) for tensor in self.additive)
-        return Tile(start, stop, hidden, biases, self._alibi(region, columns))
+        edge, end, all_start, all_stop = self.band(region.rows.start, region.rows.stop - 1)
+        while edge < end:
+            start, stop = edge, min(edge + width, end)
+            edge, columns, hidden = stop, slice(start, stop), None
+            ragged = start < all_start or all_stop < stop  # some row does not see all its keys
+            seen = self._data_mask(region, columns)
+            if seen is not None:
+                if ragged:
+                    seen = seen & torch.logical_not(self._band(region, columns, start).mask)
+                hidden = Hidden(0, stop - start, torch.logical_not(seen))
+            elif ragged:
+                # hide only the ragged ends: one end is the common, causal case
+                first, last = start, stop
+                if all_start <= start and all_stop > start:
+                    first = all_stop
+                elif all_stop >= stop and all_start < stop:
+                    last = all_start
+                hidden = self._band(region, slice(first, last), start)
+            biases = tuple(_cut(tensor, region, columns) for tensor in self.additive)
+            yield Tile(start, stop, hidden, biases, self._alibi(region, columns))
 
     def _data_mask(self, region: Region, columns: slice) -> Tensor | None:
         """True for keys of a tile that no mask tensor hides; None if there is no such mask."""
@@ -343,11 +334,10 @@ class Masking:
             parts.append(_cut(self.boolean, region, columns))
         parts.extend(torch.logical_not(hides(_cut(t, region, columns))) for t in self.additive)
         if self.key_mask is not None:
-            parts.append(self.key_mask[region.batch, None, None, None, columns])
+            parts.append(_cut(self.key_mask[:, None, None, None], region, columns))
         if self.query_documents is not None and self.key_documents is not None:
-            rows = _batch(self.query_documents, region.batch)[:, None, None, region.rows, None]
-            keys = _batch(self.key_documents, region.batch)[:, None, None, None, columns]
-            parts.append(rows == keys)
+            rows = _cut(self.query_documents[:, None, None, :, None], region, columns)
+            parts.append(rows == _cut(self.key_documents[:, None, None, None], region, columns))
         seen = None
         for part in parts:
             seen = part if seen is None else seen & part
@@ -388,10 +378,6 @@ class Masking:
         return slopes[None, :, :, None, None], distance[None, None, None]
 
 
-def _batch(tensor: Tensor, batch: slice) -> Tensor:
-    return tensor if tensor.shape[0] == 1 else tensor[batch]
-
-
 def _cut(tensor: Tensor, region: Region, columns: slice) -> Tensor:
     """Cut a five-dimensional tensor to a region's columns, leaving sizes 1 alone."""
     cuts = (region.batch, region.heads, slice(None), region.rows, columns)
@@ -414,19 +400,12 @@ class MaskOptions(TypedDict, total=False):
     alibi_slopes: Tensor | None
 
 
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    if len(shape) > len(target):
-        return False
-    return all(
-        size in (1, full) for size, full in zip(reversed(shape), reversed(target), strict=False)
-    )
-
-
 def _check_additive(
     name: str, tensor: Tensor, target: tuple[int, ...], query: Tensor, shapes: Callable[[], str]
 ) -> None:
     """Check that an additive tensor broadcasts to (B, Hq, L, S) and is on the query's device."""
-    if not _broadcasts(tensor.shape, target):
+    sizes = zip(reversed(tensor.shape), reversed(target), strict=False)
+    if tensor.dim() > len(target) or not all(size in (1, full) for size, full in sizes):
         raise ValueError(
             f"{name} must broadcast to (B, Hq, L, S) = {target}, got {tuple(tensor.shape)} "
             f"({shapes()})"
@@ -469,10 +448,24 @@ def _documents(
     offset: int,
 ) -> tuple[Tensor, Tensor]:
     """Document ids of queries (B or 1, L) and keys (B or 1, S), from one of the two options."""
-    if documents is not None and cu_seqlens is not None:
-        raise ValueError("document_ids and cu_seqlens exclude each other: pass one of them")
     if cu_seqlens is not None:
-        documents = _ids_from_lengths(cu_seqlens, keys)
+        if documents is not None:
+            raise ValueError("document_ids and cu_seqlens exclude each other: pass one of them")
+        check_tensor("cu_seqlens", cu_seqlens)
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or cu_seqlens.numel() < 2:
+            raise ValueError(
+                "cu_seqlens must be one row of at least two integers, 0 to the total length, got "
+                f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            )
+        if not torch.compiler.is_compiling():  # reading a tensor's numbers would break the graph
+            ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
+            if ends != (0, keys) or bool((cu_seqlens.diff() < 0).any()):
+                raise ValueError(
+                    f"cu_seqlens must rise from 0 to the source length S={keys}, got "
+                    f"{cu_seqlens.tolist()[:8]}{' …' if cu_seqlens.numel() > 8 else ''}"
+                )
+        positions = torch.arange(keys, device=cu_seqlens.device)  # documents may be empty
+        documents = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     assert documents is not None
     if isinstance(documents, tuple):
         if len(documents) != 2:
@@ -503,29 +496,6 @@ def _documents(
             )
         checked.append(ids if ids.dim() == 2 else ids.unsqueeze(0))
     return checked[0], checked[1]
-
-
-def _ids_from_lengths(cu_seqlens: Tensor, keys: int) -> Tensor:
-    """Document ids (S,) from cumulative lengths of documents, which may be empty.
-
-    Raises:
-        ValueError: if the lengths decrease, or do not start at 0 and end at S = ``keys``.
-    """
-    check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or cu_seqlens.numel() < 2:
-        raise ValueError(
-            "cu_seqlens must be one row of at least two integers, 0 to the total length, got "
-            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        )
-    if not torch.compiler.is_compiling():  # reading a tensor's numbers would break the graph
-        ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if ends != (0, keys) or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to the source length S={keys}, got "
-                f"{cu_seqlens.tolist()[:8]}{' …' if cu_seqlens.numel() > 8 else ''}"
-            )
-    places = torch.arange(keys, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens.long(), places, right=True)
 
 
 def check_masking(

@@ -7,7 +7,6 @@ order. Everything is checked at the door; past it, kernels assume.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -120,8 +119,17 @@ def check_inputs(
             f"key and value must have the same number of heads H: key has H={key.shape[1]}, "
             f"value has H={value.shape[1]} ({shapes()})"
         )
-    if query.shape[1] != key.shape[1]:
-        _check_heads(query.shape[1], key.shape[1], enable_gqa, shapes)
+    query_heads, heads = query.shape[1], key.shape[1]
+    if query_heads != heads and not enable_gqa:
+        raise ValueError(
+            f"query has {query_heads} heads but key has {heads}: pass enable_gqa=True to share "
+            f"each key head among query heads ({shapes()})"
+        )
+    if query_heads != heads and (heads == 0 or query_heads % heads):
+        raise ValueError(
+            "with enable_gqa the number of query heads must be a multiple of the number of "
+            f"key heads: {query_heads} is not a multiple of {heads} ({shapes()})"
+        )
     return query, key, value
 
 
@@ -146,24 +154,6 @@ def cast_inputs(
 def _has_autocast(kind: str) -> bool:
     """Whether a kind of device has autocast; PyTorch 2.6 cannot compile the question."""
     return torch.amp.is_autocast_available(kind)
-
-
-def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: Callable[[], str]) -> None:
-    """Raise ValueError unless ``enable_gqa`` is set and Hq is a multiple of H.
-
-    To be called only if the numbers of query heads Hq and key heads H differ. ``shapes`` returns
-    the text for the message.
-    """
-    if not enable_gqa:
-        raise ValueError(
-            f"query has {query_heads} heads but key has {heads}: pass enable_gqa=True to share "
-            f"each key head among query heads ({shapes()})"
-        )
-    if heads == 0 or query_heads % heads:
-        raise ValueError(
-            "with enable_gqa the number of query heads must be a multiple of the number of "
-            f"key heads: {query_heads} is not a multiple of {heads} ({shapes()})"
-        )
 
 
 def check_tensor(name: str, value: object) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import acutance
 from acutance.capture.attention_call import AttentionCall
 from acutance.serving import ServedRows, prometheus_text
-from acutance.serving.vllm_reader import VllmReader
+from acutance.serving.vllm_plugin import VllmReader
 from tests.serving.test_serving import LENGTHS, serve
 from tests.serving.vllm_stand_in import Impl
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import acutance
 from acutance.serving import CacheLayout, ServedRows, register
 from acutance.serving.runs import Rows, Runs
-from acutance.serving.vllm_reader import VllmReader
+from acutance.serving.vllm_plugin import VllmReader
 from tests.serving.vllm_stand_in import BLOCK, HEADS, WIDTH, Attention, Engine, Impl
 
 LENGTHS, PROMPTS = [40, 21, 9], [33, 17, 1]
@@ -230,7 +230,7 @@ def test_every_row_has_the_same_chance() -> None:
                     Rows(at, count, slot, slot + count - 1)
                     for (at, count), (slot, _) in zip(now, places, strict=True)
                 ]
-                for _, sequence, start, count in runs.follow(rows, block).pieces:
+                for _, sequence, start, count in runs.follow(rows, block)[0]:
                     at = now[sequence][0] + start - sum(count for _, count in now[:sequence])
                     hits[sequence, at : at + count] += 1
     for sequence, length in enumerate((74, 35, 51)):

@@ -73,19 +73,15 @@ class CacheLayout:
                 f"blocks of {heads} heads with keys of width {width} and values of {value_width}"
             )
         tokens = block // per_token
-        shape, value_shape = (tokens, heads, width), (tokens, heads, value_width)
         numbers = torch.arange(1, block + 1, device=cache.device)  # 0 is what nothing wrote
-        keys, values = numbers.split([tokens * heads * width, tokens * heads * value_width])
+        sizes = [tokens * heads * width, tokens * heads * value_width]
+        keys, values = (entries.view(tokens, heads, -1) for entries in numbers.split(sizes))
         slots = torch.arange(tokens, device=cache.device)
         arrived = torch.zeros(block, dtype=torch.int64, device=cache.device)
         digit = 1
         while digit <= block:
             scratch = torch.zeros_like(cache[:1])
-            parts = (
-                (part // digit % _BASE).to(cache.dtype).view(size)
-                for part, size in ((keys, shape), (values, value_shape))
-            )
-            key, value = parts
+            key, value = ((n // digit % _BASE).to(cache.dtype) for n in (keys, values))
             write(key, value, scratch, slots)
             arrived += scratch.flatten().round().long() * digit
             digit *= _BASE
@@ -96,11 +92,11 @@ class CacheLayout:
             )
         index = torch.empty_like(arrived)
         index[arrived - 1] = torch.arange(block, device=cache.device)
-        key, value = index.split([keys.numel(), values.numel()])
-        return CacheLayout(
-            key.view(shape).transpose(0, 1).contiguous(),
-            value.view(value_shape).transpose(0, 1).contiguous(),
+        key, value = (
+            entries.view(tokens, heads, -1).transpose(0, 1).contiguous()
+            for entries in index.split(sizes)
         )
+        return CacheLayout(key, value)
 
     def read(self, cache: Tensor, blocks: Tensor, out: Tensor, part: str = "key") -> None:
         """Write the keys or values of one sequence into ``out``.
@@ -181,12 +177,9 @@ def _order_of(index: Tensor) -> _Order | None:
             else:
                 digits.append((size, stride))
         dims += digits
-    regular = torch.full((), offset, device=index.device)
-    for dim, (size, stride) in enumerate(dims):
-        shape = [1] * len(dims)
-        shape[dim] = size
-        regular = regular + (torch.arange(size, device=index.device) * stride).view(shape)
-    if not torch.equal(regular.reshape(index.shape), index) or any(s < 0 for _, s in dims):
+    steps = [torch.arange(size, device=index.device) * stride for size, stride in dims]
+    regular = offset + torch.cartesian_prod(*steps).sum(1)
+    if not torch.equal(regular.view(index.shape), index) or any(s < 0 for _, s in dims):
         return None
     order = sorted(
         range(len(dims)), key=lambda dim: -dims[dim][1] if dims[dim][1] else -index.numel()

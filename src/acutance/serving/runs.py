@@ -59,21 +59,6 @@ class Piece(NamedTuple):
     rows: int
 
 
-class Choice(NamedTuple):
-    """What is read of a forward pass.
-
-    Attributes:
-        pieces: rows to record.
-        complete: runs to read after the pass.
-        ended: runs of earlier passes whose sequences do not go on, unless :meth:`Runs.end` has
-            returned them.
-    """
-
-    pieces: list[Piece]
-    complete: list[Run]
-    ended: list[Run]
-
-
 class Runs:
     """Chooses rows of sequences in blocks of :data:`RUN` positions, each block by one draw.
 
@@ -93,11 +78,11 @@ class Runs:
 
     Example:
         >>> runs = Runs(lambda: True)
-        >>> choice = runs.follow([Rows(0, 40, 128, 167)], block=64)  # a prompt of 40 tokens
-        >>> [(piece.start, piece.rows) for piece in choice.pieces], len(choice.complete)
+        >>> pieces, complete, _ = runs.follow([Rows(0, 40, 128, 167)], block=64)  # a prompt
+        >>> [(piece.start, piece.rows) for piece in pieces], len(complete)
         ([(0, 32), (32, 8)], 2)
-        >>> choice = runs.follow([Rows(40, 1, 168, 168)], block=64)  # a decoded token waits
-        >>> [(piece.start, piece.rows) for piece in choice.pieces], len(choice.complete)
+        >>> pieces, complete, _ = runs.follow([Rows(40, 1, 168, 168)], block=64)  # a token waits
+        >>> [(piece.start, piece.rows) for piece in pieces], len(complete)
         ([(0, 1)], 0)
         >>> [run.rows for run in runs.take()]
         [1]
@@ -107,12 +92,18 @@ class Runs:
         self._draw, self._windows, self.wait = draw, windows, True
         self._next: dict[int, tuple[int, Run | None]] = {}  # slot -> position, None if not chosen
 
-    def follow(self, sequences: Sequence[Rows], block: int) -> Choice:
+    def follow(
+        self, sequences: Sequence[Rows], block: int
+    ) -> tuple[list[Piece], list[Run], list[Run]]:
         """Choose the rows of a forward pass.
 
         Args:
             sequences: those of the pass, in order.
             block: number of tokens in a block of the cache.
+
+        Returns:
+            Rows to record; runs to read after the pass; and runs of earlier passes whose sequences
+            do not go on, unless :meth:`end` has returned them.
         """
         earlier, self._next = self._next, {}
         pieces: list[Piece] = []
@@ -132,7 +123,17 @@ class Runs:
                 if run is not None:
                     run.rows += stop - at
                     pieces.append(Piece(run, index, row + at - position, stop - at))
-                waits = run is not None and length == 1 and self._may_wait(run, end, block)
+                # the keys of rows that wait stay in the cache while the next row is computed: an
+                # engine may free a block when all its keys are outside the window of that row
+                waits = (
+                    run is not None
+                    and length == 1
+                    and self.wait
+                    and all(
+                        (end - window + 1) // block <= max(run.position - window + 1, 0) // block
+                        for window in self._windows
+                    )
+                )
                 goes_on = end % RUN != 0 and (last_slot + 1) % block != 0
                 if run is not None and not (stop == end and goes_on and waits):
                     complete.append(run)
@@ -145,7 +146,7 @@ class Runs:
                 run = Run(at, False) if self._draw() else None
             row += length
         ended = [run for _, run in earlier.values() if run is not None and run.rows]
-        return Choice(pieces, complete, ended)
+        return pieces, complete, ended
 
     def end(self, slots: Collection[int]) -> list[Run]:
         """End the runs whose sequences do not go on, and return those with rows.
@@ -170,13 +171,3 @@ class Runs:
     def waiting(self) -> list[Run]:
         """Runs with rows that wait."""
         return [run for _, run in self._next.values() if run is not None and run.rows]
-
-    def _may_wait(self, run: Run, position: int, block: int) -> bool:
-        """Whether a run waits: its keys stay in the cache while the row at a position is computed.
-
-        An engine may free a block when all its keys are outside the window of that row.
-        """
-        return self.wait and all(
-            (position - window + 1) // block <= max(run.position - window + 1, 0) // block
-            for window in self._windows
-        )
