@@ -11,8 +11,7 @@ from torch.testing import assert_close
 
 import acutance
 from acutance.serving import CacheLayout, ServedRows, register
-from acutance.serving.runs import Rows, Runs
-from acutance.serving.vllm_plugin import VllmReader
+from acutance.serving.vllm_plugin import Rows, Runs, VllmReader
 from tests.serving.vllm_stand_in import BLOCK, HEADS, WIDTH, Attention, Engine, Impl
 
 LENGTHS, PROMPTS = [40, 21, 9], [33, 17, 1]

@@ -148,12 +148,10 @@ class _Order(NamedTuple):
 
     def of_pairs(self) -> _Order:
         """The order of pairs of numbers."""
-        return _Order(
-            (*self.sizes[:-1], self.sizes[-1] // 2),
-            (*(stride // 2 for stride in self.strides[:-1]), 1),
-            self.offset // 2,
-            self.back,
-            False,
+        return self._replace(
+            sizes=(*self.sizes[:-1], self.sizes[-1] // 2),
+            strides=(*(stride // 2 for stride in self.strides[:-1]), 1),
+            offset=self.offset // 2,
         )
 
 

@@ -1,4 +1,4 @@
-"""ServedRows: statistics of some of the rows that a model computes while it serves requests."""
+"""ServedRows: statistics of some rows of a model that serves requests, and prometheus_text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +18,7 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.files import as_json, finite, write_text
 from acutance.probing.causes import differences
 from acutance.rowstats import RowState, RowStatistics
-from acutance.rowstats.metrics import metric_names
-from acutance.serving.prometheus import SERVED_METRICS, prometheus_text
+from acutance.rowstats.metrics import metric, metric_names
 from acutance.shapes import check_count
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.layer import Layer, Status
@@ -30,6 +29,8 @@ SERVED = (
     *("n_keys", "entropy", "normalized_entropy", "effective_keys", "top_weight", "first_weight"),
     *("sink_mass", "max_logit", "lse", "logit_mean", "logit_std", "varentropy"),
 )
+#: The metrics that are exposed unless others are named: a series for each head is not cheap.
+SERVED_METRICS = ("entropy", "effective_keys", "first_weight", "max_logit", "top_weight")
 #: Rows, each of one head, that are collected before they are summarised: what fits into caches.
 _MOST_PENDING = 1 << 15
 
@@ -192,38 +193,34 @@ class ServedRows:
         if self.finish is not None:
             self.finish()  # before the lock: it waits for an engine that adds rows
         with self._lock:
-            return self._summary(about or {})
-
-    def _summary(self, about: dict[str, Any]) -> HeadSummary:
-        """The summary of the rows that were added."""
-        self._summarise_all()
-        if not self._records:
-            reasons = "".join(f"\n  {reason}" for reason in self.unread)
-            raise ValueError(f"no row of attention was read yet{reasons}")
-        parts: dict[str, tuple[Layer, Moments]] = {}
-        for together, record in self._records.items():
-            start = 0
-            for layer in together:
-                now = replace(layer, calls=record.calls, rows=record.rows)
-                part = record.moments.heads(start, start + layer.heads)
-                start += layer.heads
-                if layer.module in parts:
-                    earlier = parts[layer.module]
-                    now, part = earlier[0].merge(now), earlier[1].merge(part)
-                parts[layer.module] = now, part
-        layers, moments = [], []
-        for layer, part in parts.values():
-            status, error = self._status(layer.module)
-            skipped = max(self.rows - layer.rows, 0)
-            layers.append(replace(layer, status=status, error=error, skipped=skipped))
-            moments.append(part.sampled(layer.rows + skipped, layer.rows))
-        return HeadSummary(
-            layers=tuple(layers),
-            metrics=self._metrics,
-            moments=Moments.join(moments),
-            about={"tokens": self.rows, "torch": torch.__version__, **about},
-            unread=tuple(self.unread),
-        )
+            self._summarise_all()
+            if not self._records:
+                reasons = "".join(f"\n  {reason}" for reason in self.unread)
+                raise ValueError(f"no row of attention was read yet{reasons}")
+            parts: dict[str, tuple[Layer, Moments]] = {}
+            for together, record in self._records.items():
+                start = 0
+                for layer in together:
+                    now = replace(layer, calls=record.calls, rows=record.rows)
+                    part = record.moments.heads(start, start + layer.heads)
+                    start += layer.heads
+                    if layer.module in parts:
+                        earlier = parts[layer.module]
+                        now, part = earlier[0].merge(now), earlier[1].merge(part)
+                    parts[layer.module] = now, part
+            layers, moments = [], []
+            for layer, part in parts.values():
+                status, error = self._status(layer.module)
+                skipped = max(self.rows - layer.rows, 0)
+                layers.append(replace(layer, status=status, error=error, skipped=skipped))
+                moments.append(part.sampled(layer.rows + skipped, layer.rows))
+            return HeadSummary(
+                layers=tuple(layers),
+                metrics=self._metrics,
+                moments=Moments.join(moments),
+                about={"tokens": self.rows, "torch": torch.__version__, **(about or {})},
+                unread=tuple(self.unread),
+            )
 
     def write(
         self,
@@ -252,3 +249,76 @@ class ServedRows:
         facts = {"about": dict(summary.about), "unread": list(summary.unread)}
         write_text(place / f"{name}.json", as_json(finite({**facts, "heads": summary.columns()})))
         summary.save(place / f"{name}.safetensors")
+
+
+def prometheus_text(
+    summary: HeadSummary,
+    metrics: Sequence[str] = SERVED_METRICS,
+    labels: Iterable[tuple[str, str]] = (),
+) -> str:
+    r"""The sums, counts and largest values of each head, in Prometheus' text format.
+
+    Sums and counts only grow, so ``rate(acutance_entropy_sum[5m]) /
+    rate(acutance_entropy_count[5m])`` is the mean over the rows of the last five minutes. The
+    largest value is that of all rows so far.
+
+    Args:
+        summary: any summary.
+        metrics: names of recorded metrics; those that the summary lacks are left out.
+        labels: further labels of every series, as pairs of name and value.
+
+    Raises:
+        ValueError: if a metric does not exist.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> print(prometheus_text(probe.summary(), ["effective_keys"]))
+        # HELP acutance_effective_keys Attention rows: effective_keys of each head.
+        # TYPE acutance_effective_keys summary
+        acutance_effective_keys_sum{layer="0",module="...",head="0"} 16
+        acutance_effective_keys_count{layer="0",module="...",head="0"} 4
+        acutance_effective_keys_sum{layer="0",module="...",head="1"} 16
+        acutance_effective_keys_count{layer="0",module="...",head="1"} 4
+        # HELP acutance_effective_keys_max Largest effective_keys of a row so far.
+        # TYPE acutance_effective_keys_max gauge
+        acutance_effective_keys_max{layer="0",module="...",head="0"} 4
+        acutance_effective_keys_max{layer="0",module="...",head="1"} 4
+        <BLANKLINE>
+    """
+    more = "".join(f",{name}={_quoted(value)}" for name, value in labels)
+    places = [
+        f'{{layer="{layer}",module={_quoted(summary.layers[layer].module)},head="{head}"{more}}}'
+        for layer, head in summary.places
+    ]
+    lines = []
+    for name in metrics:
+        metric(name)  # an unknown name says what is near it
+        if name not in summary.metrics:
+            continue
+        column, series = summary.column(name), f"acutance_{name}"
+        moments = summary.moments
+        count = moments.count[:, column]
+        sums, highs = moments.mean[:, column] * count, moments.high[:, column]
+        rows = list(zip(places, sums.tolist(), count.tolist(), highs.tolist(), strict=True))
+        lines += [
+            f"# HELP {series} Attention rows: {name} of each head.",
+            f"# TYPE {series} summary",
+        ]
+        for place, total, number, _ in rows:
+            lines.append(f"{series}_sum{place} {total if number else 0.0:.10g}")
+            lines.append(f"{series}_count{place} {number}")
+        lines += [
+            f"# HELP {series}_max Largest {name} of a row so far.",
+            f"# TYPE {series}_max gauge",
+        ]
+        lines += [f"{series}_max{place} {high:.10g}" for place, _, number, high in rows if number]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str) -> str:
+    """A label's value in quotes."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
