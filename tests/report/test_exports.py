@@ -13,8 +13,6 @@ import pyarrow.parquet
 import pytest
 
 from acutance.cli.options import SummaryOptions
-from acutance.cli.outputs import write_and_show
-from acutance.cli.report import summary_files
 from acutance.probing import HeadSummary
 from acutance.report.exports import csv_bytes
 
@@ -25,7 +23,7 @@ def test_csv_parquet_and_json_hold_the_same(summary_of: Make, tmp_path: Path) ->
     wild = 'a,"b"\n=1+1\u00e9'
     summary = summary_of((2, 1), layer={1: {"module": wild}}, entropy={(0, 1): math.nan})
     targets = {name: tmp_path / f"o.{name}" for name in ("csv", "parquet", "json", "report")}
-    write_and_show(lambda: "", **summary_files(summary, SummaryOptions(**targets)))
+    SummaryOptions(**targets).write_summary(summary, lambda: "")
     lines = list(csv.DictReader(io.StringIO((tmp_path / "o.csv").read_text("utf-8"), newline="")))
     table = pyarrow.parquet.read_table(tmp_path / "o.parquet")
     record = json.loads((tmp_path / "o.json").read_text("utf-8"))
@@ -48,7 +46,7 @@ def test_standard_output_takes_the_table_of_one(
     summary, written = summary_of((2,)), {}
     for name in ("csv", "json"):
         options = SummaryOptions(**{name: Path("-")})
-        write_and_show(lambda: "", **summary_files(summary, options))
+        options.write_summary(summary, lambda: "")
         written[name] = capsys.readouterr().out
     assert len(list(csv.reader(io.StringIO(written["csv"])))) == 3
     assert len(json.loads(written["json"])["heads"]) == 2

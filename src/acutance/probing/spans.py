@@ -185,7 +185,10 @@ class SpanReader(Reader):
             positions = positions.clamp(min=0)
             size = torch.broadcast_shapes(positions.shape[:1], labels.shape[:1])[0]
             query_labels = labels.expand(size, -1).gather(1, positions.expand(size, -1))
-        weights = call.weight_on(one_hot), call.uniform_weight_on(one_hot)
+        try:
+            weights = call.weight_on(one_hot), call.uniform_weight_on(one_hot)
+        except ValueError as error:  # of calls with moved keys
+            return _doubted(rows, str(error))
         return self._with(rows, *weights, query_labels)
 
     def read_scores(self, scores: Tensor, rows: CallRows) -> CallRows:

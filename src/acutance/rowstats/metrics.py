@@ -410,9 +410,10 @@ def metric(name: str) -> Metric:
 
 def _metric_property(entry: Metric) -> property:
     """An attribute that computes a metric when it is read."""
+    name = entry.name  # alone: torch.compile cannot trace the entry itself
 
     def value(self: NamedMetrics) -> Tensor:
-        return self[entry.name]
+        return self[name]
 
     return property(value, doc=f"{entry.meaning}; unit {entry.unit}, range {entry.range}.")
 
