@@ -76,6 +76,9 @@ class HeadSlices:
         """Index along ``dim`` at which a head's slice starts."""
         return self.start + head // self.group * self.stride + head % self.group * self.size
 
+    def __getitem__(self, head: int) -> Tensor:
+        return self.tensor.narrow(self.dim, self.offset(head), self.size)
+
 
 @dataclass(frozen=True)
 class Projections:
