@@ -37,8 +37,8 @@ def test_weights_that_are_made_from_others_are_refused() -> None:
 def test_slices_of_grouped_heads() -> None:
     rows = torch.arange(16)  # two key heads, each with two queries, a key and a value of width 2
     query, key = HeadSlices(rows, 0, 0, 8, 2, 2), HeadSlices(rows, 0, 4, 8, 2)
-    assert [query.offset(head) for head in range(4)] == [0, 2, 8, 10]
-    assert [key.offset(head) for head in range(2)] == [4, 12]
+    assert [query[head].tolist() for head in range(4)] == [[0, 1], [2, 3], [8, 9], [10, 11]]
+    assert [key[head].tolist() for head in range(2)] == [[4, 5], [12, 13]]
 
 
 def test_a_scaled_slice_is_rounded_once() -> None:
