@@ -66,19 +66,22 @@ def reproduce(options: ReproduceOptions) -> None:
     status = notes.status("")
     try:
         chosen = pick(options.names or [], EXPERIMENTS)
-        if options.listing:
-            plugins.console(stderr=False).print(listing(chosen))
-            return
-        if os.path.isdir(out):
-            stored = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
-            plugins.check_outputs({**stored, "--json": options.json})
-        needs = {one.name: missing(one, quick=options.quick) for one in chosen}
-        # if none can run, the run says what to install
-        chosen = [one for one in chosen if not needs[one.name]] or chosen
-        given = plugins.keywords(run, options, note=lambda line: status.update(Text(line)))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="NAME") from error
+    if options.listing:
+        plugins.console(stderr=False).print(listing(chosen))
+        return
+    if os.path.isdir(out):
+        stored = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
+        plugins.check_outputs({**stored, "--json": options.json})
+    needs = {one.name: missing(one, quick=options.quick) for one in chosen}
+    # if none can run, the run says what to install
+    chosen = [one for one in chosen if not needs[one.name]] or chosen
+    given = plugins.keywords(run, options, note=lambda line: status.update(Text(line)))
+    try:
         outcomes = run(chosen, **given)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error), param_hint="--out") from error
     for name, needed in needs.items():
         if needed:
             notes.print(Text(f"{name}: skipped, because it needs {needed}", style="yellow"))

@@ -116,7 +116,8 @@ def hybrid_configuration(length: int, width: int, *, position_free: bool) -> Smo
         hidden_size=width, intermediate_size=5 * width // 2, tie_word_embeddings=True,
         num_hidden_layers=len(kinds), num_attention_heads=4, num_key_value_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=16 * length, use_sliding_window=True, sliding_window=length // 4,
+        max_position_embeddings=16 * length, use_sliding_window=position_free,
+        sliding_window=length // 4 if position_free else None,
         no_rope_layers=[1, 1, 1, 0 if position_free else 1], layer_types=kinds,
     )  # fmt: skip
 

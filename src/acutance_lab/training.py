@@ -133,7 +133,7 @@ def fit(
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             keep.parent.mkdir(parents=True, exist_ok=True)
             write_whole(keep, partial(torch.save, state))
-            saved = now
+            saved = time.perf_counter()
     return model.eval()
 
 

@@ -170,7 +170,7 @@ def progress(
             shown.update(task, advance=count, windows=done)
             if ran:
                 rate = ran / max(time.monotonic() - started, 1e-9)
-                left = round((tokens - shown.tasks[0].completed) / rate)
+                left = max(0, round((tokens - shown.tasks[0].completed) / rate))
                 speed = f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left"
                 shown.update(task, speed=speed)
 

@@ -162,7 +162,7 @@ def _met(head: HeadFacts) -> Iterator[tuple[Kind, Judgement]]:
         return Judgement(mean[metrics[0]], {name: mean[name] for name in metrics})
 
     first = mean["first_weight"]
-    if first > SINK and not first < LIFT / n_keys:
+    if first > SINK and not first * n_keys < LIFT:
         yield "sink", numbers("first_weight", "mass_special", "n_keys")
     if mean["mass_special"] > SINK:
         yield "special_sink", numbers("mass_special", "first_weight", "n_keys")

@@ -110,10 +110,10 @@ class _HeadTable:
             cells = [self._cell(tick, coloured) for tick in self.scale.ticks(count)]
             if len("".join((*ends, *(cell.value for cell in cells)))) + 2 * count + 2 <= width:
                 break
-        ramp = Text(f"{ends[0]} ", "dim", no_wrap=True, overflow="crop")
+        ramp = Text(no_wrap=True, overflow="crop").append(f"{ends[0]} ", "dim")
         for cell in cells:
-            ramp.append(printable(f" {cell.value} ", ascii_only), cell.style or "not dim")
-        yield ramp.append(f" {ends[1]}")
+            ramp.append(printable(f" {cell.value} ", ascii_only), cell.style)
+        yield ramp.append(f" {ends[1]}", "dim")
 
     def _cell(self, value: float, coloured: bool) -> Cell:
         """A value as text in its colours."""
