@@ -136,11 +136,11 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
         while mask.dim() < 4:
             mask = mask.unsqueeze(0)
         seen: Tensor = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
-        return seen.expand(-1, -1, -1, keys).sum(-1)
+        return (seen.expand(-1, -1, -1, keys) if seen.shape[3] == 1 else seen).sum(-1)
     if not causal:
         return torch.full((1, 1, queries), keys, device=query.device)
     position = torch.arange(1, queries + 1, device=query.device)
-    return (position + int(masks.get("query_offset", 0))).clamp(min=0, max=keys)[None, None]
+    return (position + int(masks.get("query_offset") or 0)).clamp(min=0, max=keys)[None, None]
 
 
 _OTHER_MASKS = ("window", "key_mask", "cu_seqlens", "bias")

@@ -787,7 +787,8 @@ def _from_parameters(text: str) -> Scaling | Window:
         return Window.from_dict(record) if is_window else from_dict(record)
     except (TypeError, ValueError) as error:
         said = str(error) if str(error).startswith(name) else f"{name}: {error}"
-        raise ValueError(f"law: {said}") from error
+        more = "" if rest else f". Write {name}:name=value,..."
+        raise ValueError(f"law: {said}{more}") from error
 
 
 def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
@@ -807,7 +808,14 @@ def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
         {'factors': [[1, 2], [3, 4]], 'lengths': [8, 9]}
     """
     values: dict[str, Any] = {}
-    for parameter in re.split(r",(?=[^,\[\]]*=)", text) if text else ():
+    depth, parameters = 0, [""]
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            parameters.append("")
+        else:
+            parameters[-1] += character
+    for parameter in parameters if text else ():
         key, equals, value = map(str.strip, parameter.partition("="))
         if not equals:
             raise ValueError(f"law: parameters must be name=number, got {parameter!r}")

@@ -657,15 +657,14 @@ class FunctionCapture(FunctionMode):
             if self.scores is not None:
                 with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
                     products = products_of(self.scores.of(softmax.base), scores)
-                receive = functools.partial(receiver.on_products, *products, name)
-                self.observer.deliver(name, receive)
+                self.observer.deliver(name, lambda: receiver.on_products(*products, name))
                 return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
         if softmax.left_out == 1:
             self.observer.unreadable(name, NO_VALUE)
-        self.observer.deliver(name, functools.partial(receiver.on_scores, scores, name, doubt))
+        self.observer.deliver(name, lambda: receiver.on_scores(scores, name, doubt))
 
     def on_written_out(self) -> None:
         """List a product that takes weights which were computed without a softmax."""

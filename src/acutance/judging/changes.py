@@ -149,7 +149,8 @@ class HeadsOff:
                 return result
             ran = True
             output = call.output(result).clone()
-            heads = switched[module] or range(output.shape[1])
+            chosen = switched[module]
+            heads = range(output.shape[1]) if chosen is None else chosen
             if (most := max(heads)) >= output.shape[1]:
                 last = output.shape[1] - 1
                 raise ValueError(f"there is no head {most}: the layer has heads 0 to {last}")
@@ -174,6 +175,8 @@ class HeadsOff:
                         f"heads of {name} cannot be switched off: {class_name(model)} does not run "
                         "it through transformers' attention interface"
                     )
+                if heads is not None and not heads:
+                    raise ValueError(f"heads of {name} must be numbers, or None for all, got none")
                 for head in heads or ():
                     check_head(name, module, head)
                 found[id(module)] = heads
@@ -224,8 +227,8 @@ def named_change(text: str) -> Any:
     if os.path.exists(text):
         return load_change(text)
     kind, _, rest = text.partition(":")
-    if kind in IMPORTS:
-        return read_foreign(text)
+    if kind in IMPORTS and (foreign := read_foreign(text)) is not None:
+        return foreign
     joined = JOINED.split(text)
     if len(joined) > 1:
         for part in joined:

@@ -192,7 +192,8 @@ def check_maps(maps: Any) -> list[_MapRequest]:
 def _head_and_name(head_key: Any) -> tuple[tuple[str, str], str]:
     """Layer and head of ``(5, 3)``, ``"layer 5 head 3"`` or ``"5.3"``, and the name to show."""
     if isinstance(head_key, tuple) and len(head_key) == 2 and type(head_key[1]) is int:
-        head_key = f"layer {head_key[0]} head {head_key[1]}"
+        layer, head = map(str, head_key)
+        return (layer, head), f"layer {layer} head {head}"
     match = _HEAD_NAME.fullmatch(head_key) if isinstance(head_key, str) else None
     if match is None:
         raise ValueError(

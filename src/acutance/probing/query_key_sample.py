@@ -149,6 +149,9 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
     """
     header, parts = read(path, SCHEMA, "sample of queries and keys (probe --keep-qk)")
     try:
+        if set(parts) != {"query", "key", "value"}:
+            named = ", ".join(sorted(parts)) or "none"
+            raise ValueError(f"its arrays must be query, key and value, got {named}")
         sample = checked(QueryKeySample, {**parse(header, "sample"), **parts}, "the sample")
         query, value, count = sample.query, sample.value, len(sample.heads)
         same_shape = query.dim() == value.dim() == 3 and query.shape == sample.key.shape

@@ -127,7 +127,6 @@ class Run:
         Raises:
             ValueError: naming the first thing that does not fit.
         """
-        shard = Shard.parse(str(record.get("shard")))
         fields = {name: record.get(name) for name in ("settings", "total", "done", "tokens")}
         run, last = checked(Run, fields, "'run'"), 0
         if min(run.total, run.tokens) < 0:
@@ -140,6 +139,7 @@ class Run:
                     f"'done' of 'run' must be ascending ranges [start, stop] up to {run.total}"
                 )
             last = ends[1]
+        shard = Shard.parse(str(record.get("shard")))
         return replace(run, done=ranges(run.done), shard=shard)
 
 

@@ -424,7 +424,8 @@ class AttentionMonitor:
         try:
             opened.__exit__(None, None, None)
         except ProbeError as problem:
-            self._problem = self._problem or str(problem)
+            if opened is self._probe:  # a step may have no rollouts
+                self._problem = self._problem or str(problem)
 
     def _new_probe(self, model: torch.nn.Module, provide: bool) -> Probe:
         """A probe for this step."""

@@ -184,11 +184,12 @@ def _uninstall() -> None:
         sys.meta_path.remove(_finder)
     if replace_new in AT_BEGIN:
         AT_BEGIN.remove(replace_new)
-    for known in _active.values():
-        known.function.__code__ = known.original.__code__
-        if vars(known.function).get("__signature__") is known.signature:
-            del vars(known.function)["__signature__"]
-    _active.clear()
+    with _lock:  # a pass that begins in another thread may be replacing functions
+        for known in _active.values():
+            known.function.__code__ = known.original.__code__
+            if vars(known.function).get("__signature__") is known.signature:
+                del vars(known.function)["__signature__"]
+        _active.clear()
 
 
 _lock = threading.RLock()

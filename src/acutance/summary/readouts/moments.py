@@ -393,8 +393,8 @@ def sums_by_label(x: Tensor, share: Tensor, *, weights: bool = False) -> dict[st
     def by_label(values: Tensor) -> Tensor:
         """Sums over rows of one sequence and label, (B, metrics, heads, labels)."""
         if share.shape[0] == 1:  # one product for each sequence, of all heads and metrics
-            flat = values.reshape(-1, batch, queries).transpose(0, 1)
-            return (flat @ share[0]).view(batch, -1, heads, share.shape[-1]).double()
+            flat = values.reshape(len(values) * heads, batch, queries).transpose(0, 1)
+            return (flat @ share[0]).view(batch, len(values), heads, share.shape[-1]).double()
         return (values.permute(1, 2, 0, 3) @ share).permute(1, 2, 0, 3).double()
 
     count = share.sum(2).permute(1, 0, 2).unsqueeze(1).double()  # (B, 1, heads or 1, labels)
