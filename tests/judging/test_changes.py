@@ -127,3 +127,16 @@ def test_a_file_that_names_no_change_is_refused(named: str | None, tmp_path: Pat
     file.write_text(json.dumps({"schema": changes.SCHEMA, "change": change}), encoding="utf-8")
     with pytest.raises(ValueError, match="names no change"):
         load_change(file)
+
+
+def test_the_name_of_a_foreign_plan_alone_is_no_change() -> None:
+    with pytest.raises(ValueError, match="'duo_attention' is neither a file nor a law"):
+        changes.named_change("duo_attention")
+
+
+def test_an_empty_list_of_heads_switches_nothing_off() -> None:
+    with (
+        pytest.raises(ValueError, match="must be numbers, or None for all"),
+        changes.HeadsOff({0: []}).applied(decoder()),
+    ):
+        pass

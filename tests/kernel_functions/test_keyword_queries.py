@@ -1,6 +1,8 @@
 """A kernel whose queries no parameter names: a law says that it cannot scale them."""
 
 import sys
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration import ApplyError
+from acutance.capture.kernel_functions import calls
 
 
 def flash_attn_func(*, causal: bool = False, **tensors: Tensor) -> Tensor:
@@ -27,11 +30,36 @@ class Layer(torch.nn.Module):
         return sys.modules["flash_attn_interface"].flash_attn_func(q=x, k=x, v=x, causal=True)
 
 
-def test_what_cannot_be_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel under the name of its library."""
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+
+
+def test_what_cannot_be_replaced_is_refused() -> None:
     law = acutance.scaling.LogN(train_length=2)
     layer, x = Layer(), torch.randn(1, 20, 2, 4)
     with pytest.raises(ApplyError, match="its q is no parameter"), acutance.apply(layer, law):
         layer(x)
+
+
+def test_closing_waits_for_a_pass_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function stays replaced where another thread looks for kernels meanwhile."""
+    kernels, looking, close = list(calls.loaded_kernels()), threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[Any]:
+        looking.set()
+        close.wait(5)
+        yield from kernels
+
+    assert kernels
+    with calls.intercept(lambda _, run: run()):
+        monkeypatch.setattr(calls, "loaded_kernels", slowly)
+        begins = threading.Thread(target=calls.replace_new, kwargs={"imported": True})
+        begins.start()
+        assert looking.wait(5)
+        threading.Timer(0.2, close.set).start()
+    begins.join()
+    assert not calls._active

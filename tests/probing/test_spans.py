@@ -441,3 +441,12 @@ def test_summaries_of_other_spans_do_not_merge() -> None:
         ValueError, match="there is no span named 'sys': choose from system, text, other"
     ):
         left.spans.weight("sys")
+
+
+def test_a_call_without_rows_is_a_call() -> None:
+    layer, x = nn.MultiheadAttention(8, 1, batch_first=True).eval(), torch.randn(2, 6, 8)
+    with acutance.probe(layer, spans={"start": (0, 1)}) as probe:
+        for tokens in (x[:, :0], x):
+            layer(tokens, tokens, tokens)
+    summary = probe.summary()
+    assert (summary.layers[0].calls, summary.unread) == (2, ())

@@ -82,3 +82,8 @@ def test_an_untrained_model_is_said_once(summary_of: Make) -> None:
     (notice,) = summary.to_dict()["notices"]
     assert notice.startswith("Untrained: every norm has its initial gain")
     assert kinds(replace(summary, about={})).count("dead") == MOST_NAMED
+
+
+def test_a_head_whose_rows_saw_no_key_is_no_sink(summary_of: Make) -> None:
+    summary = summary_of((1,), n_keys={(0, 0): 0.0}, first_weight={(0, 0): 0.9})
+    assert "sink" not in kinds(summary)
