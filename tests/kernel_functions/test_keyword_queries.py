@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -47,19 +46,26 @@ def test_what_cannot_be_replaced_is_refused() -> None:
 
 def test_closing_waits_for_a_pass_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """No function stays replaced where another thread looks for kernels meanwhile."""
-    kernels, looking, close = list(calls.loaded_kernels()), threading.Event(), threading.Event()
+    looking, close = threading.Event(), threading.Event()
 
-    def slowly() -> Iterator[Any]:
-        looking.set()
-        close.wait(5)
-        yield from kernels
+    class Slow(ModuleType):
+        """A library whose functions are found only once the handler is being removed."""
 
-    assert kernels
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__" and threading.current_thread() is begins:
+                looking.set()
+                close.wait(5)
+            return super().__getattribute__(name)
+
+    module = Slow("flash_attn_interface")
+    begins = threading.Thread(target=calls.replace_new, kwargs={"imported": True})
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    original = flash_attn_func.__code__
     with calls.intercept(lambda _, run: run()):
-        monkeypatch.setattr(calls, "loaded_kernels", slowly)
-        begins = threading.Thread(target=calls.replace_new, kwargs={"imported": True})
+        assert flash_attn_func.__code__ is not original
         begins.start()
         assert looking.wait(5)
         threading.Timer(0.2, close.set).start()
     begins.join()
-    assert not calls._active
+    assert flash_attn_func.__code__ is original
