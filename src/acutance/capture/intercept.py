@@ -92,6 +92,8 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 _eager: set[object] = set()  # the open contexts of :func:`eager`
 _stance: Any = None
+#: Apart from the lock of handlers, which may import transformers while another thread imports this.
+_stance_lock = threading.RLock()
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def eager() -> Iterator[None]:
     """
     mine = object()
     with undoing(lambda: _allow(mine)):
-        with _lock:
+        with _stance_lock:
             _eager.add(mine)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
@@ -117,7 +119,7 @@ def eager() -> Iterator[None]:
 def _force() -> None:
     """Set the compiler's stance to eager, if a probe is open."""
     global _stance
-    with _lock:
+    with _stance_lock:
         if _eager and _stance is None:
             _stance = torch.compiler.set_stance("force_eager")
 
@@ -125,7 +127,7 @@ def _force() -> None:
 def _allow(mine: object) -> None:
     """Restore the compiler's stance, if nothing else is open."""
     global _stance
-    with _lock:
+    with _stance_lock:
         _eager.discard(mine)
         if _eager:
             return
