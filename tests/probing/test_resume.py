@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -43,10 +44,12 @@ def name(piece: list[int]) -> str:
 def child(path: str, log: int) -> None:
     """Go on with the run; every batch that begins is a line of the log."""
     model = text_model()
-    plain = model.model.forward
+    plain, begun = model.model.forward, itertools.count(1)
 
     def slow(input_ids: Any, attention_mask: Any) -> Any:
         os.write(log, f"{name(input_ids[0].tolist())}\n".encode())
+        if next(begun) == 8:  # on a busy machine the killer comes late: wait for it
+            signal.pause()
         return plain(input_ids, attention_mask)
 
     model.model.forward = slow
