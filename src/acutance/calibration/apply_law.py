@@ -30,8 +30,7 @@ from acutance.capture.find_layers import (
     uses_interface,
 )
 from acutance.capture.function_mode import FunctionMode
-from acutance.capture.handwritten.scores import ScoreTracker
-from acutance.capture.handwritten.softmax import FEWEST, LOG_SOFTMAX, Softmax, scores_of
+from acutance.capture.handwritten.tracker import FEWEST, LOG_SOFTMAX, Softmax, scores_of
 from acutance.capture.head_axis import could_be_over_keys, fold
 from acutance.capture.intercept import Interception, classes_are_library, eager, forget_compiled
 from acutance.capture.kernel_functions import calls
@@ -791,17 +790,12 @@ class FunctionChange(FunctionMode):
     """Scales the queries or scores of the attention calls among a thread's functions."""
 
     def __init__(self, applied: Applied) -> None:
-        self._applied, self._tracker = applied, ScoreTracker()
-        super().__init__(applied, self._tracker)
+        super().__init__(applied, scores=True)
+        self._applied = applied
 
     def finish(self) -> None:
         """Note softmaxes that no product used."""
-        self.softmaxes.finish()
-
-    def may_become_weights(self, result: Any) -> bool:
-        """Whether weights may be computed from a result without a softmax call: from scores."""
-        known = self._tracker.of(result) if isinstance(result, Tensor) else None
-        return known is not None and not known.weights
+        self.tracker.finish()
 
     def on_call(
         self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -822,7 +816,7 @@ class FunctionChange(FunctionMode):
             raise self._applied.unreachable(plan.name, "it calls flex_attention itself")
         if plan is not None:
             return func(**self._applied.changed_arguments(plan, sdpa_arguments(args, kwargs)))
-        return self.follow(func, args, kwargs)
+        return self.tracker.call(func, args, kwargs)
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -834,7 +828,7 @@ class FunctionChange(FunctionMode):
         scores, dim = scores_of(args, kwargs)
         if scores is None or dim is None:
             return func(*args, **kwargs)
-        plan, known = self._applied.plan_to_change(), self._tracker.of(scores)
+        plan, known = self._applied.plan_to_change(), self.tracker.of(scores)
         active = known is not None and known.active
         dense = scores.layout is torch.strided and not scores.is_nested
         rank = scores.dim() >= (2 if active else FEWEST)
@@ -855,11 +849,11 @@ class FunctionChange(FunctionMode):
                 kwargs = {key: value for key, value in kwargs.items() if value is not scores}
                 args = (changed, *args[1:])
         result = func(*args, **kwargs)
-        self._tracker.mark_weights(result)
+        self.tracker.mark_weights(result)
         if plan is not None and reason:
             log = func in LOG_SOFTMAX
             with torch._C.DisableTorchFunction():
-                self.softmaxes.add(
+                self.tracker.add(
                     scores, result, plan.name, dim=dim, log=log, unreadable_reason=reason
                 )
         return result

@@ -15,14 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from acutance.capture.handwritten.scores import ScoreTracker
-from acutance.capture.handwritten.softmax import (
-    LOG_SOFTMAX,
-    NOISY,
-    SOFTMAX,
-    Softmax,
-    Softmaxes,
-)
+from acutance.capture.handwritten.tracker import LOG_SOFTMAX, NOISY, SOFTMAX, Softmax, Tracker
 from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, Interception, leave
 from acutance.capture.readers.functions import ACUTANCE, FLEX
 
@@ -49,24 +42,25 @@ class FunctionMode(TorchFunctionMode, ABC):
 
     Args:
         owner: what is open on a model.
-        scores: follows products to the softmaxes of their scores; None if nobody asks.
+        scores: whether to follow what scores consist of.
+        factors: whether to keep the products among them.
 
     Attributes:
-        softmaxes: the softmaxes that no matrix product has used yet.
-        scores: as given.
+        tracker: follows tensors from a product to a softmax, and from there to the next product.
     """
 
-    def __init__(self, owner: Interception, scores: ScoreTracker | None) -> None:
+    def __init__(self, owner: Interception, *, scores: bool = False, factors: bool = False) -> None:
         super().__init__()
-        self._owner, self.scores = owner, scores
-        self.softmaxes = Softmaxes(self.on_product, self.on_unused, self.on_written_out)
+        self._owner = owner
+        self.tracker = Tracker(
+            self.on_product, self.on_unused, self.on_written_out, scores=scores, factors=factors
+        )
 
     def __exit__(self, *error: Any) -> None:
         """Leave the mode and release what it follows."""
         leave(self)
         self.finish()
-        if self.scores is not None:
-            self.scores.clear()
+        self.tracker.clear()
 
     def __torch_function__(
         self,
@@ -79,33 +73,14 @@ class FunctionMode(TorchFunctionMode, ABC):
         kind = _KINDS.get(func)
         if kind is None and type(func) in _OPERATORS:
             kind = "operator"
-        if kind is None and not (
-            self.softmaxes.pending
-            or self.softmaxes.products
-            or (self.scores is not None and self.scores.known)
-        ):
+        if kind is None and not self.tracker.known:
             return func(*args, **kwargs) if kwargs else func(*args)
         arguments = dict(kwargs or {})
         if torch.compiler.is_compiling() or self._owner.muted():
             return func(*args, **arguments)
         if kind is None or kind == "product":
-            return self.follow(func, args, arguments)
+            return self.tracker.call(func, args, arguments)
         return self.on_call(kind, ATTENTION_FUNCTIONS.get(func, func), args, arguments)
-
-    def follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a function, and follow what it computes from products and softmaxes."""
-        if self.scores is not None:
-            result = self.scores.call(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
-        remember = self.may_become_weights(result)
-        if self.softmaxes.pending or self.softmaxes.products or remember:
-            self.softmaxes.follow(func, args, kwargs, result, remember=remember)
-        return result
-
-    @abstractmethod
-    def may_become_weights(self, result: Any) -> bool:
-        """Whether weights may be computed from the result of a function without a softmax call."""
 
     @abstractmethod
     def finish(self) -> None:

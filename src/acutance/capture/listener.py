@@ -24,12 +24,12 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import SCRIPTED, class_name, computes_attention, heads_of
 from acutance.capture.function_mode import FunctionMode
-from acutance.capture.handwritten.scores import ScoreTracker, products_of
-from acutance.capture.handwritten.softmax import (
+from acutance.capture.handwritten.tracker import (
     LOG_OPERATORS,
     NOISY,
     OPERATORS,
     Softmax,
+    products_of,
     scores_of,
     version_of,
 )
@@ -467,26 +467,21 @@ class FunctionCapture(FunctionMode):
     """Reads the attention calls among the functions that a listener's thread calls."""
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__(listener, ScoreTracker(factors=True) if listener.products else None)
+        super().__init__(listener, scores=listener.products, factors=listener.products)
         self.observer, self._modules = listener, listener.modules
         self._heads, self._chunks = HeadAxes(), QueryChunks()
 
     def finish(self) -> None:
-        """Forget softmaxes that no product used."""
-        self.softmaxes.clear()
+        """List modules whose head dimension is uncertain."""
         for module, reason in self._heads.undecided():
             self.observer.unreadable(module, reason)
-
-    def may_become_weights(self, result: Any) -> bool:
-        """Whether weights may be computed from a result without a softmax call: from any."""
-        return True
 
     def on_call(
         self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Run an attention function unchanged, then record it."""
         if kind == "exp":
-            return self.follow(func, args, kwargs)
+            return self.tracker.call(func, args, kwargs)
         if self._modules.running() is not None:
             self.observer.note_function()
         if kind == "operator":
@@ -581,10 +576,9 @@ class FunctionCapture(FunctionMode):
         if module is not None:
             reason = f"{func} is called directly: report what it computes with acutance.tap"
             self.observer.unreadable(module, reason)
-        result = func(*args, **kwargs)
-        if self.softmaxes.pending or self.softmaxes.products:
-            self.softmaxes.follow(func, args, kwargs, result)
-        return result
+        return (
+            self.tracker.call(func, args, kwargs) if self.tracker.known else func(*args, **kwargs)
+        )
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, log: bool
@@ -622,7 +616,7 @@ class FunctionCapture(FunctionMode):
                 if func is F.softmin:  # the softmax of what is negated, in memory of its own
                     scores = -scores
                     version = version_of(scores)
-                self.softmaxes.add(
+                self.tracker.add(
                     scores,
                     result,
                     module,
@@ -632,8 +626,8 @@ class FunctionCapture(FunctionMode):
                     unreadable_reason=unreadable_reason,
                     over_keys=over_keys,
                 )
-            if over_keys and self.scores is not None:
-                self.scores.mark_weights(result)
+            if over_keys and self.observer.products:
+                self.tracker.mark_weights(result)
         return result
 
     def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
@@ -654,9 +648,9 @@ class FunctionCapture(FunctionMode):
                     base, module, softmax.base.shape, heads, softmax.product_axes
                 )
             scores = fold(softmax.base, heads, head_axis, softmax.dim)
-            if self.scores is not None:
+            if self.observer.products:
                 with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-                    products = products_of(self.scores.of(softmax.base), scores)
+                    products = products_of(self.tracker.of(softmax.base), scores)
                 self.observer.deliver(name, lambda: receiver.on_products(*products, name))
                 return
         except ValueError as error:
