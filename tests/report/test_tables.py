@@ -56,7 +56,6 @@ def calibration(heads: int = 12, lengths: tuple[int, ...] = (64, 128, 256, 512))
             target=values,
             before=values,
             before_error=(0.0123,) * len(lengths),
-            predicted=values,
             after=values,
             after_error=(1.2e-4,) * len(lengths),
             factors=values,
@@ -106,7 +105,7 @@ def test_the_table_of_heads_keeps_the_mean_of_each_layer(
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_calibration_are_whole(width: int) -> None:
-    for heads in (12, 80):  # head by head, layer by layer
+    for heads in (12, 80):  # all of them, and the largest factors
         printed = shows(calibration(heads).table())
         assert set(numbers(printed, width)) == set(numbers(printed, 200))
 

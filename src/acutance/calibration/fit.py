@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +16,18 @@ from acutance.calibration.losses import AnyLoss
 from acutance.calibration.measured import (
     TARGETS,
     LayerValues,
-    check_target,
+    Measured,
+    check_request,
     knots_of,
     no_layer,
     read_layers,
 )
 from acutance.calibration.result import HELD, Calibration, HeadCalibration
-from acutance.calibration.windows import AnyBatches, Turn, cut_windows
+from acutance.calibration.windows import AnyBatches, cut_windows
 from acutance.capture.find_layers import layer_numbers
 from acutance.probing.causes import is_untrained
-from acutance.scaling import ClipLogN, HeadTable, LogN, Scaling, SqrtLogN, SSMax, Window
-from acutance.shapes import check_count, check_flag, check_number, did_you_mean
+from acutance.scaling import HeadTable, Window
+from acutance.shapes import check_count, check_flag, check_number
 
 #: Told after each run of the model: tokens just read, the pass from 1, and passes at most.
 Advance = Callable[[int, int, int], None]
@@ -88,9 +88,8 @@ def calibrate(
         lengths: of windows, rising; None is that of the longest batch and its halves down to an
             eighth.
         reference: the training length, one of the lengths; None is the shortest.
-        law: ``"table"``, a factor at every length; or a family fitted to it: ``"constant"``,
-            ``"ssmax"`` (s log n + b), ``"log_n"``, ``"sqrt_log_n"``, ``"clip_log_n"``. For the
-            loss ``"table"``, ``"constant"``, or with a window ``"none"`` for windows alone.
+        law: ``"table"``, a factor at every length; ``"constant"``, one for all lengths; or for the
+            loss with a window ``"none"``, windows alone.
         window: with ``target="loss"``, let those heads read through it for which that lowers the
             loss, before factors are fitted; of several, each head chooses its own.
         passes: runs over all windows at most, the first without a law.
@@ -104,10 +103,10 @@ def calibrate(
             how many there are at most.
 
     Returns:
-        The law with what was measured for each head: values before and after with standard errors,
-        predicted effect and factors. Rows shorter than the first length have its factor; beyond the
-        last each head goes on as √(a + b log n), fitted to its last two octaves. For the
-        loss a :class:`LossCalibration` with the derivatives, constant beyond the last length.
+        The law with what was measured for each head: values before and after, and factors, with
+        standard errors. Rows shorter than the first length have its factor; beyond the last each
+        head goes on as √(a + b log n), fitted to its last two octaves. For the loss a
+        :class:`LossCalibration` with the derivatives, constant beyond the last length.
 
     Raises:
         ApplyError: if attention that was seen cannot be scaled.
@@ -160,58 +159,53 @@ def calibrate(
         if given is not None:
             raise ValueError(f"{option} is for target='loss', got target={target!r:.40}")
     turns, places, windows = cut_windows(model, batches, lengths)
-    name, reference = check_request(target, value, places, reference, law)
+    reference = check_request(target, places, reference, value, law)
     knots = knots_of(places, reference)
 
-    def read(
-        factors: Mapping[Any, Scaling] | None, number: int
-    ) -> tuple[dict[str, LayerValues], dict[str, str]]:
-        def after(turn: Turn) -> None:
-            if advance is not None:
-                advance(turn.tokens, number, passes)
+    def read(number: int) -> tuple[Measured, dict[str, str]]:
+        tables = {module: fit.table() for module, fit in fits.items()} if number > 1 else None
+        return read_layers(
+            model, turns, target, knots, tables, windowed=windowed,
+            after=lambda turn: advance and advance(turn.tokens, number, passes),
+        )  # fmt: skip
 
-        return read_layers(model, turns, name, knots, factors, windowed=windowed, after=after)
-
-    first, skipped = read(None, 1)
-    few = f"no row sees more than {knots[0] // 2} keys"
-    skipped |= {module: few for module, values in first.items() if not values.knots}
-    numbers = layer_numbers(model, list(first))
-    at = knots.index(reference)
-    fits = {
-        module: LayerFit(first[module], name, value, at, limit)
-        for module in sorted(first, key=lambda module: numbers.get(module, len(numbers)))
-        if first[module].knots
-    }
+    fits: dict[str, LayerFit] = {}
+    first, skipped = read(1)
+    for module, values in first.layers.items():
+        if values.n.any():
+            at = first.lengths.index(reference) if reference in first.lengths else 0
+            fits[module] = LayerFit(values, target, value, at, limit)
+        else:
+            skipped[module] = f"no row sees more than {knots[0] // 2} keys"
     if not fits:
         raise ValueError(no_layer(skipped))
     used = 1
     for number in range(2, passes + 1):
-        settled = [fit.propose() for fit in fits.values()]
-        as_family = law != "table" and (number == passes or (number > 2 and all(settled)))
-        if number > 2 and all(settled) and not as_family:
+        near = [fit.propose() for fit in fits.values()]
+        settled = number > 2 and all(near)
+        constant = law == "constant" and (settled or number == passes)
+        if settled and not constant:
             break
-        applied: dict[Any, Scaling] = {}
+        for fit in fits.values():
+            fit.take(constant=constant)
+        now, _ = read(number)
         for module, fit in fits.items():
-            applied |= fit.law(module, law if as_family else "table", reference)
-        values, _ = read(applied, number)
-        for module, fit in fits.items():
-            fit.values = values[module]
+            fit.values = now.layers[module]
         used = number
-        if as_family:
+        if constant:
             break
-    scalings: dict[Any, Scaling] = {}
-    heads: list[HeadCalibration] = []
-    for index, (module, fit) in enumerate(fits.items()):
-        scalings |= fit.scalings(module)
-        heads += fit.heads(numbers.get(module, index), module)
-    bins = {k for fit in fits.values() for k in fit.first.bins}
+    numbers = layer_numbers(model, list(first.layers))
     return Calibration(
         model=Identity.of(model),
-        layers=Law.of(model, scalings).layers,
-        lengths=tuple(knots[k] for k in sorted(bins)),
-        heads=tuple(heads),
-        target=name if value is None else f"{name}={value:g}",
-        metric=name,
+        layers=Law.of(model, {module: fit.continued() for module, fit in fits.items()}).layers,
+        lengths=first.lengths,
+        heads=tuple(
+            head
+            for index, (module, fit) in enumerate(fits.items())
+            for head in fit.heads(numbers.get(module, index), module)
+        ),
+        target=target if value is None else f"{target}={value:g}",
+        metric=target,
         value=value,
         reference=reference,
         family=law,
@@ -222,50 +216,6 @@ def calibrate(
     )
 
 
-def check_request(
-    target: str,
-    value: float | None,
-    lengths: Sequence[int],
-    reference: int | None,
-    law: str,
-) -> tuple[str, int]:
-    """Check everything that can be refused without running the model.
-
-    Args:
-        target: as for :func:`acutance.calibrate`.
-        value: likewise.
-        lengths: of windows.
-        reference: likewise.
-        law: likewise.
-
-    Returns:
-        The metric's name and the reference length.
-
-    Raises:
-        TypeError: if something is of the wrong kind.
-        ValueError: if something is out of range, or does not go together.
-    """
-    name, at = check_target(target, reference, lengths)
-    if law not in FITTED:
-        hint = did_you_mean(law, FITTED)
-        raise ValueError(f"law={law!r:.40} is not one of {', '.join(FITTED)}{hint}")
-    if value is None:
-        return name, at
-    value, n = check_number("value", value), lengths[-1]
-    low, high = TARGETS[name].limits(n)
-    if not low < value < high:
-        least = f" (1/{n})" if name == "top_weight" else ""
-        most = f" (log {n})" if name == "entropy" else ""
-        unit = "" if TARGETS[name].unit == "1" else f" {TARGETS[name].unit}"
-        raise ValueError(
-            f"value: {name} of rows with {n} keys must be between {low:.4g}{least} and "
-            f"{high:.4g}{most}, got {value:g}{unit}"
-        )
-    if law in ("sqrt_log_n", "clip_log_n"):
-        raise ValueError(f"law={law!r} is 1 at the reference, so value cannot be given")
-    return name, at
-
-
 #: Factors that change by less than this between passes are found.
 _SETTLED = 0.002
 #: A step multiplies a factor by at most this, and divides it by at most 2.
@@ -274,6 +224,8 @@ _FARTHEST = 4.0
 _TRUSTED = 8.0
 #: A change is worth making where it is more than this share of the target, and beyond noise.
 _WORTH = 0.01
+#: Octaves beyond the largest calibrated length that a table holds.
+_BEYOND = 6
 
 
 class LayerFit:
@@ -289,17 +241,17 @@ class LayerFit:
         first: what was measured without a law.
         target: name of the metric.
         value: what is wanted of every head; None is each head's own at the reference.
-        reference: index of the bin of the reference length; a layer without rows there takes its
-            first bin with rows.
+        reference: index of the knot of the reference length; a layer without rows there takes its
+            first knot with rows.
         limit: factors stay between 1/limit and limit.
 
     Attributes:
         first: what was measured without a law.
         values: what was measured last.
         factors: in force there, (knots, heads).
-        predicted: values that were expected there under a table.
+        constant: whether each head has one factor for all lengths.
         wanted: the metric's desired value, (knots, heads).
-        possible: whether rows of that many keys can reach it, boolean (knots, heads).
+        possible: whether there are rows of that many keys and they can reach it, boolean.
         reference: index of the knot that is its own target; None if a value was given.
     """
 
@@ -308,25 +260,23 @@ class LayerFit:
     ) -> None:
         self._target, self._limit = TARGETS[target], limit
         self.first = self.values = first
-        self.factors, self.predicted = torch.ones_like(first.value), first.value
-        at = first.bins.index(reference) if reference in first.bins else 0
-        self.reference = at if value is None else None
-        wanted = first.value[at] if value is None else torch.full_like(first.value[0], value)
-        self.wanted = wanted.expand_as(first.value).clone()
-        limits = torch.tensor([self._target.limits(n) for n in first.knots], dtype=torch.float64)
-        low, high = limits.T.unsqueeze(2)
-        # the far ends are only reached by rows that are exactly flat, or exactly one-hot
-        self.possible: Tensor = (self.wanted >= low) & (self.wanted < high)
-        if target == "top_weight":
-            self.possible = (self.wanted > low) & (self.wanted <= high)
+        self.factors = self._next = torch.ones_like(first.value)
+        self.constant = False
+        if not first.n[reference]:
+            reference = int(first.n.nonzero()[0])
+        self.reference = reference if value is None else None
+        self.wanted = torch.full_like(first.value, value or 0.0)
+        limits = [self._target.limits(n) for n in first.n.clamp(min=1).tolist()]
+        low, high = torch.tensor(limits, dtype=torch.float64).T[..., None]
         if value is None:
-            self.possible[at] = True
+            self.wanted[:] = first.value[reference]
+        self.possible: Tensor = (
+            (low <= self.wanted) & (self.wanted <= high) & (first.n > 0)[:, None]
+        )
+        if value is None:
+            self.possible[reference] = True
         self._active = torch.zeros(first.value.shape[1], dtype=torch.bool)
         self._before: tuple[Tensor, Tensor, Tensor] | None = None  # λ, y and y' of the last step
-        self._proposed, self._expected = self.factors, self.predicted
-        self._family: dict[Any, Scaling] = {}
-
-    # -- steps -------------------------------------------------------------------------------------
 
     def propose(self) -> bool:
         """Choose the next factors; returns whether they hardly differ from those in force.
@@ -334,66 +284,38 @@ class LayerFit:
         The factor is 1 where the target is impossible, at the knot that is its own target, and for
         heads that were never significantly away from it.
         """
-        factors, value = self.factors, self.values.value
-        y, slope, wanted = value, self.values.slope, self.wanted
+        factors, y, slope, wanted = self.factors, self.values.value, self.values.slope, self.wanted
+        near = (y - wanted).abs() <= 0.001 * wanted.abs()
         if self._target.by_ratio:
-            y, slope, wanted = value.log(), slope / value, wanted.log()
-        measured = factors, y, slope
-        slope = self._corrected(y, slope)
-        self._before = measured
-        step = (1 + (2 * (wanted - y) / slope).clamp(-0.75, _FARTHEST**2 - 1)).sqrt()
-        moved = (factors * step).clamp(1 / self._limit, self._limit)
-        moved = torch.where(moved.isfinite() & (slope.abs() > 1e-9), moved, factors)
-        near = (value - self.wanted).abs() <= 0.001 * self.wanted.abs()
-        self._active |= self._matters(self.values).any(0)
+            y, slope, wanted = y.log(), slope / y, wanted.log()
+        before, self._before = self._before, (factors, y, slope)
+        if before is not None:
+            slope = _corrected(self._before, before)
+        newton = (1 + (2 * (wanted - y) / slope).clamp(-0.75, _FARTHEST**2 - 1)).sqrt()
+        moved = (factors * newton).clamp(1 / self._limit, self._limit)
+        moved = torch.where(moved.isfinite() & (slope.abs() > 1e-9) & ~near, moved, factors)
+        self._active |= self.matters(self.values).any(0)
         free = self._active & self.possible
         if self.reference is not None:
             free[self.reference] = False
-        self._proposed = torch.where(free, torch.where(near, factors, moved), 1.0)
-        expected = y + slope * ((self._proposed / factors).square() - 1) / 2
-        self._expected = expected.exp() if self._target.by_ratio else expected
-        return bool(((self._proposed / factors).log().abs() <= _SETTLED).all())
+        self._next = torch.where(free, moved, 1.0)
+        return bool(((self._next / factors).log().abs() <= _SETTLED).all())
 
-    def _corrected(self, y: Tensor, slope: Tensor) -> Tensor:
-        """The slope dy/d log λ, corrected by the change of y since the previous pass.
-
-        It is unchanged where there was no previous pass, λ hardly moved, or the change is
-        implausible.
-        """
-        if self._before is None:
-            return slope
-        factors, y_before, slope_before = self._before
-        # the change that the slopes at both ends promise, each as dy/d(λ²)
-        ends = slope / self.factors.square() + slope_before / factors.square()
-        ratio = (y - y_before) / ((self.factors.square() - factors.square()) * ends / 4)
-        moved = (self.factors / factors).log().abs() > 0.02
-        plausible = (ratio > 1 / _TRUSTED) & (ratio < _TRUSTED)
-        return torch.where(moved & plausible, slope * ratio, slope)
-
-    def law(self, module: str, law: str, reference: int) -> dict[Any, Scaling]:
-        """What to apply for the proposed factors: their table, or the family fitted to them.
-
-        Args:
-            module: name of the layer.
-            law: ``"table"`` or the name of the family.
-            reference: length at which the family is 1 where a value was given.
-        """
-        knots, self.factors, self.predicted = self.values.knots, self._proposed, self._expected
-        if law == "table":
-            return {module: HeadTable(self.factors.T.contiguous(), lengths=knots)}
-        at = reference if self.reference is None else knots[self.reference]
-        self._family = family_scalings(law, module, knots, self.factors, self.errors(), at)
-        n, heads = torch.tensor(knots), self.factors.shape[1]
-        rows = [one.factor(n, dtype=torch.float64) for one in self._family.values()]
-        self.factors = torch.cat([row.view(-1, len(n)) for row in rows]).expand(heads, -1).T
-        return self._family
+    def take(self, *, constant: bool) -> None:
+        """Use the proposed factors; ``constant`` is each head's mean of them, weighted by error."""
+        self.factors, self.constant = self._next, constant
+        if constant:
+            weight = torch.hypot(self.errors().nan_to_num(), 0.005 * self.factors) ** -2
+            weight = weight * (self.first.n > 0)[:, None]
+            self.factors = (weight * self.factors).sum(0) / weight.sum(0)
+            self.factors = self.factors.expand_as(self.wanted)
 
     def errors(self) -> Tensor:
         """Standard errors of the factors, (knots, heads): those of the values over their slopes."""
         error = self.values.error(self.reference)
         return self.factors * error / self.values.slope.abs().clamp(min=1e-9)
 
-    def _matters(self, values: LayerValues) -> Tensor:
+    def matters(self, values: LayerValues) -> Tensor:
         """Whether a value differs from its target by more than noise and enough to be corrected.
 
         Enough is 1 % of the target, or ``target.floor`` if that is more. Noise is a two-sided test
@@ -401,38 +323,50 @@ class LayerFit:
         """
         away = (values.value - self.wanted).abs()
         worth = (_WORTH * self.wanted.abs()).clamp(min=self._target.floor)
-        noise = values.error(self.reference) * values.widening()
-        return (away > noise) & (away > worth) & self.possible
+        return (away > values.interval(self.reference)) & (away > worth) & self.possible
 
-    # -- the result --------------------------------------------------------------------------------
+    def table(self) -> HeadTable:
+        """The factors in force as a scaling of the layer."""
+        if self.constant:
+            return HeadTable(self.factors[0])
+        there = self.first.n > 0
+        return HeadTable(self.factors[there].T.contiguous(), self.first.n[there].tolist())
 
-    def statuses(self) -> list[list[str]]:
-        """For each head, the outcome at each knot, a key of ``STATUSES``."""
-        allowed = (HELD * self.wanted.abs()).clamp(min=self._target.floor)
-        held = (self.values.value - self.wanted).abs() <= allowed
-        kept = (self.factors == 1.0).all(0) & ~self._matters(self.first).any(0)
-        near = 1 - 1e-9
-        edge = (self.factors >= self._limit * near) | (self.factors * near <= 1 / self._limit)
-        numbers = torch.where(edge, 3, 4)
-        for number, those in ((2, held), (1, kept.expand_as(held)), (0, ~self.possible)):
-            numbers = torch.where(those, number, numbers)
-        names = ("impossible", "kept", "held", "limited", "missed")
-        return [[names[number] for number in row] for row in numbers.T.tolist()]
+    def continued(self) -> HeadTable:
+        r"""The table, which beyond its last length goes on as :math:`\sqrt{a + b \log n}`.
 
-    def scalings(self, module: str) -> dict[Any, Scaling]:
-        """The layer's part of the law: the fitted family, or a table that is continued beyond."""
-        if self._family:
-            return self._family
-        errors = self.errors().masked_fill(~self.possible, math.inf)
-        return {module: continued_table(self.first.knots, self.factors, errors, self._limit)}
+        That is the growth under which normal logits keep their entropy. The line is fitted to the
+        squares of the last two octaves and passes through the last factor. It goes up to 64 times
+        the last length, with factors between 1/limit and limit.
+        """
+        if self.constant:
+            return self.table()
+        there = self.first.n > 0
+        n, squares = self.first.n[there], self.factors[there].square()
+        octaves = torch.arange(1, _BEYOND + 1)
+        x = (n / n[-1]).double().log()[:, None]
+        weight = x * (self.possible[there] & (4 * n >= n[-1])[:, None])
+        slope = (weight * (squares - squares[-1])).sum(0) / (weight * x).sum(0)
+        further = squares[-1] + slope.nan_to_num() * math.log(2) * octaves[:, None]
+        squares = torch.cat([squares, further.clamp(self._limit**-2, self._limit**2)])
+        lengths = torch.cat([n, n[-1] << octaves])
+        return HeadTable(squares.sqrt().T.contiguous(), lengths.tolist())
 
     def heads(self, layer: int, module: str) -> list[HeadCalibration]:
         """The record of each head, for the layer of this number and name."""
+        off, size = (self.values.value - self.wanted).abs(), self.wanted.abs()
+        held = off <= (HELD * size).clamp(min=self._target.floor)
+        kept = (self.factors == 1.0).all(0) & ~self.matters(self.first).any(0)
+        edge = self.factors.log().abs() >= math.log(self._limit) - 1e-9
+        status = torch.where(edge, 3, 4)
+        for number, those in ((2, held), (1, kept.expand_as(held)), (0, ~self.possible)):
+            status = torch.where(those, number, status)
+        names = ("impossible", "kept", "held", "limited", "missed")
+        there = self.first.n > 0
         columns = {
             "target": self.wanted,
             "before": self.first.value,
             "before_error": self.first.error(),
-            "predicted": self.predicted,
             "after": self.values.value,
             "after_error": self.values.error(),
             "factors": self.factors,
@@ -443,84 +377,24 @@ class LayerFit:
                 layer=layer,
                 head=head,
                 module=module,
-                lengths=self.first.knots,
-                status=tuple(status),
-                **{name: tuple(column[:, head].tolist()) for name, column in columns.items()},
+                lengths=tuple(self.first.n[there].tolist()),
+                status=tuple(names[number] for number in status[there, head].tolist()),
+                **{name: tuple(column[there, head].tolist()) for name, column in columns.items()},
             )
-            for head, status in enumerate(self.statuses())
+            for head in range(status.shape[1])
         ]
 
 
-#: What ``law=`` may be.
-FITTED = ("table", "constant", "ssmax", "log_n", "sqrt_log_n", "clip_log_n")
-#: Octaves beyond the largest calibrated length that a table holds.
-_BEYOND = 6
+def _corrected(now: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> Tensor:
+    """The slope dy/d log λ, corrected by what the last step did.
 
-
-def lines(knots: Sequence[int], factors: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Least squares lines of each head's factors in log n: their slopes, and their values at n = 1.
-
-    Args:
-        knots: n of the factors.
-        factors: (knots, heads).
-        errors: their standard errors, at least 0.5 % of a factor; infinite leaves a factor out.
+    It is unchanged where λ hardly moved or the change is implausible. ``now`` and ``before`` are λ,
+    y and the measured slope in the last two passes.
     """
-    x = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(1)
-    weight = torch.hypot(torch.nan_to_num(errors, nan=0.0), 0.005 * factors) ** -2
-    x_mean, mean = ((weight * part).sum(0) / weight.sum(0) for part in (x, factors))
-    total = (weight * (x - x_mean) ** 2).sum(0).clamp(min=1e-12)  # 0 at a single length
-    slope = (weight * (x - x_mean) * (factors - mean)).sum(0) / total
-    return slope, mean - slope * x_mean
-
-
-def continued_table(
-    knots: Sequence[int], factors: Tensor, errors: Tensor, limit: float
-) -> HeadTable:
-    r"""The factors (knots, heads) as a table, which goes on as :math:`\sqrt{a + b \log n}`.
-
-    That is the growth under which normal logits keep their entropy. The line is fitted to the
-    squares of the last two octaves and passes through the last factor. The table goes up to 64
-    times the last knot, with factors between 1/``limit`` and ``limit``. ``errors`` are as in
-    :func:`lines`.
-    """
-    last = knots[-1]
-    near = [place for place, n in enumerate(knots) if 4 * n >= last]
-    factor = factors[near]
-    slope, _ = lines([knots[place] for place in near], factor**2, 2 * factor * errors[near])
-    octaves = torch.arange(1, _BEYOND + 1, dtype=torch.float64).unsqueeze(1)
-    squares = factors[-1] ** 2 + slope.nan_to_num() * math.log(2) * octaves
-    rows = torch.cat([factors, squares.clamp(limit**-2, limit**2).sqrt()]).T.contiguous()
-    return HeadTable(rows, lengths=(*knots, *(last << step for step in range(1, _BEYOND + 1))))
-
-
-def family_scalings(
-    law: str, module: str, knots: Sequence[int], factors: Tensor, errors: Tensor, reference: int
-) -> dict[Any, Scaling]:
-    """Fit the law of a given name to one layer's factors, (knots, heads).
-
-    The law is one of :data:`FITTED` but "table". ``errors`` are the factors' standard errors, and
-    ``reference`` is the length at which "sqrt_log_n" and "clip_log_n" have the factor 1.
-
-    Returns:
-        One scaling for the module or, for "log_n", one for each (module, head).
-    """
-    x = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(1)
-    weight = torch.hypot(torch.nan_to_num(errors, nan=0.0), 0.005 * factors) ** -2
-    if law == "clip_log_n":
-        return {module: ClipLogN(train_length=reference)}
-    if law == "constant":
-        return {module: HeadTable((weight * factors).sum(0) / weight.sum(0))}
-    if law == "log_n":
-        slopes = (weight * x * factors).sum(0) / (weight * x * x).sum(0)
-        return {
-            (module, head): LogN(base=math.exp(1 / slope), n_min=knots[0])
-            for head, slope in enumerate(slopes.tolist())
-        }
-    if law == "sqrt_log_n":
-        x, weight = x - math.log(reference), weight / (4 * factors**2)
-        total = (weight * x**2).sum(0).clamp(min=1e-300)
-        slope = (weight * x * (factors**2 - 1)).sum(0) / total
-        gamma = (2 / slope.clamp(min=2e-6)).sqrt()
-        return {module: SqrtLogN(train_length=reference, gamma=gamma.tolist())}
-    s, bias = lines(knots, factors, errors)
-    return {module: SSMax(s=s.tolist(), bias=bias.tolist())}
+    (factors, y, slope), (factors_before, y_before, slope_before) = now, before
+    # the change that the slopes at both ends promise, each as dy/d(λ²)
+    ends = slope / factors.square() + slope_before / factors_before.square()
+    ratio = (y - y_before) / ((factors.square() - factors_before.square()) * ends / 4)
+    moved = (factors / factors_before).log().abs() > 0.02
+    plausible = (ratio > 1 / _TRUSTED) & (ratio < _TRUSTED)
+    return torch.where(moved & plausible, slope * ratio, slope)

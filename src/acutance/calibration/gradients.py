@@ -232,10 +232,8 @@ class LossGradients(Gradients):
     ) -> None:
         few = first_turn(windows.units[0].turns[-1])
         model = windows.model
-        layers, self.skipped = read_layers(
-            model, [few], "entropy", (few.length,), windowed=windowed
-        )
-        if not layers:
+        read, self.skipped = read_layers(model, [few], "entropy", (few.length,), windowed=windowed)
+        if not read.layers:
             raise ValueError(no_layer(self.skipped))
         super().__init__(
             windows, {"law": law, "windowed": windowed, **settings}, saving, advance, passes
@@ -243,7 +241,8 @@ class LossGradients(Gradients):
         self._windowed, self._fixed = windowed, fixed or {}
         knots = knots_of(windows.lengths) if law == "table" else (windows.lengths[-1],)
         self.tables = {
-            name: FactorTable(values.value.shape[1], knots) for name, values in layers.items()
+            name: FactorTable(values.value.shape[1], knots)
+            for name, values in sorted(read.layers.items())
         }
 
     def _change(self, context: ExitStack) -> None:

@@ -19,12 +19,10 @@ from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.find_layers import layer_numbers, windowed_layers
 from acutance.capture.listener import Listener, ProbeError
 from acutance.rowstats import RowStatistics
-from acutance.shapes import check_count, did_you_mean
+from acutance.shapes import check_count, check_number, did_you_mean
 
 __all__ = ["Measured", "measure"]
 
-#: Sums kept of each row: one, x = log n, x², the value y, x·y, and dy/dlog λ.
-_SUMS = 6
 #: Spread of log n within a bin (its variance) below which all rows count as one length.
 _ONE_LENGTH = 1e-3
 
@@ -73,28 +71,50 @@ TARGETS = {
         by_ratio=True,
     ),
 }
-#: Other names that a target is known by.
-_ALIASES = {"information_fraction": "normalized_entropy"}
+#: What ``law=`` may be for them: factors at every length, or one for all lengths.
+FORMS = ("table", "constant")
 
 
-def check_target(target: str, reference: int | None, lengths: Sequence[int]) -> tuple[str, int]:
-    """The name of a target in :data:`TARGETS`, and the reference length: of None, the first one.
+def check_request(
+    target: str,
+    lengths: Sequence[int],
+    reference: int | None = None,
+    value: float | None = None,
+    law: str = "table",
+) -> int:
+    """Check what can be refused without running the model; returns the reference length.
 
     Raises:
-        TypeError: if the name is not a string, or the length not a whole number.
-        ValueError: if the name is unknown, whose nearest the message says, or the length is none of
-            ``lengths``.
+        TypeError: if an argument of :func:`acutance.calibrate` is of the wrong kind.
+        ValueError: if one is out of range, or not a name; the message has the nearest.
     """
     if not isinstance(target, str):
         raise TypeError(f"target must be the name of a metric, got {type(target).__name__}")
-    name = _ALIASES.get(target, target)
-    if name not in TARGETS:
-        hint = did_you_mean(name, [*TARGETS, "loss"])
-        raise ValueError(f"target={target!r:.40} is not one of {', '.join(TARGETS)}, loss{hint}")
-    at = lengths[0] if reference is None else check_count("reference", reference, 2)
-    if at not in lengths:
-        raise ValueError(f"reference must be one of the lengths {list(lengths)}, got {at}")
-    return name, at
+    for option, name, known in (("target", target, [*TARGETS]), ("law", law, [*FORMS])):
+        if name not in known:
+            known += ["loss"] if option == "target" else []
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{option}={name!r:.40} is not one of {', '.join(known)}{hint}")
+    reference = lengths[0] if reference is None else check_count("reference", reference, 2)
+    if reference not in lengths:
+        raise ValueError(f"reference must be one of the lengths {list(lengths)}, got {reference}")
+    if value is not None:
+        n, unit = lengths[-1], unit_of(target)
+        low, high = TARGETS[target].limits(n)
+        if not low < check_number("value", value) < high:
+            least = f" (1/{n})" if target == "top_weight" else ""
+            most = f" (log {n})" if target == "entropy" else ""
+            raise ValueError(
+                f"value: {target} of rows with {n} keys must be between {low:.4g}{least} and "
+                f"{high:.4g}{most}, got {value:g}{unit}"
+            )
+    return reference
+
+
+def unit_of(target: str) -> str:
+    """Unit of a target with a space before it; empty for pure numbers."""
+    unit = TARGETS[target].unit
+    return "" if unit == "1" else f" {unit}"
 
 
 def knots_of(lengths: Sequence[int], reference: int | None = None) -> tuple[int, ...]:
@@ -148,7 +168,6 @@ class Collector(Listener):
         sums: by module name, (groups, bins, heads, 6) float64: number of rows and their sums of
             log n, log² n, y, y log n and dy/d log λ, with y the metric.
         longest: by module name, the largest n of a row in each bin, (bins,) int64.
-        mixed: layers whose number of heads is not the same in all runs.
     """
 
     def __init__(
@@ -168,7 +187,6 @@ class Collector(Listener):
         self.group = torch.zeros(0, dtype=torch.int64)
         self.sums: dict[str, Tensor] = {}
         self.longest: dict[str, Tensor] = {}
-        self.mixed: dict[str, tuple[int, int]] = {}
 
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
@@ -207,44 +225,40 @@ class Collector(Listener):
         return True
 
     def _add(self, name: str, rows: RowStatistics, real: Tensor | None) -> None:
-        """Add rows to the sums of a layer.
+        """Add rows (B, H, L) to the sums of a layer, of padding those that ``real`` (B, L) keeps.
 
-        Args:
-            name: name of the module.
-            rows: statistics of the rows, (B, H, L).
-            real: boolean (B, L), False for padding; None if there is none.
+        Raises:
+            ProbeError: if the layer had another number of heads in an earlier batch.
         """
-        n = rows.n_keys
+        n, y = rows.n_keys, rows[self._target].double()
         batch, heads = n.shape[:2]
-        bins, device = len(self._knots), n.device
+        bins = len(self._knots)
         # a batch of another size (a vision tower's) cannot be distinguished by window
         group = self.group if self.group.shape[0] == batch else torch.zeros(batch).long()
-        edges = torch.tensor(self._knots, device=device)
-        place = torch.bucketize(n, edges)
-        y = rows[self._target].double()
-        kept = (n > 0) & (place < bins) & (2 * n > edges[place.clamp(max=bins - 1)])
-        kept &= y.isfinite()
+        edges = torch.tensor([*self._knots, 0], device=n.device)
+        bin_of = torch.bucketize(n, edges[:-1])
+        kept = (bin_of < bins) & (2 * n > edges[bin_of]) & y.isfinite()
         if real is not None:
             kept &= real[:, None, :]
-        x = n.clamp(min=1).double().log()
-        slope = TARGETS[self._target].slope(rows).double()
-        columns = torch.stack([torch.ones_like(x), x, x * x, y, x * y, slope])
-        columns = torch.where(kept, columns, 0.0).transpose(1, 2).flatten(2)  # (6, H, B · L)
-        cell = torch.where(kept, group.to(device)[:, None, None] * bins + place, 0)
-        sums = torch.zeros(_SUMS, heads, self._groups * bins, dtype=torch.float64, device=device)
-        sums.scatter_add_(2, cell.transpose(0, 1).flatten(1).expand_as(columns), columns)
-        added = sums.unflatten(2, (self._groups, bins)).permute(2, 3, 1, 0).cpu()
-        longest = torch.zeros(bins, dtype=torch.int64, device=device)
-        longest.scatter_reduce_(0, place[kept], n[kept].long(), "amax")
+        window, head, _ = kept.nonzero(as_tuple=True)
+        x, y, slope = (
+            part[kept].double() for part in (n.double().log(), y, TARGETS[self._target].slope(rows))
+        )
+        columns = torch.stack([torch.ones_like(x), x, x * x, y, x * y, slope], 1)
+        cell = (group.to(n.device)[window] * bins + bin_of[kept]) * heads + head
+        sums = columns.new_zeros(self._groups * bins * heads, columns.shape[1])
+        added = sums.index_add_(0, cell, columns).view(self._groups, bins, heads, -1).cpu()
+        longest = torch.zeros(bins, dtype=torch.int64, device=n.device)
+        longest = longest.scatter_reduce_(0, bin_of[kept], n[kept].long(), "amax").cpu()
         with self._adding:
-            before = self.sums.get(name)
-            if before is None:
-                self.sums[name], self.longest[name] = added, longest.cpu()
-            elif before.shape != added.shape:
-                self.mixed[name] = before.shape[2], heads
-            else:
-                self.sums[name] = before + added
-                self.longest[name] = torch.maximum(self.longest[name], longest.cpu())
+            before = self.sums.setdefault(name, torch.zeros_like(added))
+            if before.shape != added.shape:
+                raise ProbeError(
+                    f"{name} has {heads} heads in this batch, but had {before.shape[2]} in earlier "
+                    "ones: the heads must be the same in every batch"
+                )
+            self.sums[name] = before + added
+            self.longest[name] = longest.maximum(self.longest.get(name, longest))
 
 
 def read_layers(
@@ -256,7 +270,7 @@ def read_layers(
     *,
     windowed: bool = False,
     after: Callable[[Turn], object] = lambda _: None,
-) -> tuple[dict[str, LayerValues], dict[str, str]]:
+) -> tuple[Measured, dict[str, str]]:
     """Run a model over windows under a law, and read a metric of every layer.
 
     Args:
@@ -269,15 +283,15 @@ def read_layers(
         after: called after each batch.
 
     Returns:
-        The values of the layers that were read, and why others were not, by module name.
+        What was measured, at the knots at which a layer has rows, and why layers were not read, by
+        module name.
 
     Raises:
         ApplyError: if the law cannot be applied.
         ProbeError: if the model ran no attention that can be read.
-        ValueError: if a layer does not have the same number of heads in all batches.
     """
     groups = int(max(int(turn.groups.max()) for turn in turns)) + 1
-    device = next((part.device for part in model.parameters()), None)
+    device = next((parameter.device for parameter in model.parameters()), None)
     collector = Collector(model, target, knots, groups, windowed=windowed)
     scaled = nullcontext() if law is None else apply(model, law, windowed=windowed)
     with evaluating(model), torch.no_grad(), scaled:
@@ -288,19 +302,19 @@ def read_layers(
                 after(turn)
         if not collector.calls:
             raise ProbeError(collector.nothing_captured())
-    for name, (before, now) in collector.mixed.items():
-        raise ValueError(
-            f"{name} has {now} heads in this batch, but had {before} in earlier ones: the heads "
-            "must be the same in every batch"
-        )
+    used = torch.zeros(len(knots), dtype=torch.bool)
+    for sums in collector.sums.values():
+        used |= (sums[..., 0].sum(0) > 0).all(1)
+    numbers = layer_numbers(model, sorted(collector.sums))
     layers = {
-        name: LayerValues.of(collector.sums[name], collector.longest[name])
-        for name in sorted(collector.sums)
+        name: LayerValues.of(collector.sums[name][:, used], collector.longest[name][used])
+        for name in sorted(collector.sums, key=lambda name: numbers.get(name, len(numbers)))
     }
+    lengths = torch.tensor(knots)[used].tolist()
     unread = {}
     for text in collector.unread:
         name, _, unread[name] = text.partition(": ")
-    return layers, unread
+    return Measured(target, tuple(lengths), layers), unread
 
 
 def no_layer(skipped: Mapping[str, str]) -> str:
@@ -314,74 +328,60 @@ class LayerValues:
     """The metric of one layer at each knot, as measured in one pass.
 
     Attributes:
-        knots: the n of each value, ascending: the largest n among the rows of its bin.
-        bins: index of each knot's bin.
-        value: the metric at n = knot, (knots, heads).
+        n: of each value, the largest n among the rows of its bin, (knots,) int64; 0 where a head
+            has no rows.
+        value: the metric there, (knots, heads); NaN without rows.
         slope: its derivative with respect to log λ, (knots, heads).
-        leave_one_out: :attr:`value` with one group left out at a time, (groups, knots, heads).
-        present: whether a group has rows in a bin, (groups, knots).
+        leave_one_out: :attr:`value` with one group left out at a time, (groups, knots, heads); NaN
+            for groups without rows there.
     """
 
-    knots: tuple[int, ...]
-    bins: tuple[int, ...]
+    n: Tensor
     value: Tensor
     slope: Tensor
     leave_one_out: Tensor
-    present: Tensor
 
     @classmethod
     def of(cls, sums: Tensor, longest: Tensor) -> LayerValues:
-        """Values at the bins that have rows, from the sums of a :class:`Collector`.
+        """Values at the bins in which every head has rows, from the sums of a :class:`Collector`.
 
         Within a bin the value is a line in log n, fitted to its rows and read at the longest. If
         all rows are equally long, it is their mean.
         """
-        bins = (sums[..., 0].sum(0) > 0).all(1).nonzero().squeeze(1).tolist()
-        chosen = sums[:, bins]
-        knots = tuple(longest[bins].tolist())
-        total = chosen.sum(0)
-        return cls(
-            knots=knots,
-            bins=tuple(bins),
-            value=_at(total, knots),
-            slope=total[..., 5] / total[..., 0],
-            leave_one_out=_at(total - chosen, knots),
-            present=(chosen[..., 0] > 0).any(-1),
-        )
+        total = sums.sum(0)
+        n = torch.where((total[..., 0] > 0).all(1), longest, 0)
+        left = torch.where(sums[..., 0] > 0, _at(total - sums, n), torch.nan)
+        return cls(n, _at(total, n), total[..., 5] / total[..., 0], left)
 
-    def error(self, from_knot: int | None = None) -> Tensor:
+    def error(self, relative_to: int | None = None) -> Tensor:
         """Standard error of the value over parts of the text, (knots, heads), by the jackknife.
 
         Args:
-            from_knot: of the value minus that at this knot, which is usually smaller: both are
+            relative_to: of the value minus that at this knot, which is usually smaller: both are
                 measured on the same parts of the text.
 
         Returns:
             NaN where only one part has rows.
         """
-        left, present = self.leave_one_out, self.present
-        if from_knot is not None:
-            at = slice(from_knot, from_knot + 1)
-            left, present = left - left[:, at], present & present[:, at]
-        there = present.unsqueeze(-1).expand_as(left) & left.isfinite()
-        count = there.sum(0)
-        mean = torch.where(there, left, 0.0).sum(0) / count.clamp(min=1)
-        away = torch.where(there, left - mean, 0.0).square().sum(0)
-        error = (away * (count - 1) / count.clamp(min=1)).sqrt()
-        return torch.where(count > 1, error, torch.nan)
+        left = self.leave_one_out
+        if relative_to is not None:
+            left = left - left[:, relative_to, None]
+        count = left.isfinite().sum(0)
+        away = (left - left.nanmean(0)).square().nansum(0)
+        return torch.where(count > 1, (away * (count - 1) / count).sqrt(), torch.nan)
 
-    def widening(self) -> Tensor:
-        """Student's two-sided 5 % quantile for the groups at each knot, (knots, 1)."""
-        quantiles = map(student_t_quantile, (self.present.sum(0) - 1).tolist())
-        return torch.tensor([*quantiles], dtype=torch.float64).unsqueeze(1)
+    def interval(self, relative_to: int | None = None) -> Tensor:
+        """Half of its 95 % interval by Student's t, as :meth:`error`."""
+        degrees = self.leave_one_out.isfinite().sum(0) - 1
+        return self.error(relative_to) * torch.as_tensor(student.ppf(0.975, degrees))
 
 
-def _at(sums: Tensor, knots: tuple[int, ...]) -> Tensor:
-    """Value of each bin's line in log n at its knot.
+def _at(sums: Tensor, n: Tensor) -> Tensor:
+    """Value of each bin's line in log n at the longest row.
 
     Args:
         sums: (..., knots, heads, 6), as in :class:`Collector`.
-        knots: n at which each line is read.
+        n: at which each line is read, (knots,); 0 reads none.
 
     Returns:
         (..., knots, heads); NaN without rows.
@@ -391,8 +391,8 @@ def _at(sums: Tensor, knots: tuple[int, ...]) -> Tensor:
     spread = (sums[..., 2] / count - x * x).clamp(min=0.0)
     joint = sums[..., 4] / count - x * y
     line = torch.where(spread > _ONE_LENGTH, joint / spread.clamp(min=_ONE_LENGTH), 0.0)
-    place = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(-1)
-    return torch.where(sums[..., 0] > 0, y + line * (place - x), torch.nan)
+    values = y + line * (n.clamp(min=1).double().log()[:, None] - x)
+    return torch.where((sums[..., 0] > 0) & (n > 0)[:, None], values, torch.nan)
 
 
 def student_t_quantile(degrees: int, level: float = 0.975) -> float:
@@ -416,13 +416,11 @@ class Measured:
         metric: what was measured.
         lengths: numbers n of visible keys at which it is reported.
         layers: by module name, in model order.
-        bins: of :attr:`lengths`, in the sums of the layers.
     """
 
     metric: str
     lengths: tuple[int, ...]
     layers: dict[str, LayerValues]
-    bins: tuple[int, ...]
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -431,21 +429,15 @@ class Measured:
 
     def values(self, module: str) -> Tensor:
         """Value for each of :attr:`lengths` and each head; NaN where no row was so long."""
-        return self._spread(self.layers[module], self.layers[module].value)
+        return self.layers[module].value
 
     def errors(self, module: str) -> Tensor:
         """Standard errors over parts of the text, likewise."""
-        return self._spread(self.layers[module], self.layers[module].error())
+        return self.layers[module].error()
 
     def flat(self) -> Tensor:
         """Values of all heads of all layers in model order, (heads, lengths)."""
         return torch.cat([self.values(module).T for module in self.layers])
-
-    def _spread(self, layer: LayerValues, numbers: Tensor) -> Tensor:
-        """Numbers (knots, heads) of a layer in rows of all lengths; NaN at those it lacks."""
-        rows = numbers.new_full((len(self.lengths), numbers.shape[1]), torch.nan)
-        rows[[self.bins.index(k) for k in layer.bins]] = numbers
-        return rows
 
 
 def measure(
@@ -485,10 +477,5 @@ def measure(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     turns, places, _ = cut_windows(model, batches, lengths)
-    name, reference = check_target(target, reference, places)
-    knots = knots_of(places, reference)
-    layers, _ = read_layers(model, turns, name, knots, law, windowed=windowed)
-    numbers = layer_numbers(model, layers)
-    layers = dict(sorted(layers.items(), key=lambda item: numbers.get(item[0], len(numbers))))
-    bins = tuple(sorted({k for values in layers.values() for k in values.bins}))
-    return Measured(name, tuple(knots[k] for k in bins), layers, bins)
+    knots = knots_of(places, check_request(target, places, reference))
+    return read_layers(model, turns, target, knots, law, windowed=windowed)[0]

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from scipy.stats import false_discovery_control
 from scipy.stats import t as student
 from torch import Tensor
 
 from acutance.calibration.law import HeadLaws, Law
-from acutance.calibration.measured import TARGETS
+from acutance.calibration.measured import TARGETS, unit_of
 from acutance.capture.find_layers import layer_numbers
 from acutance.files import as_json, finite, write_text
 from acutance.report.table import Cell, Column, Table
 from acutance.scaling import Window
 from acutance.summary.layer import UNTRAINED, not_loaded_sentence
 
-#: Heads that a table lists one by one; more are summed up by layer.
-MOST_HEADS = 64
 #: The last line of a report: what the law was not judged on.
 OTHER_TEXT = (
     "A law is fitted to, and judged on, one kind of text; it can raise the loss of another. Before "
     "you use it, judge it on yours: acutance judge MODEL --law LAW --text FILE."
 )
-#: What the heads with a status at some length have in common.
-_STATUSES = {
-    "kept": "the change that a law would make there is insignificant or below 1 %",
-    "impossible": "rows with few keys have at most log n nats (and at least 1/n as a top weight); "
-    "the factor there is 1",
-    "limited": "the target is not reached within the limit of the factors",
-    "missed": "try more passes, or another law",
-}
-_MARKS = {"impossible": " ✗", "limited": " ▲", "missed": " !"}
-
-#: Heads that the table of a fit to the loss lists: those with the largest slopes.
-MOST = 20
+#: What a table does where nothing was measured.
+BEYOND = (
+    "beyond the longest calibrated length each head's factor goes on as √(a + b log n), fitted to "
+    "its last two octaves, without measurement; rows shorter than the shortest length use its "
+    "factor"
+)
+#: Heads that a table lists at most: of a fit to a metric, and of one to the loss.
+_MOST_HEADS, _MOST_SLOPES = 64, 20
 #: Of the derivatives beyond noise, so many are expected to be 0.
 _BY_CHANCE = 0.1
 
@@ -67,7 +62,6 @@ class HeadCalibration:
         target: what was wanted.
         before: what rows of n keys have without a law.
         before_error: its standard error over parts of the text.
-        predicted: what was to be expected under the law, before it was measured.
         after: what was measured under the law.
         after_error: its standard error.
         factors: of the law.
@@ -82,7 +76,6 @@ class HeadCalibration:
     target: Numbers
     before: Numbers
     before_error: Numbers
-    predicted: Numbers
     after: Numbers
     after_error: Numbers
     factors: Numbers
@@ -128,60 +121,52 @@ class Calibration(Law):
                     counts[status] += 1
         return counts
 
-    def size(self, target: float) -> float:
-        """The number that a distance from a target is divided by.
-
-        It is the target, or for targets near 0 a size at which 5 % is of no interest (0.2 nats for
-        entropy).
-        """
-        return max(abs(target), TARGETS[self.metric].floor / HELD)
-
     def worst(self, *, law: bool = True) -> float:
-        """Largest relative distance from the target, over heads and lengths that can reach it.
+        """Largest distance from the target, over heads and lengths that can reach it.
 
-        The distance is divided by :meth:`size` of the target.
+        The distance is divided by the target, or for targets near 0 by a size at which 5 % is of
+        no interest (0.2 nats for entropy).
 
         Args:
             law: measure under the law; False for the model without it.
         """
-        reached = self._possible("after" if law else "before")
-        return max(
-            (abs(value - target) / self.size(target) for value, target in reached), default=0.0
-        )
-
-    def _possible(self, field: str) -> Iterator[tuple[float, float]]:
-        """Numbers of all heads and lengths whose target is possible, each with the target."""
-        for head in self.heads:
+        least = TARGETS[self.metric].floor / HELD
+        distances = [
+            abs(value - target) / max(abs(target), least)
+            for head in self.heads
             for value, target, status in zip(
-                getattr(head, field), head.target, head.status, strict=True
-            ):
-                if status != "impossible":
-                    yield value, target
+                head.after if law else head.before, head.target, head.status, strict=True
+            )
+            if status != "impossible"
+        ]
+        return max(distances, default=0.0)
 
     def table(self) -> Table:
-        """The values and factors at each n, by head, or layer means if there are many heads."""
+        """The values and factors at each n of every head, or of those with the largest factors."""
         lengths = sorted({n for head in self.heads for n in head.lengths})
-        single = len(self.heads) <= MOST_HEADS
+        largest = sorted(
+            self.heads, key=lambda head: -max(abs(math.log(factor)) for factor in head.factors)
+        )
         rows = []
-        for group in [[head] for head in self.heads] if single else _by_layer(self.heads):
-            names: list[int | None] = [group[0].layer, group[0].head if single else len(group)]
-            for row, numbers, errors, style in (
-                ("before", "before", "before_error", ""),
-                ("predicted", "predicted", None, "dim"),
-                ("after", "after", "after_error", "bold"),
-                ("factor", "factors", "factor_errors", "cyan"),
+        for head in sorted(largest[:_MOST_HEADS], key=lambda head: (head.layer, head.head)):
+            names: list[int | None] = [head.layer, head.head]
+            for name, values, errors, style in (
+                ("before", head.before, head.before_error, ""),
+                ("after", head.after, head.after_error, "bold"),
+                ("factor", head.factors, head.factor_errors, "cyan"),
             ):
-                cells = [Cell(_cell(group, numbers, errors, n), style) for n in lengths]
-                rows.append([*names, Cell(row, "dim"), *cells])
+                texts = dict(zip(head.lengths, map(_with_error, values, errors), strict=True))
+                cells = [Cell(texts.get(n, "–"), style) for n in lengths]
+                rows.append([*names, Cell(name, "dim"), *cells])
                 names = [None, None]
         what = f"kept at its value for n = {self.reference}"
         if self.value is not None:
-            what = f"{self.value:g}{self._unit()} at every n"
-        headings = ("layer", "head" if single else "heads", "n =", *map(str, lengths))
+            what = f"{self.value:g}{unit_of(self.metric)} at every n"
         title = (
             f"{self.metric.replace('_', ' ')}, {what}: without and with a law ({self.family}), "
             "at n visible keys"
         )
+        headings = ("layer", "head", "n =", *map(str, lengths))
         return Table(title, [*map(Column, headings)], rows, [*self.sentences()], keys=3)
 
     def sentences(self) -> Iterator[str]:
@@ -190,37 +175,18 @@ class Calibration(Law):
         yield (
             f"Largest distance from the target over heads and n: {self.worst(law=False):.0%} "
             f"without, {self.worst():.1%} with the law (held means within {HELD:.0%}, or "
-            f"{TARGETS[self.metric].floor:g}{self._unit()})."
+            f"{TARGETS[self.metric].floor:g}{unit_of(self.metric)})."
         )
         counts = self.counts()
         several = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         yield f"Of {sum(counts.values())} pairs of head and n: {several}."
-        for status, meaning in _STATUSES.items():
-            if heads := [head for head in self.heads if status in head.status]:
-                yield f"{status.capitalize()} at some n: {_listed(heads)}; {meaning}."
+        if len(self.heads) > _MOST_HEADS:
+            yield f"The table has the {_MOST_HEADS} heads with the largest factors; --json has all."
         windows = ", ".join(f"{count} of {length} tokens" for length, count in self.windows.items())
         yield f"Measured {self.passes} times on windows: {windows}; ± is one standard error."
-        errors = sorted(
-            error / self.size(target)
-            for error, target in self._possible("after_error")
-            if math.isfinite(error)
-        )
-        if errors:
-            yield (
-                "Other text differs by chance: the standard error of a value is "
-                f"{errors[len(errors) // 2]:.1%} of its target for the median and at most "
-                f"{errors[-1]:.1%}. Four times as many windows halve it."
-            )
         yield from self._not_fitted()
-        beyond = f"Beyond n = {self.lengths[-1]} "
-        if self.family == "table":
-            yield (
-                f"{beyond}each head's factor goes on as √(a + b log n), fitted to its last two "
-                f"octaves, without measurement. Rows with fewer than {self.lengths[0]} keys use "
-                "that length's factor."
-            )
-        else:
-            yield f"{beyond}nothing was measured."
+        beyond = f"beyond n = {self.lengths[-1]} nothing was measured"
+        yield f"{(BEYOND if self.family == 'table' else beyond).capitalize()}."
         yield OTHER_TEXT
 
     def _of_model(self) -> Iterator[str]:
@@ -237,11 +203,6 @@ class Calibration(Law):
         if len(self.skipped) > 4:
             yield f"Not fitted: {len(self.skipped) - 4} more layers."
 
-    def _unit(self) -> str:
-        """Unit of the target with a space before it; empty for pure numbers."""
-        unit = TARGETS[self.metric].unit
-        return "" if unit == "1" else f" {unit}"
-
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""
         return {
@@ -253,7 +214,7 @@ class Calibration(Law):
             "statuses": STATUSES,
             "beyond": BEYOND,
             "counts": self.counts(),
-            "heads": [finite(asdict(one)) for one in self.heads],
+            "heads": [finite(asdict(head)) for head in self.heads],
         }
 
     def _plain(self, *names: str) -> dict[str, Any]:
@@ -265,51 +226,10 @@ class Calibration(Law):
         write_text(path, as_json(self.to_dict(), indent=1) + "\n")
 
 
-#: What a table does where nothing was measured.
-BEYOND = (
-    "beyond the longest calibrated length each head's factor goes on as √(a + b log n), fitted to "
-    "its last two octaves, without measurement; rows shorter than the shortest length use its "
-    "factor"
-)
-
-
-def _cell(group: Sequence[HeadCalibration], field: str, errors: str | None, n: int) -> str:
-    """The mean of a field over heads at length n, or one head's number with its error.
-
-    After it, ✗ marks an impossible target, ▲ a factor at its limit, and ! a missed target.
-    """
-    numbers = [getattr(head, field)[head.lengths.index(n)] for head in group if n in head.lengths]
-    numbers = [number for number in numbers if math.isfinite(number)]
-    if not numbers:
-        return "–"
-    text = f"{sum(numbers) / len(numbers):.3g}"
-    if len(group) > 1:
-        return text
-    at = group[0].lengths.index(n)
-    error = 0.0 if errors is None else getattr(group[0], errors)[at]
-    if 0 < error <= 10 * max(abs(numbers[0]), 1e-9):
-        text += f"±{error:.1g}"
-    return text + (_MARKS.get(group[0].status[at], "") if field == "after" else "")
-
-
-def _listed(heads: Sequence[HeadCalibration]) -> str:
-    """Layers and heads as text, or only their numbers if there are many."""
-    groups = _by_layer(heads)
-    if len(groups) > 4 or max(map(len, groups)) > 8:
-        return f"{len(heads)} heads of {len(groups)} layers"
-    return "; ".join(
-        f"layer {group[0].layer} head{'s' * (len(group) > 1)} "
-        + ", ".join(str(head.head) for head in group)
-        for group in groups
-    )
-
-
-def _by_layer(heads: Iterable[HeadCalibration]) -> list[list[HeadCalibration]]:
-    """The heads in one list for each layer."""
-    layers: dict[str, list[HeadCalibration]] = {}
-    for head in heads:
-        layers.setdefault(head.module, []).append(head)
-    return list(layers.values())
+def _with_error(value: float, error: float) -> str:
+    """A number with its standard error, unless that is 0, unknown or far larger."""
+    known = 0 < error <= 10 * max(abs(value), 1e-9)
+    return f"{value:.3g}" + (f"±{error:.1g}" if known else "")
 
 
 @dataclass(frozen=True)
@@ -471,8 +391,9 @@ class LossCalibration(Calibration):
                 f"{self.fitted} fitted windows alone, the derivatives of the others are not beyond "
                 f"noise. The table's derivatives are over all {self.fitted + self.stopped} windows."
             )
-        if max(len(self.slopes), len(self.gates)) > MOST:
-            yield f"A table has the {MOST} heads with the largest derivatives; --json has all."
+        if max(len(self.slopes), len(self.gates)) > _MOST_SLOPES:
+            most = f"the {_MOST_SLOPES} heads with the largest derivatives"
+            yield f"A table has {most}; --json has all."
         passes = f"{self.passes} pass{'' if self.passes == 1 else 'es'}"
         yield f"Fitted to {self.fitted} windows in {passes}; ± is one standard error."
         yield from self._not_fitted()
@@ -506,35 +427,8 @@ class LossCalibration(Calibration):
         }
 
 
-def significant(p: Sequence[float] | Tensor, share: float) -> Tensor:
-    """Which tests are significant at a false discovery rate (Benjamini and Hochberg).
-
-    Args:
-        p: two-sided p-values.
-        share: expected fraction of false ones among the significant tests, at most.
-
-    Returns:
-        Boolean, shaped as ``p``.
-
-    Example:
-        >>> significant([0.001, 0.02, 0.04, 0.9], 0.05).tolist()
-        [True, True, False, False]
-
-    Source:
-        Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x.
-    """
-    values = torch.as_tensor(p, dtype=torch.float64).flatten()
-    order = values.argsort()
-    bound = share * torch.arange(1, len(values) + 1) / len(values)
-    below = (values[order] <= bound).nonzero()
-    chosen = torch.zeros(len(values), dtype=torch.bool)
-    if len(below):
-        chosen[order[: int(below.max()) + 1]] = True
-    return chosen.view(torch.as_tensor(p).shape)
-
-
 def beyond_noise(slope: Tensor, error: Tensor, windows: int) -> Tensor:
-    """Which derivatives differ from 0, one in ten of those by chance.
+    """Which derivatives differ from 0, one in ten of those by chance (Benjamini and Hochberg).
 
     Args:
         slope: derivatives.
@@ -547,17 +441,20 @@ def beyond_noise(slope: Tensor, error: Tensor, windows: int) -> Tensor:
     Example:
         >>> beyond_noise(torch.tensor([0.5, 0.1]), torch.tensor([0.1, 0.1]), 8).tolist()
         [True, False]
+
+    Source:
+        Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x.
     """
-    quotient = (slope / error).abs().nan_to_num(0.0)
+    quotient = (slope / error).abs().nan_to_num(0.0).flatten()
     p = 2 * student.sf(quotient.numpy(), windows - 1)
-    return significant(torch.as_tensor(p), _BY_CHANCE)
+    return torch.as_tensor(false_discovery_control(p) <= _BY_CHANCE).view(slope.shape)
 
 
 def _gate_table(found: LossCalibration) -> Table:
     """The slope of the loss by the gates, and what heads read."""
     pairs = zip(found.gates, found.reads, strict=True)
     rows = []
-    for gate, window in sorted(pairs, key=lambda pair: min(pair[0].slope))[:MOST]:
+    for gate, window in sorted(pairs, key=lambda pair: min(pair[0].slope))[:_MOST_SLOPES]:
         reads = Cell("all", "dim") if window is None else Cell(_words(window), "cyan")
         rows.append([gate.layer, gate.head, *_slopes(gate), reads])
     return Table(
@@ -582,7 +479,9 @@ def _slope_table(found: LossCalibration) -> Table:
     """The slope of the loss and the factors of the heads at each length."""
     pairs = zip(found.slopes, found.factors, strict=True)
     rows: list[list[Any]] = []
-    for head, factors in sorted(pairs, key=lambda pair: -max(map(abs, pair[0].slope)))[:MOST]:
+    for head, factors in sorted(pairs, key=lambda pair: -max(map(abs, pair[0].slope)))[
+        :_MOST_SLOPES
+    ]:
         cells = [
             Cell("1", "dim") if factor == 1.0 else Cell(f"{factor:.3g}", "cyan bold")
             for factor in factors

@@ -49,9 +49,8 @@ class CalibrateOptions(cli.RunOptions):
             windows take longer and reduce noise. Default: 64; 24 with --target loss.
         reference: Length at which every head keeps its present value (factor 1), usually the
             training length. One of --lengths. Default: the shortest.
-        law: Form of the law: one factor per length (table), or a function of n: constant, ssmax,
-            log_n, sqrt_log_n or clip_log_n. With --target loss: table, constant, or none if
-            --window is given.
+        law: Form of the law: one factor per length (table) or for all lengths (constant). With
+            --target loss and --window also none.
         window: With --target loss: let a head read only the newest SIZE keys and the first SINKS
             (an attention window) if this lowers the loss; repeat to choose between windows.
         passes: Maximum number of passes over the text. Each measures with the factors of the pass
@@ -127,12 +126,11 @@ def calibrate(options: CalibrateOptions) -> None:
 
 def _check(options: CalibrateOptions) -> None:
     """Refuse options that do not go together, before a model is loaded."""
-    from acutance.calibration.fit import FITTED
     from acutance.calibration.gradients import FAMILIES
     from acutance.calibration.measured import TARGETS
 
     target, value = options.target
-    cli.check_choice("--law", options.law, dict.fromkeys(("table", *FITTED, "none")))
+    cli.check_choice("--law", options.law, FAMILIES)
     cli.check_choice("--target", target, (*TARGETS, "loss"))
     by_loss, no_law = target == "loss", options.law == "none"
     if by_loss:
@@ -144,7 +142,6 @@ def _check(options: CalibrateOptions) -> None:
             refuse("--reference", "cannot be combined with --target loss")
         if no_law and not options.window:
             refuse("--law none", "needs --window, or there is nothing to fit")
-        cli.check_choice("--law with --target loss", options.law, FAMILIES)
         return
     loss = "it needs --target loss"
     if options.window:
@@ -158,7 +155,8 @@ def _check(options: CalibrateOptions) -> None:
 
 def _fit(options: CalibrateOptions) -> "Calibration":
     """Load the model, read the texts, fit, and judge on the held-out ends of the texts."""
-    from acutance.calibration.fit import calibrate, check_request
+    from acutance.calibration.fit import calibrate
+    from acutance.calibration.measured import check_request
     from acutance.calibration.result import LossCalibration
     from acutance.calibration.windows import batches, default_lengths, describe_samples, draw
     from acutance.corpus.load_model import HeadError
