@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import acutance
-from acutance.capture import listener
+from acutance.capture.readers import functions
 from tests.contract.probing.test_plain_torch import attention_layer
 
 
 def test_another_output_when_run_again_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = attention_layer()
     x = torch.randn(2, 6, 16)
-    monkeypatch.setattr(listener, "outputs_agree", lambda again, output: False)
+    monkeypatch.setattr(functions, "outputs_agree", lambda again, output: False)
     plain, _ = layer(x, x, x)
     with (
         pytest.raises(acutance.ProbeError, match="a different output when run again"),

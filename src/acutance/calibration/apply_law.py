@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,30 +18,22 @@ from acutance.calibration.read_window import (
     masked_arguments,
     masked_scores,
 )
-from acutance.capture.attention_call import AttentionCall
+from acutance.capture.attention_call import AttentionCall, Carrier
 from acutance.capture.find_layers import (
     attention_layers,
     class_name,
-    heads_of,
     is_cross,
     is_softmax,
     is_windowed_inside,
     uses_interface,
 )
-from acutance.capture.function_mode import FunctionMode
-from acutance.capture.handwritten.tracker import FEWEST, LOG_SOFTMAX, Softmax, scores_of
+from acutance.capture.function_mode import FunctionMode, SoftmaxCall
+from acutance.capture.handwritten.scores import ScoreTracker
+from acutance.capture.handwritten.softmax import FEWEST, Softmax, Softmaxes
 from acutance.capture.head_axis import could_be_over_keys, fold
 from acutance.capture.intercept import Interception, classes_are_library, eager, forget_compiled
 from acutance.capture.kernel_functions import calls
-from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.functions import (
-    changing_sdpa,
-    changing_softmax,
-    equivalent_sdpa_arguments,
-    sdpa_arguments,
-    sdpa_call,
-)
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
@@ -486,7 +477,7 @@ class Applied(Interception, AppliedChange):
         These are not replaced while a compiler traces: it remembers a function's parameters.
         """
         self._uncompiled.enter_context(eager())
-        self._uncompiled.enter_context(calls.intercept(self.on_kernel_call))
+        self._uncompiled.enter_context(calls.intercept(self.on_function_call))
 
     def _did_nothing(self) -> str:
         """The sentence for a law under which no call was scaled, with the first reason."""
@@ -600,13 +591,10 @@ class Applied(Interception, AppliedChange):
         """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""
         return self.modules.thread.depth > 0 or self._context is None
 
-    def note_function(self, *, attention: bool = True) -> None:
-        """Note that the model calls a function that is or may be attention, or ``exp``.
-
-        ``attention`` is False for ``exp``.
-        """
-        super().note_function()
-        if attention and self._traces:
+    def note_attention(self) -> None:
+        """Note that the model calls a function that is or may be attention."""
+        self.note_function()
+        if self._traces:
             self._traces = False
             self._run_uncompiled()
 
@@ -638,76 +626,30 @@ class Applied(Interception, AppliedChange):
         start = "" if name == class_name(self.model) else f"{name}."
         return any(one.startswith(start) and one != name for one in self._asking)
 
-    def changed_arguments(self, plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of SDPA with the query scaled and the keys outside the windows hidden.
-
-        Args:
-            plan: of the running module.
-            given: SDPA's arguments by name.
+    def on_function_call(self, call: Carrier, run: Callable[[], Any]) -> Any:
+        """Run a call of a function that computes attention with its queries scaled.
 
         Raises:
-            ApplyError: if the law does not fit the call.
-        """
-        changed = {**given, "query": given["query"] * self.factor_of_arguments(plan, given)}
-        return self.masked_arguments(plan, changed)
-
-    def masked_arguments(self, plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of SDPA with the keys outside the layer's windows hidden.
-
-        Returns:
-            The arguments; ``given`` itself if the layer has no windows.
-
-        Raises:
-            ApplyError: if the windows cannot be applied to the call.
-        """
-        if plan.laws is None or not plan.laws.all_windows:
-            return given
-        with self.mute(), torch._C.DisableTorchFunction():
-            try:
-                return masked_arguments(plan.laws, sdpa_call(given, plan.name), given)
-            except ValueError as error:
-                raise self.unreachable(plan.name, str(error)) from error
-
-    def factor_of_arguments(self, plan: Plan, given: dict[str, Any]) -> Tensor:
-        """Factor to multiply the query with, in a call of SDPA with these arguments.
-
-        Returns:
-            The factor, in a shape that broadcasts with the query.
-
-        Raises:
-            ApplyError: if the law does not fit the call.
-        """
-        assert plan.laws is not None
-        with self.mute():
-            try:
-                call = sdpa_call(given, plan.name)
-                factor = factor_of_call(plan.laws, call).unsqueeze(-1)
-            except ValueError as error:
-                raise self.unreachable(plan.name, str(error)) from error
-            self._count(plan.name)
-            query = given["query"]
-            if query.dim() == 3:  # one head each
-                return factor.squeeze(1)
-            if query.dim() < 5:
-                return factor if query.dim() == 4 else factor[0, 0]
-            every = factor.expand(*call.query.shape[:3], 1)
-            return every.reshape(*query.shape[:-3], *call.query.shape[1:3], 1)
-
-    def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
-        """Run a call of a kernel function or operator with its queries scaled.
-
-        Raises:
-            ApplyError: if the law has windows, the call is not understood or does not fit the law.
+            ApplyError: if it cannot be changed, or does not fit the law.
         """
         self.on_function()
-        plan = None if self.muted() else self.plan_to_change()
+        if self.muted() or not self.modules.thread.stack:
+            return run()
+        self.note_attention()
+        plan = self.plan_to_change()
         if plan is not None and plan.laws is not None:
-            self.note_function()
+            laws = plan.laws
             try:
-                if plan.laws.all_windows:
-                    raise ValueError("a law's windows cannot be passed to it")
-                with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-                    factor = factor_of_call(plan.laws, call.read(plan.name))
+                if call.unchangeable is not None:
+                    raise ValueError(call.unchangeable)
+                with self.mute(), torch._C.DisableTorchFunction():
+                    read = call.read(plan.name)
+                    factor = factor_of_call(laws, read)
+                    if laws.all_windows:
+                        if call.sdpa is None:
+                            raise ValueError("a law's windows cannot be passed to it")
+                        given = call.sdpa.arguments
+                        call.sdpa.arguments = masked_arguments(laws, read, given)
                 call.scale_queries(factor.unsqueeze(-1))
             except ValueError as error:
                 raise self.unreachable(plan.name, call.refusal(str(error))) from error
@@ -715,25 +657,55 @@ class Applied(Interception, AppliedChange):
         with self.mute():
             return run()
 
-    def heads_running(self) -> int | None:
-        """Heads of the running module, or of that around it; None if neither states them."""
-        name = self.modules.running() or ""
-        above = self.modules.module_of(name.rpartition(".")[0])
-        return heads_of(self.modules.module_of(name)) or heads_of(above)
+    # -- softmaxes in the model's own code --------------------------------------------------------
 
-    def changed_scores(self, plan: Plan, scores: Tensor, narrow: torch.dtype) -> Tensor:
+    def on_softmax(self, call: SoftmaxCall) -> Tensor:
+        """Run a softmax with the products in its scores scaled.
+
+        A softmax whose scores cannot be scaled is watched: using it as attention raises.
+        """
+        self.note_attention()
+        scores, dim, known, plan = call.scores, call.dim, call.known, self.plan_to_change()
+        if scores is None or dim is None:
+            return call.compute()
+        active = known is not None and known.active
+        dense = scores.layout is torch.strided and not scores.is_nested
+        rank = scores.dim() >= (2 if active else FEWEST)
+        if not (rank and scores.is_floating_point() and dense and scores.numel() > 0):
+            return call.compute()
+        heads = None if plan is None else self.modules.heads_running()
+        changed, reason = None, ""
+        if plan is not None and (active or could_be_over_keys(scores, dim, heads)):
+            if dim not in (-1, scores.dim() - 1):
+                reason = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
+            elif known is None or not known.active:
+                reason = _NO_PRODUCT
+            elif known.problem:
+                reason = f"its scores {known.problem}"
+            else:
+                changed = self._changed_scores(plan, scores, heads, known.narrow)
+        result = call.compute(changed)
+        call.mark(result)
+        if plan is not None and reason:
+            call.remember(result, plan.name, reason)
+        return result
+
+    def _changed_scores(
+        self, plan: Plan, scores: Tensor, heads: int | None, narrow: torch.dtype
+    ) -> Tensor:
         """The scores of a hand-written softmax over the last dimension as the law changes them.
 
         Args:
             plan: of the attention module.
             scores: input of the softmax, products of queries and keys with nothing but masks added.
+            heads: how many there are, None if unknown.
             narrow: dtype whose most negative numbers count as hiding a key.
 
         Raises:
             ApplyError: if the law cannot be applied to them.
         """
         assert plan.laws is not None
-        heads, changed = self.heads_running(), scores
+        changed = scores
         try:
             if plan.laws.scalings:
                 changed = scaled_scores(scores, plan.laws, heads, narrow)
@@ -746,6 +718,23 @@ class Applied(Interception, AppliedChange):
         self._count(plan.name)
         return changed
 
+    def on_written_out(self) -> None:
+        """Raise for weights computed without a softmax call that a matrix product uses."""
+        if (plan := self.plan_to_change()) is not None:
+            raise self.unreachable(plan.name, _WRITTEN_OUT + _HINT)
+
+    def on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
+        """Raise for a matrix product with the softmax of scores that could not be scaled."""
+        raise self.unreachable(softmax.module or "", softmax.unreadable_reason + _HINT)
+
+    def on_unused(self, softmax: Softmax) -> None:
+        """Note a softmax that no product used: it may still be attention."""
+        self.skip(softmax.module or "", f"{softmax.unreadable_reason}{_UNUSED}")
+
+    def on_functions_end(self, softmaxes: Softmaxes) -> None:
+        """Note softmaxes that no product used."""
+        softmaxes.finish()
+
     # -- bookkeeping ------------------------------------------------------------------------------
 
     def _count(self, name: str) -> None:
@@ -757,9 +746,9 @@ class Applied(Interception, AppliedChange):
         """Note why the calls of a module are not scaled; the first reason counts."""
         self.skipped.setdefault(name, why)
 
-    def new_mode(self) -> FunctionChange:
+    def new_mode(self) -> FunctionMode:
         """The mode that changes what this thread's functions compute."""
-        return FunctionChange(self)
+        return FunctionMode(self, ScoreTracker(), looks=False)
 
     def on_enter(
         self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
@@ -784,151 +773,3 @@ class Applied(Interception, AppliedChange):
         """Reset what this thread holds about a pass; an interrupt may have left modules running."""
         self.modules.thread.stack.clear()
         self._factors.known.clear()
-
-
-class FunctionChange(FunctionMode):
-    """Scales the queries or scores of the attention calls among a thread's functions."""
-
-    def __init__(self, applied: Applied) -> None:
-        super().__init__(applied, scores=True)
-        self._applied = applied
-
-    def finish(self) -> None:
-        """Note softmaxes that no product used."""
-        self.tracker.finish()
-
-    def on_call(
-        self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an attention function with scaled queries or scores."""
-        if kind in ("sdpa", "multihead", "softmax", "log softmax", "flex"):
-            self._applied.note_function()
-        elif kind == "exp":
-            self._applied.note_function(attention=False)
-        elif (call := operator_call(func, args, kwargs)) is not None:
-            return self._applied.on_kernel_call(call, call.compute)
-        if kind == "multihead":
-            return self._multi_head(func, args, kwargs)
-        if kind in ("softmax", "log softmax"):
-            return self._softmax(func, args, kwargs)
-        plan = self._applied.plan_to_change() if kind in ("sdpa", "flex") else None
-        if plan is not None and kind == "flex":
-            raise self._applied.unreachable(plan.name, "it calls flex_attention itself")
-        if plan is not None:
-            return func(**self._applied.changed_arguments(plan, sdpa_arguments(args, kwargs)))
-        return self.tracker.call(func, args, kwargs)
-
-    def _softmax(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a softmax with the products in its scores scaled.
-
-        A softmax whose scores cannot be scaled is watched: using it as attention raises.
-        """
-        scores, dim = scores_of(args, kwargs)
-        if scores is None or dim is None:
-            return func(*args, **kwargs)
-        plan, known = self._applied.plan_to_change(), self.tracker.of(scores)
-        active = known is not None and known.active
-        dense = scores.layout is torch.strided and not scores.is_nested
-        rank = scores.dim() >= (2 if active else FEWEST)
-        if not (rank and scores.is_floating_point() and dense and scores.numel() > 0):
-            return func(*args, **kwargs)
-        reason = ""
-        if plan is not None and (
-            active or could_be_over_keys(scores, dim, self._applied.heads_running())
-        ):
-            if dim not in (-1, scores.dim() - 1):
-                reason = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
-            elif known is None or not known.active:
-                reason = _NO_PRODUCT
-            elif known.problem:
-                reason = f"its scores {known.problem}"
-            else:
-                changed = self._applied.changed_scores(plan, scores, known.narrow)
-                kwargs = {key: value for key, value in kwargs.items() if value is not scores}
-                args = (changed, *args[1:])
-        result = func(*args, **kwargs)
-        self.tracker.mark_weights(result)
-        if plan is not None and reason:
-            log = func in LOG_SOFTMAX
-            with torch._C.DisableTorchFunction():
-                self.tracker.add(
-                    scores, result, plan.name, dim=dim, log=log, unreadable_reason=reason
-                )
-        return result
-
-    def on_written_out(self) -> None:
-        """Raise for weights computed without a softmax call that a matrix product uses."""
-        if (plan := self._applied.plan_to_change()) is not None:
-            raise self._applied.unreachable(plan.name, _WRITTEN_OUT + _HINT)
-
-    def on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
-        """Raise for a matrix product with the softmax of scores that could not be scaled."""
-        name = softmax.module or ""
-        raise self._applied.unreachable(name, softmax.unreadable_reason + _HINT)
-
-    def on_unused(self, softmax: Softmax) -> None:
-        """Note a four-dimensional softmax that no product used: it may still be attention."""
-        if softmax.scores.dim() == 4 and not softmax.log and softmax.module is not None:
-            self._applied.skip(softmax.module, f"{softmax.unreadable_reason}{_UNUSED}")
-
-    def _multi_head(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Scale the inner SDPA call of multi-head attention, or its scores if it forms weights."""
-        plan = self._applied.plan_to_change()
-        if plan is None:
-            return func(*args, **kwargs)
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        if not bound.arguments["need_weights"]:
-            with changing_sdpa(lambda inner: self._applied.changed_arguments(plan, inner)):
-                return func(*args, **kwargs)
-        arguments = equivalent_sdpa_arguments(func, bound.arguments)
-        factor = self._applied.factor_of_arguments(plan, arguments)
-        masked = self._applied.masked_arguments(plan, arguments)
-
-        def query(inner: dict[str, Any]) -> dict[str, Any]:  # of a probe, which runs it without
-            scaled = {**inner, "query": inner["query"] * factor}
-            return scaled if masked is arguments else {**scaled, "attn_mask": masked["attn_mask"]}
-
-        def scores(inner: Tensor) -> Tensor:
-            scaled = scaled_weights(inner, factor, arguments)
-            if masked is arguments:
-                return scaled
-            mask = masked["attn_mask"]
-            hidden = hides(mask) if mask.is_floating_point() else torch.logical_not(mask)
-            shape = (*arguments["query"].shape[:3], inner.shape[-1])
-            return scaled.masked_fill(hidden.expand(shape).reshape(inner.shape), -torch.inf)
-
-        with changing_sdpa(query), changing_softmax(scores):
-            return func(*args, **kwargs)
-
-
-def scaled_weights(scores: Tensor, factor: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Scale the products in the scores that ``F.multi_head_attention_forward`` computes itself.
-
-    Args:
-        scores: (B · H, L, S), with the mask added.
-        factor: (B or 1, H or 1, L, 1).
-        arguments: the equivalent SDPA arguments, with an additive mask.
-
-    Returns:
-        (B · H, L, S), the products multiplied by ``factor`` and the mask added once.
-
-    Example:
-        >>> query, mask = torch.ones(1, 1, 1, 1), torch.tensor([[[[0.5, -torch.inf]]]])
-        >>> arguments = {"query": query, "attn_mask": mask}
-        >>> scaled_weights(
-        ...     torch.tensor([[[2.5, -torch.inf]]]), torch.full((1, 1, 1, 1), 3.0), arguments
-        ... )
-        tensor([[[6.5000,   -inf]]])
-    """
-    mask = arguments.get("attn_mask")
-    shape = (*arguments["query"].shape[:3], scores.shape[-1])
-    products = scores
-    if mask is not None:
-        expanded_mask = mask.expand(shape).reshape(scores.shape)
-        products = (scores - expanded_mask).masked_fill(hides(expanded_mask), 0.0)
-    return scores + products * (factor - 1).expand(*shape[:3], 1).reshape(*scores.shape[:2], 1)

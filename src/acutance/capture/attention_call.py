@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,6 +310,70 @@ class AttentionCall:
             )
             visible = same_document if visible is None else visible & same_document
         return None if visible is None else visible.unsqueeze(1)
+
+
+class Carrier:
+    """One call of a function that computes attention, on its way through handlers.
+
+    Args:
+        function: what computes it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        provided: its output (B, Hq, L, Ev) if that was computed already.
+        compared: whether its output can be compared with one that is recomputed.
+        sdpa: the call of SDPA that computes the same; None if its masks cannot be changed.
+        unchangeable: why nothing of it can be changed; None if its queries can.
+    """
+
+    provided: Tensor | None = None
+    compared = True
+    sdpa: Any = None
+    unchangeable: str | None = None
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._function, self._args, self._kwargs = function, args, kwargs
+
+    def read(self, name: str) -> AttentionCall:
+        """The call; ``name`` is that of the module that makes it.
+
+        Raises:
+            ValueError: if it cannot be read; the message is the reason.
+        """
+        raise NotImplementedError
+
+    def compute(self) -> Any:
+        """The result of the function, or what was computed instead."""
+        return self._function(*self._args, **self._kwargs)
+
+    def output(self, result: Any) -> Tensor:
+        """The output (B, Hq, L, Ev) in a result, once the call has been read."""
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
+
+    @property
+    def can_be_provided(self) -> bool:
+        """Whether its output may be computed in place of the model, or a reason listed why not."""
+        return False
+
+    def result_needed_because(self) -> str | None:
+        """Why its output cannot be computed in place of the model; None if it can."""
+        return None
+
+    def scale_queries(self, factor: Tensor) -> None:
+        """Multiply its queries by a factor (B or 1, Hq or 1, L, 1), once the call has been read.
+
+        Raises:
+            ValueError: if they cannot be; the message is the reason.
+        """
+        raise NotImplementedError
+
+    def refusal(self, reason: str) -> str:
+        """Why the call cannot be changed, in words that name its function."""
+        return reason
 
 
 def observe_scores(scores: Tensor, gaps: bool = False) -> tuple[RowStatistics, Tensor]:

@@ -1,11 +1,11 @@
 """The mode by which torch functions of a thread are followed to find attention among them.
 
-A torch-function mode sees the calls of its own thread only.
+A torch-function mode sees the calls of its own thread only. Each call of attention becomes a
+carrier, which what is open on the model handles: a probe reads it, a law changes it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,52 +15,77 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from acutance.capture.handwritten.tracker import LOG_SOFTMAX, NOISY, SOFTMAX, Softmax, Tracker
-from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, Interception, leave
-from acutance.capture.readers.functions import ACUTANCE, FLEX
+from acutance.capture.handwritten.scores import ScoreTracker
+from acutance.capture.handwritten.softmax import (
+    LOG_OPERATORS,
+    LOG_SOFTMAX,
+    NOISY,
+    OPERATORS,
+    SOFTMAX,
+    Softmax,
+    Softmaxes,
+    scores_of,
+    version_of,
+)
+from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, leave
+from acutance.capture.kernel_functions.calls import operator_call
+from acutance.capture.readers.functions import (
+    ACUTANCE,
+    FLEX,
+    FlexCall,
+    MultiHeadCall,
+    OurCall,
+    SdpaCall,
+    handling_sdpa,
+)
 
-#: What each function is that is not simply run.
-_KINDS: dict[Any, str] = {
-    F.scaled_dot_product_attention: "sdpa",
-    F.multi_head_attention_forward: "multihead",
-    FLEX: "flex",
-    ACUTANCE: "acutance",
-    **dict.fromkeys(SOFTMAX, "softmax"),
-    **dict.fromkeys(LOG_SOFTMAX, "log softmax"),
-    **dict.fromkeys((F.softmin, *NOISY), "other softmax"),
-    **dict.fromkeys((torch.matmul, torch.bmm, torch.baddbmm, torch.einsum), "product"),
-    **dict.fromkeys((Tensor.matmul, Tensor.bmm, Tensor.baddbmm), "product"),
-    **dict.fromkeys((Tensor.__matmul__, Tensor.__rmatmul__), "product"),
+#: What each function is that is not simply run: its carrier, or what happens to it.
+_KINDS: dict[Any, Any] = {
+    F.scaled_dot_product_attention: SdpaCall,
+    F.multi_head_attention_forward: MultiHeadCall,
+    FLEX: FlexCall,
+    **dict.fromkeys((*SOFTMAX, *LOG_SOFTMAX), "softmax"),
+    **dict.fromkeys((torch.matmul, torch.bmm, torch.baddbmm, torch.einsum), "follow"),
+    **dict.fromkeys((Tensor.matmul, Tensor.bmm, Tensor.baddbmm), "follow"),
+    **dict.fromkeys((Tensor.__matmul__, Tensor.__rmatmul__), "follow"),
     **dict.fromkeys(EXP, "exp"),
 }
 _KINDS |= {watched: _KINDS[function] for watched, function in ATTENTION_FUNCTIONS.items()}
+#: The same for what only looks at them.
+_LOOKS = {**_KINDS, ACUTANCE: OurCall, **dict.fromkeys((F.softmin, *NOISY), "softmax")}
 _OPERATORS = {OpOverload, OpOverloadPacket}
 
 
-class FunctionMode(TorchFunctionMode, ABC):
+class FunctionMode(TorchFunctionMode):
     """A torch-function mode that passes on attention functions, and follows hand-written attention.
 
     Args:
-        owner: what is open on a model.
-        scores: whether to follow what scores consist of.
-        factors: whether to keep the products among them.
+        owner: the :class:`~acutance.capture.intercept.Interception`. It has methods
+            ``on_function_call(call, run)`` for carriers and ``on_softmax(call)`` for softmaxes,
+            which return the results; ``on_product(softmax, doubt)`` for a softmax that a matrix
+            product uses, ``on_unused(softmax)`` for one that is freed unused,
+            ``on_written_out()`` for a product of weights that were computed without a softmax,
+            and ``on_functions_end(softmaxes)``.
+        scores: follows products to the softmaxes of their scores; None if nobody asks.
+        looks: whether the owner only looks at calls, rather than changes them.
 
     Attributes:
-        tracker: follows tensors from a product to a softmax, and from there to the next product.
+        owner, scores, looks: as given.
+        softmaxes: the softmaxes that no matrix product has used yet.
     """
 
-    def __init__(self, owner: Interception, *, scores: bool = False, factors: bool = False) -> None:
+    def __init__(self, owner: Any, scores: ScoreTracker | None, *, looks: bool) -> None:
         super().__init__()
-        self._owner = owner
-        self.tracker = Tracker(
-            self.on_product, self.on_unused, self.on_written_out, scores=scores, factors=factors
-        )
+        self.owner, self.scores, self.looks = owner, scores, looks
+        self._kinds = _LOOKS if looks else _KINDS
+        self.softmaxes = Softmaxes(owner.on_product, self._on_unused, owner.on_written_out)
 
     def __exit__(self, *error: Any) -> None:
         """Leave the mode and release what it follows."""
         leave(self)
-        self.finish()
-        self.tracker.clear()
+        self.owner.on_functions_end(self.softmaxes)
+        if self.scores is not None:
+            self.scores.clear()
 
     def __torch_function__(
         self,
@@ -70,44 +95,163 @@ class FunctionMode(TorchFunctionMode, ABC):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a function; of those that matter few are called where nothing is followed."""
-        kind = _KINDS.get(func)
+        kind = self._kinds.get(func)
         if kind is None and type(func) in _OPERATORS:
             kind = "operator"
         if kind is None and not self.tracker.known:
             return func(*args, **kwargs) if kwargs else func(*args)
         arguments = dict(kwargs or {})
-        if torch.compiler.is_compiling() or self._owner.muted():
+        if torch.compiler.is_compiling() or self.owner.muted():
             return func(*args, **arguments)
-        if kind is None or kind == "product":
-            return self.tracker.call(func, args, arguments)
-        return self.on_call(kind, ATTENTION_FUNCTIONS.get(func, func), args, arguments)
+        if kind == "exp" and not self.looks:  # of a softmax that is written out
+            self.owner.note_function()
+        func = ATTENTION_FUNCTIONS.get(func, func)
+        if kind == "operator":
+            return self._operator(func, args, arguments)
+        if kind == "softmax":
+            return self.owner.on_softmax(SoftmaxCall(self, func, args, arguments))
+        if kind in (None, "follow", "exp"):
+            return self._follow(func, args, arguments)
+        call = kind(func, args, arguments)
+        if kind is MultiHeadCall and not call.arguments["need_weights"]:
+            with handling_sdpa(self._of_multi_head(call), looks=self.looks):
+                return call.compute()
+        return self.owner.on_function_call(call, call.compute)
 
-    @abstractmethod
-    def finish(self) -> None:
-        """Handle softmaxes that no product used, as the mode ends."""
+    def _of_multi_head(self, call: MultiHeadCall) -> Callable[[SdpaCall, Callable[[], Any]], Any]:
+        """Handles the call of SDPA in multi-head attention, inside which no mode is active."""
 
-    @abstractmethod
-    def on_call(
-        self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        def on_sdpa(inner: SdpaCall, run: Callable[[], Any]) -> Any:
+            inner.multihead = call.arguments if self.looks else None
+            return self.owner.on_function_call(inner, run)
+
+        return on_sdpa
+
+    def _follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a function, and follow what it computes from products and softmaxes."""
+        remember = self.looks  # anything may become weights without a softmax, or only scores
+        if self.scores is not None:
+            result = self.scores.call(func, args, kwargs)
+            if not remember and isinstance(result, Tensor):
+                known = self.scores.of(result)
+                remember = known is not None and not known.weights
+        else:
+            result = func(*args, **kwargs)
+        if self.softmaxes.pending or self.softmaxes.products or remember:
+            self.softmaxes.follow(func, args, kwargs, result, remember=remember)
+        return result
+
+    def _operator(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a function that may be attention.
+        """Handle an operator called directly: of SDPA, a softmax, a kernel, or any other."""
+        if (kernel := operator_call(func, args, kwargs)) is not None:
+            return self.owner.on_function_call(kernel, kernel.compute)
+        if not self.looks:
+            return self._follow(func, args, kwargs)
+        namespace, _, name = str(func).partition(".")
+        aten_name = name.partition(".")[0] if namespace == "aten" else ""
+        if aten_name == "scaled_dot_product_attention":
+            call = SdpaCall(func, args, kwargs)
+            return self.owner.on_function_call(call, call.compute)
+        if aten_name in OPERATORS or aten_name in LOG_OPERATORS:
+            softmax = SoftmaxCall(self, func, args, kwargs, log=aten_name in LOG_OPERATORS)
+            return self.owner.on_softmax(softmax)
+        attends = ("attention" in name or "attn" in name) and "backward" not in name
+        self.owner.on_operator(func if attends and namespace != "acutance" else None)
+        result = func(*args, **kwargs)
+        if self.softmaxes.pending or self.softmaxes.products:
+            self.softmaxes.follow(func, args, kwargs, result)
+        return result
+
+    def _on_unused(self, softmax: Softmax) -> None:
+        """Report a four-dimensional softmax that no product used: it may still be attention.
+
+        Log-probabilities that nobody exponentiates are those of an output, not weights.
+        """
+        weights = softmax.over_keys and not softmax.log
+        if weights and softmax.scores.dim() == 4 and softmax.module is not None:
+            self.owner.on_unused(softmax)
+
+
+class SoftmaxCall:
+    """One call of a softmax by hand, which is attention if a matrix product uses its result.
+
+    Args:
+        mode: the mode that saw it.
+        function: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        log: whether it gives the logarithm of the weights; None where its function says so.
+
+    Attributes:
+        function: as given.
+        scores: its input; None if it cannot be read.
+        dim: the normalised dimension; None likewise.
+        known: how the scores were computed from products; None if they were not.
+    """
+
+    def __init__(
+        self,
+        mode: FunctionMode,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        log: bool | None = None,
+    ) -> None:
+        self._mode, self.function, self._args, self._kwargs = mode, function, args, kwargs
+        self._log = function in LOG_SOFTMAX if log is None else log
+        self.scores: Tensor | None
+        self.dim: int | None
+        if function in NOISY:  # (logits, tau, hard, eps, dim)
+            self.scores = args[0] if args else kwargs.get("logits")
+            self.dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
+        else:
+            self.scores, self.dim = scores_of(args, kwargs)
+        self._version = version_of(self.scores)
+        tracker, self.known = mode.scores, None
+        if tracker is not None and self.scores is not None:
+            self.known = tracker.of(self.scores)
+
+    def compute(self, changed: Tensor | None = None) -> Tensor:
+        """Its result, or that of changed scores."""
+        args, kwargs = self._args, self._kwargs
+        if changed is not None:
+            kwargs = {name: value for name, value in kwargs.items() if value is not self.scores}
+            args = (changed, *args[1:])
+        result: Tensor = self.function(*args, **kwargs)
+        return result
+
+    def mark(self, result: Tensor) -> None:
+        """Have the result followed as weights."""
+        if self._mode.scores is not None:
+            self._mode.scores.mark_weights(result)
+
+    def remember(
+        self, result: Tensor, module: str, reason: str = "", *, over_keys: bool = True
+    ) -> None:
+        """Follow the result until a matrix product uses it.
 
         Args:
-            kind: ``"sdpa"``, ``"multihead"``, ``"flex"``, ``"acutance"``, ``"softmax"``,
-                ``"log softmax"``, ``"other softmax"``, ``"exp"`` or ``"operator"``.
-            func: the function.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
+            result: of the softmax.
+            module: name of the module.
+            reason: why its rows cannot be read or changed.
+            over_keys: whether the normalised dimension could be keys.
         """
-
-    @abstractmethod
-    def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
-        """Handle a softmax that a matrix product uses."""
-
-    @abstractmethod
-    def on_unused(self, softmax: Softmax) -> None:
-        """Handle a softmax that no product used."""
-
-    @abstractmethod
-    def on_written_out(self) -> None:
-        """Handle a product that takes weights which were computed without a softmax."""
+        assert self.scores is not None
+        assert self.dim is not None
+        with torch._C.DisableTorchFunction():
+            scores, version = self.scores, self._version
+            if self.function is F.softmin:  # the softmax of what is negated, in its own memory
+                scores = -scores
+                version = version_of(scores)
+            self._mode.softmaxes.add(
+                scores,
+                result,
+                module,
+                dim=self.dim,
+                version=version,
+                log=self._log,
+                unreadable_reason=reason,
+                over_keys=over_keys,
+            )

@@ -32,6 +32,7 @@ from torch.overrides import _get_current_function_mode_stack as _stack
 
 from acutance.capture.find_layers import (
     has_forward,
+    heads_of,
     looks_like_weights,
     may_compute_attention,
     named_modules,
@@ -698,6 +699,15 @@ class ModuleStack:
         count = self.thread.call_counts.get(name, 0)
         self.thread.call_counts[name] = count + 1
         return f"{name}#{count}" if count else name
+
+    def heads_running(self) -> int | None:
+        """Heads of the running module, or of that around it; None if neither states them.
+
+        A softmax may be a module of its own: its attention is around it.
+        """
+        name = self.running() or ""
+        around = self.module_of(name.rpartition(".")[0])
+        return heads_of(self.module_of(name)) or heads_of(around)
 
     def order(self, name: str) -> tuple[int, int]:
         """Sort key for names of calls: position of the module in the model, then call number."""

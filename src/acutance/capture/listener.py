@@ -3,42 +3,28 @@
 It covers transformers' attention interface, PyTorch's functions (SDPA,
 ``nn.MultiheadAttention``, FlexAttention, hand-written softmaxes), :func:`acutance.attention`,
 :func:`acutance.tap` and kernels that are called as functions, and passes each call to a
-:class:`Receiver`: a probe, a calibration or a training monitor. Meanwhile compiled models run
+receiver: a probe, a calibration or a training monitor. Meanwhile compiled models run
 uncompiled.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
+from acutance.capture.attention_call import AttentionCall, Carrier
 from acutance.capture.find_layers import SCRIPTED, class_name, computes_attention, heads_of
-from acutance.capture.function_mode import FunctionMode
-from acutance.capture.handwritten.tracker import (
-    LOG_OPERATORS,
-    NOISY,
-    OPERATORS,
-    Softmax,
-    products_of,
-    scores_of,
-    version_of,
-)
-from acutance.capture.head_axis import (
-    HeadAxes,
-    could_be_over_keys,
-    fold,
-    heads_at_once,
-)
+from acutance.capture.function_mode import FunctionMode, SoftmaxCall
+from acutance.capture.handwritten.scores import ScoreTracker, products_of
+from acutance.capture.handwritten.softmax import NOISY, Softmax, Softmaxes
+from acutance.capture.head_axis import HeadAxes, could_be_over_keys, fold, heads_at_once
 from acutance.capture.intercept import (
     Interception,
     eager,
@@ -48,19 +34,10 @@ from acutance.capture.intercept import (
     unwatched,
 )
 from acutance.capture.kernel_functions import calls
-from acutance.capture.kernel_functions.calls import operator_call
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.padding import RowReader
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.functions import (
-    QueryChunks,
-    SdpaCall,
-    acutance_call,
-    flex_call,
-    looking_at_sdpa,
-    outputs_agree,
-    run_again,
-)
+from acutance.capture.readers.functions import QueryChunks, SdpaCall
 from acutance.capture.readers.huggingface import InterfaceCall
 
 #: Begins the reason of a softmax that is listed as not read.
@@ -86,41 +63,22 @@ class ProbeError(RuntimeError):
     """Raised if nothing could be measured: the model ran no attention that can be read."""
 
 
-class Receiver(Protocol):
-    """Receives the attention calls that a listener captures; no function mode is active meanwhile.
-
-    For a listener with ``products`` it also has ``on_products(products, query, key, name)``, with
-    the scaled products (B, H, L, S) of queries and keys, −inf on hidden keys. For one with
-    ``provides`` it has ``compute(call, model_output, module)``, which returns the output
-    (B, Hq, L, Ev) of a call that it computes in place of the model and a function that records the
-    call, or raises ValueError with the reason why the model must compute it.
-    """
-
-    def on_call(
-        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
-    ) -> None:
-        """Receive one attention call.
-
-        Args:
-            call: its arguments. ``call.module`` is the module's name; for its second, third, ...
-                call in a forward pass the name with ``#1``, ``#2``, ...
-            output: returns the output of the attention (B, Hq, L, Ev), as the model computed it;
-                None if it is unknown.
-            module: the module that made the call.
-        """
-
-    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Receive the scores of a hand-written softmax that a matrix product used.
-
-        Args:
-            scores: input of the softmax, (B, H, L, S).
-            name: name of the call.
-            doubt: returns why these may not be the scores, or None.
-        """
-
-
 class Listener(Interception):
     """A context that captures the attention calls of a model.
+
+    It calls methods of its receiver, while no function mode is active:
+
+    - ``on_call(call, output, module)`` for an :class:`AttentionCall` of a module. Its
+      ``call.module`` is the module's name; for its second, third, ... call in a forward pass the
+      name with ``#1``, ``#2``, ... ``output()`` is the output of the attention (B, Hq, L, Ev), as
+      the model computed it; ``output`` is None if it is unknown.
+    - ``on_scores(scores, name, doubt)`` for the scores (B, H, L, S) of a hand-written softmax that
+      a matrix product used. ``doubt()`` says why these may not be the scores, or is None.
+    - for ``products``, ``on_products(products, query, key, name)`` in place of that, with the
+      scaled products (B, H, L, S) of queries and keys, −inf on hidden keys.
+    - for ``provides``, ``compute(call, model_output, module)``, which returns the output
+      (B, Hq, L, Ev) of a call that it computes in place of the model and a function that records
+      the call, or raises ValueError with the reason why the model must compute it.
 
     Args:
         model: any module.
@@ -171,7 +129,7 @@ class Listener(Interception):
     def __init__(
         self,
         model: torch.nn.Module,
-        receiver: Receiver,
+        receiver: Any,
         *,
         layers: Chosen | None = None,
         every: int = 1,
@@ -201,7 +159,7 @@ class Listener(Interception):
         self.modules_ran: dict[str, None] = {}
         self.calls = 0
         self.skipped: frozenset[str] = frozenset()
-        self.receiver: Any = receiver
+        self.receiver = receiver
         self._gradients = gradients
         self._listed_errors, self._all_rows, self._around = listed_errors, all_rows, context
         self._started = False
@@ -223,7 +181,7 @@ class Listener(Interception):
             context.enter_context(self.opened(self.products))
             context.enter_context(self._around())
             context.enter_context(huggingface.intercept(self._on_interface_call, looks=True))
-            context.enter_context(calls.intercept(self.on_kernel_call, looks=True))
+            context.enter_context(calls.intercept(self.on_function_call, looks=True))
             return self
         except BaseException:
             self.__exit__()
@@ -281,76 +239,67 @@ class Listener(Interception):
         name = self.call_name_of(module)
         return run() if name is None else self.handle(call, name, run)
 
-    def on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
-        """Read a call of a kernel function or operator."""
+    def on_function_call(self, call: Carrier, run: Callable[[], Any]) -> Any:
+        """Compute, or read, a call of a function that computes attention."""
         self.on_function()
         name = None if self.muted() else self.modules.call_name()
         if name is None:
             return run()
         self.note_function()
-        return self.handle(call, name, run)
+        if not isinstance(call, SdpaCall) or call.multihead is not None:
+            return self.handle(call, name, run)
+        call.heads, known = heads_of(self.modules.module_of(name)), call.provided
+        result = self.handle(call, self._chunks.name(name, call), run)
+        if call.provided is not known:  # enclosing modes see no call of the function
+            for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+                if isinstance(mode, FunctionMode) and mode.looks:
+                    mode.owner.on_function_call(call, call.compute)
+        return result
 
-    def handle(
-        self, call: InterfaceCall | calls.FunctionCall | SdpaCall, name: str, run: Callable[[], Any]
-    ) -> Any:
+    def handle(self, call: Carrier, name: str, run: Callable[[], Any]) -> Any:
         """Compute an attention call in place of the model, or read it as the model computes it."""
-        read_call, provided = functools.partial(call.read, name), None
-
-        def model_output() -> Tensor:  # once more, to compare: it concerns no listener
-            with ExitStack() as quiet:
-                for listener in open_interceptions(Listener):
-                    quiet.enter_context(listener.mute())
-                return call.output(call.compute())
-
+        provided = None
         with self.modules.thread:  # nested calls count once
             if self.provides and call.can_be_provided:
-                reason = call.result_needed_because()
-                provided = call.provided = self.provide(read_call, name, model_output, reason)
+                provided = call.provided = self._provide(call, name)
             result = run()
         if provided is None:
-            self.observe(read_call, name, lambda: call.output(result))
+            output = functools.partial(call.output, result) if call.compared else None
+            self.observe(functools.partial(call.read, name), name, output)
         return result
 
     # -- what the captures report -----------------------------------------------------------------
 
-    def provide(
-        self,
-        read_call: Callable[[], AttentionCall],
-        module: str,
-        model_output: Callable[[], Tensor],
-        refusal: str | None = None,
-    ) -> Tensor | None:
+    def _provide(self, call: Carrier, name: str) -> Tensor | None:
         """Compute an attention call's output in place of the model, and record the call.
-
-        Args:
-            read_call: reads the call's arguments.
-            module: name of the call.
-            model_output: runs the model's function, to compare its output (B, Hq, L, Ev).
-            refusal: why calls of this kind cannot be computed here; None if they can.
 
         Returns:
             The output. None if the model must compute it: with a reason in ``not_provided`` if
             this was refused or failed, without one if the listener does not provide this call.
         """
-        if not self.provides or not self.captures_module(module):
+        if not self.captures_module(name) or not (is_rerun() or self._wants_pass()):
             return None
-        if not is_rerun() and not self._wants_pass():
-            return None
+
+        def model_output() -> Tensor:  # to compare: it concerns no listener
+            with ExitStack() as quiet:
+                for listener in open_interceptions(Listener):
+                    quiet.enter_context(listener.mute())
+                return call.output(call.compute())
+
         try:
-            if refusal is not None:
+            if (refusal := call.result_needed_because()) is not None:
                 raise ValueError(refusal)
             with self.mute():
                 with unwatched():
-                    call = read_call()
-                output, record = self.receiver.compute(
-                    call, model_output, self.modules.module_of(module)
-                )
+                    read = call.read(name)
+                module, computed = self.modules.module_of(name), self.receiver.compute
+                output, record = computed(read, model_output, module)
         except Exception as problem:  # the model has its own way to go on
-            self._add_to_list(self.not_provided, module, problem)
+            self._add_to_list(self.not_provided, name, problem)
             return None
-        self.deliver(module, record)
-        computed: Tensor = output
-        return computed
+        self.deliver(name, record)
+        provided: Tensor = output
+        return provided
 
     def observe(
         self,
@@ -409,9 +358,11 @@ class Listener(Interception):
 
     # -- which module runs ------------------------------------------------------------------------
 
-    def new_mode(self) -> FunctionCapture:
+    def new_mode(self) -> FunctionMode:
         """The mode that reads this thread's functions."""
-        return FunctionCapture(self)
+        self._head_axes, self._chunks = HeadAxes(), QueryChunks()
+        self._tracker = ScoreTracker(factors=True) if self.products else None
+        return FunctionMode(self, self._tracker, looks=True)
 
     def on_begin(self, module: torch.nn.Module, name: str) -> None:
         """Begin a pass, and decide whether it is read.
@@ -462,177 +413,39 @@ class Listener(Interception):
         if masks and masks[-1][0] == id(module):
             masks.pop()
 
+    # -- softmaxes in the model's own code --------------------------------------------------------
 
-class FunctionCapture(FunctionMode):
-    """Reads the attention calls among the functions that a listener's thread calls."""
-
-    def __init__(self, listener: Listener) -> None:
-        super().__init__(listener, scores=listener.products, factors=listener.products)
-        self.observer, self._modules = listener, listener.modules
-        self._heads, self._chunks = HeadAxes(), QueryChunks()
-
-    def finish(self) -> None:
-        """List modules whose head dimension is uncertain."""
-        for module, reason in self._heads.undecided():
-            self.observer.unreadable(module, reason)
-
-    def on_call(
-        self, kind: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an attention function unchanged, then record it."""
-        if kind == "exp":
-            return self.tracker.call(func, args, kwargs)
-        if self._modules.running() is not None:
-            self.observer.note_function()
-        if kind == "operator":
-            return self._operator(func, args, kwargs)
-        if kind in ("softmax", "log softmax", "other softmax"):
-            return self._softmax(func, args, kwargs, log=kind == "log softmax")
-        name = self._modules.call_name()
-        if name is None:
-            return func(*args, **kwargs)
-        if kind == "sdpa":
-            return self._sdpa(name, func, args, kwargs)
-        if kind == "multihead":
-            return self._multi_head(name, func, args, kwargs)
-        read = flex_call if kind == "flex" else acutance_call
-        with self.observer.mute():
-            result = func(*args, **kwargs)
-        output = result[0] if isinstance(result, tuple) else result
-        self.observer.observe(lambda: read(args, kwargs, name), name, lambda: output)
-        return result
-
-    def _sdpa(
-        self, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run and record a call of scaled dot-product attention."""
-        call = SdpaCall(func, args, kwargs, heads_of(self._modules.module_of(name)))
-        result = self.observer.handle(call, self._chunks.name(name, call), call.compute)
-        if call.provided is not None:  # enclosing modes see no call of the function
-            for mode in reversed(torch.overrides._get_current_function_mode_stack()):
-                if isinstance(mode, FunctionCapture):
-                    mode.record_provided(call)
-        return result
-
-    def record_provided(self, call: SdpaCall) -> None:
-        """Record an SDPA call that an inner probe computed, which this mode does not see."""
-        name = None if self.observer.muted() else self._modules.call_name()
-        if name is not None:
-            self.observer.handle(call, self._chunks.name(name, call), call.compute)
-
-    def _multi_head(
-        self, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run multi-head attention and record its inner SDPA call.
-
-        If weights are requested there is none, so the call is run again without weights and
-        dropout; that output is only compared.
-        """
-        observer, sdpa_calls = self.observer, []
-        arguments = inspect.signature(func).bind(*args, **kwargs).arguments
-        if arguments.get("need_weights", True):
-            reason = "its weights are requested: call it with need_weights=False"
-            observer.provide(func, name, func, reason)  # it is refused: neither is called
-
-        def on_sdpa(call: SdpaCall, run: Callable[[], Any]) -> Any:
-            call.multihead = arguments
-            sdpa_calls.append(call)
-            return observer.handle(call, name, run)
-
-        with observer.mute(), looking_at_sdpa(on_sdpa):
-            result = func(*args, **kwargs)
-        if sdpa_calls:
-            return result
-        dropping = (
-            bool(arguments.get("training", True)) and float(arguments.get("dropout_p") or 0.0) > 0.0
-        )
-        outputs: list[Tensor] = []
-
-        def read() -> AttentionCall:
-            second_output, call, output = run_again(func, arguments)
-            if not dropping and not outputs_agree(second_output, result[0]):
-                raise ValueError("multi-head attention returned a different output when run again")
-            call.multihead = arguments
-            outputs.append(call.output(output))
-            return call.read(name)
-
-        observer.observe(read, name, None if dropping else lambda: outputs[-1])
-        return result
-
-    def _operator(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Handle an operator called directly: SDPA is read, other attention kernels are listed."""
-        namespace, _, name = str(func).partition(".")
-        operator_name = name.partition(".")[0] if namespace == "aten" else ""
-        if operator_name == "scaled_dot_product_attention":
-            return self.on_call("sdpa", func, args, kwargs)
-        if operator_name in OPERATORS or operator_name in LOG_OPERATORS:
-            return self._softmax(func, args, kwargs, log=operator_name in LOG_OPERATORS)
-        if (call := operator_call(func, args, kwargs)) is not None:
-            return self.observer.on_kernel_call(call, call.compute)
-        attends = ("attention" in name or "attn" in name) and "backward" not in name
-        module = self._modules.running() if attends and namespace != "acutance" else None
-        if module is not None:
-            reason = f"{func} is called directly: report what it computes with acutance.tap"
-            self.observer.unreadable(module, reason)
-        return (
-            self.tracker.call(func, args, kwargs) if self.tracker.known else func(*args, **kwargs)
-        )
-
-    def _softmax(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, log: bool
-    ) -> Any:
+    def on_softmax(self, call: SoftmaxCall) -> Tensor:
         """Run a softmax and remember it until a matrix product uses its result."""
-        unreadable_reason = ""
-        if func in NOISY:  # (logits, tau, hard, eps, dim)
-            scores = args[0] if args else kwargs.get("logits")
-            dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
-            unreadable_reason = f"{func.__name__} adds noise to its scores"
-        else:
-            scores, dim = scores_of(args, kwargs)
-        version = version_of(scores)
-        with self.observer.mute():
-            result = func(*args, **kwargs)
-        module = self._modules.running()
+        module, scores, dim = self.modules.running(), call.scores, call.dim
+        if module is not None:
+            self.note_function()
+        with self.mute():
+            result = call.compute()
         if scores is None or dim is None or module is None or scores.dim() == 0:
             return result
         if scores.is_nested:
-            self.observer.unreadable(module, "its softmax is of a nested tensor")
+            self.unreadable(module, "its softmax is of a nested tensor")
         elif scores.layout is torch.strided and result.layout is torch.strided:
-            heads = heads_of(self._modules.module_of(module))
-            if heads is None:  # a softmax that is a module of its own: its attention is around it
-                heads = heads_of(self._modules.module_of(module.rpartition(".")[0]))
-            over_keys = could_be_over_keys(scores, dim, heads)
-            if not over_keys and not unreadable_reason:
-                unreadable_reason = (
+            over_keys = could_be_over_keys(scores, dim, self.modules.heads_running())
+            reason = ""
+            if call.function in NOISY:
+                reason = f"{call.function.__name__} adds noise to its scores"
+            elif not over_keys:
+                reason = (
                     f"a matrix product uses its softmax over dimension {dim % scores.dim()} of "
                     f"{tuple(scores.shape)}, and only softmaxes over the last are read: report "
                     "what it computes with acutance.tap"
                 )
-            if not over_keys and scores.shape[-1] == 1:
-                return result  # one weight each: taps of a kernel, or a pooling
-            with torch._C.DisableTorchFunction():
-                if func is F.softmin:  # the softmax of what is negated, in memory of its own
-                    scores = -scores
-                    version = version_of(scores)
-                self.tracker.add(
-                    scores,
-                    result,
-                    module,
-                    dim=dim,
-                    version=version,
-                    log=log,
-                    unreadable_reason=unreadable_reason,
-                    over_keys=over_keys,
-                )
-            if over_keys and self.observer.products:
-                self.tracker.mark_weights(result)
+            if over_keys or scores.shape[-1] > 1:  # or one weight each: taps of a kernel, a pooling
+                call.remember(result, module, reason, over_keys=over_keys)
+            if over_keys:
+                call.mark(result)
         return result
 
     def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
         """Record the scores of a softmax that a matrix product uses."""
-        name = self._modules.call_name() if softmax.over_keys else self._modules.running()
+        name = self.modules.call_name() if softmax.over_keys else self.modules.running()
         if name is None:
             return
         try:
@@ -640,37 +453,46 @@ class FunctionCapture(FunctionMode):
                 raise ValueError(softmax.unreadable_reason)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
-            module, receiver = self._modules.module_of(name), self.observer.receiver
+            module = self.modules.module_of(name)
             heads, head_axis = heads_at_once(module), None
             if softmax.last and softmax.base.dim() == 4:
                 base = name.partition("#")[0]
-                head_axis = self._heads.place(
+                head_axis = self._head_axes.place(
                     base, module, softmax.base.shape, heads, softmax.product_axes
                 )
             scores = fold(softmax.base, heads, head_axis, softmax.dim)
-            if self.observer.products:
-                with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-                    products = products_of(self.tracker.of(softmax.base), scores)
-                self.observer.deliver(name, lambda: receiver.on_products(*products, name))
+            if self._tracker is not None:
+                with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+                    products = products_of(self._tracker.of(softmax.base), scores)
+                self.deliver(name, lambda: self.receiver.on_products(*products, name))
                 return
         except ValueError as error:
-            self.observer.unreadable(name, str(error))
+            self.unreadable(name, str(error))
             return
         if softmax.left_out == 1:
-            self.observer.unreadable(name, NO_VALUE)
-        self.observer.deliver(name, lambda: receiver.on_scores(scores, name, doubt))
+            self.unreadable(name, NO_VALUE)
+        self.deliver(name, lambda: self.receiver.on_scores(scores, name, doubt))
 
     def on_written_out(self) -> None:
         """List a product that takes weights which were computed without a softmax."""
-        if (module := self._modules.running()) is not None:
-            self.observer.unreadable(module, WRITTEN_OUT)
+        if (module := self.modules.running()) is not None:
+            self.unreadable(module, WRITTEN_OUT)
 
     def on_unused(self, softmax: Softmax) -> None:
-        """Note a four-dimensional softmax that no product used: it may still be attention."""
-        if (
-            softmax.log or not softmax.over_keys
-        ):  # log-probabilities that nobody exponentiates: of an output, not weights
-            return
-        shape = tuple(softmax.scores.shape)
-        if softmax.module is not None and len(shape) == 4:
-            self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")
+        """List a softmax that no product used: it may still be attention."""
+        assert softmax.module is not None
+        self.unreadable(softmax.module, f"{NO_PRODUCT} {tuple(softmax.scores.shape)}")
+
+    def on_operator(self, attends: Any) -> None:
+        """List an operator that is called directly and may be attention; None if it is not."""
+        if (module := self.modules.running()) is not None:
+            self.note_function()
+            if attends is not None:
+                reason = f"{attends} is called directly: report what it computes with acutance.tap"
+                self.unreadable(module, reason)
+
+    def on_functions_end(self, softmaxes: Softmaxes) -> None:
+        """Forget softmaxes that no product used, and list heads that no call told apart."""
+        softmaxes.clear()
+        for module, reason in self._head_axes.undecided():
+            self.unreadable(module, reason)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.function_mode import FunctionMode
 from acutance.capture.intercept import notify_all
-from acutance.capture.listener import FunctionCapture, Listener
+from acutance.capture.listener import Listener
 from acutance.capture.readers.functions import call_from_arguments
 
 
@@ -77,7 +78,8 @@ def tap(
         return Tap([], arguments)
     notify_all()
     stack = torch.overrides._get_current_function_mode_stack()
-    return Tap([mode.observer for mode in stack if isinstance(mode, FunctionCapture)], arguments)
+    modes = [mode for mode in stack if isinstance(mode, FunctionMode) and mode.looks]
+    return Tap([mode.owner for mode in modes], arguments)
 
 
 class Tap:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
+from acutance.capture.attention_call import AttentionCall, Carrier
 from acutance.capture.find_layers import is_cross
 from acutance.masks import Band
 
@@ -47,7 +47,7 @@ class Kernel:
     plans: bool = False
 
 
-class FunctionCall:
+class FunctionCall(Carrier):
     """One call of a kernel that a model calls as a function, and which arguments have been read.
 
     Args:
@@ -69,7 +69,6 @@ class FunctionCall:
     """
 
     can_be_provided = True
-    provided: Tensor | None = None
 
     def __init__(
         self, kernel: Kernel, function: Callable[..., Any], bound: inspect.BoundArguments
@@ -134,7 +133,7 @@ class FunctionCall:
         places = torch.arange(1, given[..., 0].numel() + 1, device=given.device)
         rows = self._reading.rows(places.view(*given.shape[:-1], 1))
         factors = given.new_ones(len(places) + 1)
-        factors[rows] = factor.to(given.dtype).expand(rows.shape)
+        factors[rows] = factor.detach().to(given.dtype).expand(rows.shape)
         scaled = given * factors[1:].view(*given.shape[:-1], 1)
         self._bound.arguments[name] = self._given[name] = scaled
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from acutance import scaling as scalings
 from acutance import scores
 from acutance import weights as weightings
 from acutance.attend import DEFAULTS, attention
-from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall
+from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, Carrier
 from acutance.capture.find_layers import is_cross
 from acutance.capture.intercept import Handler, pass_on
 from acutance.capture.kernel_functions.reading import alibi
@@ -36,11 +37,6 @@ from acutance.weights import Softmax, SoftmaxOne
 # -- scaled dot-product attention ------------------------------------------------------------------
 
 _NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
-
-
-def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call of ``F.scaled_dot_product_attention`` by name."""
-    return dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
 
 
 def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, Any]:
@@ -75,7 +71,7 @@ def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, An
     return dict(arguments) | apart
 
 
-class SdpaCall:
+class SdpaCall(Carrier):
     """One call of ``F.scaled_dot_product_attention``.
 
     Args:
@@ -88,7 +84,7 @@ class SdpaCall:
         arguments: the arguments by name.
         heads: as given.
         multihead: arguments of the call of multi-head attention that this is part of, if it is.
-        provided: its output (B, Hq, L, Ev) if that was computed already.
+        sdpa: itself.
     """
 
     def __init__(
@@ -98,10 +94,9 @@ class SdpaCall:
         kwargs: Mapping[str, Any],
         heads: int | None = None,
     ) -> None:
-        self._function, self.heads = function, heads
-        self.arguments = sdpa_arguments(args, kwargs)
+        self.heads, self.sdpa, self._function = heads, self, function
+        self.arguments = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
         self.multihead: Mapping[str, Any] | None = None
-        self.provided: Tensor | None = None
 
     @property
     def can_be_provided(self) -> bool:
@@ -133,7 +128,19 @@ class SdpaCall:
             return restore_shape(self.provided, self.arguments)
         return self._function(**self.arguments)
 
-    def output(self, result: Tensor) -> Tensor:
+    def scale_queries(self, factor: Tensor) -> None:
+        """Multiply the queries by a factor (B or 1, Hq or 1, L, 1)."""
+        query = self.arguments["query"]
+        if query.dim() == 3:  # one head each
+            factor = factor.squeeze(1)
+        elif query.dim() < 3:
+            factor = factor[0, 0]
+        elif query.dim() > 4:
+            shape = *query.shape[:-1], 1
+            factor = factor.expand(math.prod(shape[:-3]), *shape[-3:]).reshape(shape)
+        self.arguments = {**self.arguments, "query": query * factor}
+
+    def output(self, result: Any) -> Tensor:
         """The output (B, Hq, L, Ev) in a result."""
         folded = self.apart["query"] is not self.arguments["query"]
         return to_four_dims(result.unflatten(0, (-1, self.heads)) if folded else result)
@@ -340,46 +347,53 @@ _FLEX_NAMES = (
 _AT_ONCE = 1 << 22  # scores
 
 
-def flex_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> AttentionCall:
-    """Read a call of the FlexAttention operator; ``name`` is that of the module.
+class FlexCall(Carrier):
+    """One call of the operator that FlexAttention calls.
 
     Uncompiled FlexAttention materialises all scores, so a mask and a bias of that size are
     affordable.
     """
-    arguments = dict(zip(_FLEX_NAMES, args, strict=False)) | dict(kwargs)
-    query, key = arguments["query"].detach(), arguments["key"].detach()
-    if query.shape[0] != key.shape[0]:  # a batch of one key set is shared
-        key = key.expand(query.shape[0], -1, -1, -1)
-    value = arguments["value"].detach().expand(key.shape[0], -1, -1, -1)
-    scale = float(arguments["scale"])
-    score_mod = _over_all(
-        arguments["score_mod"], (0, *arguments.get("score_mod_other_buffers", ()))
-    )
-    mask_mod = _over_all(arguments["block_mask"][-1], arguments.get("mask_mod_other_buffers", ()))
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    places = [torch.arange(n, device=query.device) for n in (batch, heads, queries, keys)]
-    rows = max(1, _AT_ONCE // max(1, batch * heads * keys))
-    many = key.repeat_interleave(heads // key.shape[1], dim=1)
-    visible, bias = [], []
-    for start in range(0, queries, rows):
-        b, h, i, j = places[0], places[1], places[2][start : start + rows], places[3]
-        part = query[:, :, start : start + rows]
-        scores = _accurate(part) @ _accurate(many).mT * scale
-        modified = score_mod(scores, b, h, i, j).to(scores.dtype)
-        seen = mask_mod(b, h, i, j).expand(scores.shape) & (modified > -torch.inf)
-        visible.append(seen)
-        bias.append(torch.where(seen, modified - scores, 0.0))
-    return AttentionCall(
-        module=name,
-        source="flex_attention",
-        query=query,
-        key=key,
-        value=value,
-        attn_mask=torch.cat(visible, 2),
-        bias=torch.cat(bias, 2),
-        scale=scale,
-    )
+
+    unchangeable = "it calls flex_attention itself"
+
+    def read(self, name: str) -> AttentionCall:
+        """The call; ``name`` is that of the module."""
+        arguments = dict(zip(_FLEX_NAMES, self._args, strict=False)) | dict(self._kwargs)
+        query, key = arguments["query"].detach(), arguments["key"].detach()
+        if query.shape[0] != key.shape[0]:  # a batch of one key set is shared
+            key = key.expand(query.shape[0], -1, -1, -1)
+        value = arguments["value"].detach().expand(key.shape[0], -1, -1, -1)
+        scale = float(arguments["scale"])
+        score_mod = _over_all(
+            arguments["score_mod"], (0, *arguments.get("score_mod_other_buffers", ()))
+        )
+        mask_mod = _over_all(
+            arguments["block_mask"][-1], arguments.get("mask_mod_other_buffers", ())
+        )
+        batch, heads, queries, _ = query.shape
+        keys = key.shape[2]
+        places = [torch.arange(n, device=query.device) for n in (batch, heads, queries, keys)]
+        rows = max(1, _AT_ONCE // max(1, batch * heads * keys))
+        many = key.repeat_interleave(heads // key.shape[1], dim=1)
+        visible, bias = [], []
+        for start in range(0, queries, rows):
+            b, h, i, j = places[0], places[1], places[2][start : start + rows], places[3]
+            part = query[:, :, start : start + rows]
+            scores = _accurate(part) @ _accurate(many).mT * scale
+            modified = score_mod(scores, b, h, i, j).to(scores.dtype)
+            seen = mask_mod(b, h, i, j).expand(scores.shape) & (modified > -torch.inf)
+            visible.append(seen)
+            bias.append(torch.where(seen, modified - scores, 0.0))
+        return AttentionCall(
+            module=name,
+            source="flex_attention",
+            query=query,
+            key=key,
+            value=value,
+            attn_mask=torch.cat(visible, 2),
+            bias=torch.cat(bias, 2),
+            scale=scale,
+        )
 
 
 def _accurate(tensor: Tensor) -> Tensor:
@@ -411,8 +425,8 @@ def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callab
 
 # -- nn.MultiheadAttention -------------------------------------------------------------------------
 
-_Change = Callable[[dict[str, Any]], dict[str, Any]]
 _SDPA = "scaled_dot_product_attention"
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Thread(threading.local):
@@ -463,38 +477,26 @@ def _replaced(name: str, function: Callable[..., Tensor], **of_thread: Any) -> I
                 setattr(F, name, _originals[name])
 
 
-def looking_at_sdpa(handler: Handler, *, alone: bool = False) -> AbstractContextManager[None]:
-    """Context in which a handler looks at this thread's calls of SDPA, or computes them.
+def handling_sdpa(
+    handler: Handler, *, looks: bool, alone: bool = False
+) -> AbstractContextManager[None]:
+    """Context in which a handler is called around each of this thread's calls of SDPA.
 
     Args:
         handler: called with the call, and with ``run``, which goes on with it.
-        alone: whether those of enclosing contexts do not see them.
+        looks: whether it sees calls as all others change them.
+        alone: whether those of enclosing contexts that look do not see them.
     """
+    if not looks:
+        return _replaced(_SDPA, _handled_sdpa, changing=(*_thread.changing, handler))
     outer = () if alone else _thread.looking
     return _replaced(_SDPA, _handled_sdpa, looking=(*outer, handler))
-
-
-def changing_sdpa(change: _Change) -> AbstractContextManager[None]:
-    """Context that changes the arguments of this thread's calls of SDPA."""
-
-    def handler(call: SdpaCall, run: Callable[[], Any]) -> Any:
-        call.arguments = change(call.arguments)
-        return run()
-
-    return _replaced(_SDPA, _handled_sdpa, changing=(*_thread.changing, handler))
 
 
 def _handled_sdpa(*args: Any, **kwargs: Any) -> Any:
     """``F.scaled_dot_product_attention``, through this thread's handlers."""
     call = SdpaCall(_originals[_SDPA], args, kwargs)
     return pass_on(call, (*_thread.changing, *_thread.looking))
-
-
-@contextmanager
-def changing_softmax(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Context that changes the scores of this thread's ``F.softmax`` calls."""
-    with _replaced("softmax", _changed_softmax, scores=(*_thread.scores, change)):
-        yield
 
 
 def _changed_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -504,55 +506,134 @@ def _changed_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _originals["softmax"](scores, *args, **kwargs)
 
 
-class _ArgumentsKnown(Exception):  # noqa: N818 - it is no error
-    """Raised to stop a call once its arguments are known."""
+class MultiHeadCall(Carrier):
+    """One call of ``F.multi_head_attention_forward``.
+
+    If its weights are requested it calls no SDPA: then it is read, and what a law changes of it is
+    known, from the same call without weights and dropout.
+
+    Attributes:
+        arguments: the arguments by name, with defaults.
+        compared: whether nothing is dropped, so that outputs can be compared.
+        sdpa: once it was read before it ran, the call of SDPA that it would make without weights.
+    """
+
+    can_be_provided = True
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        super().__init__(function, args, kwargs)
+        bound = _MULTI_HEAD.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.arguments = bound.arguments
+        self.compared = not (self.arguments["training"] and self.arguments["dropout_p"] > 0.0)
+        self._result: Any = None
+        self._factor: Any = None
+        self._mask: Tensor | None = None
+
+    def result_needed_because(self) -> str:
+        """Why its output cannot be computed in place of the model."""
+        return "its weights are requested: call it with need_weights=False"
+
+    def read(self, name: str) -> AttentionCall:
+        """The call; ``name`` is that of the module.
+
+        Raises:
+            ValueError: if it ran, and its output is another when it is run again.
+        """
+        if self._result is None:  # with is_causal it would leave the mask out
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                _, sdpa, _ = self._without_weights(is_causal=False)
+            self.sdpa, self._mask = sdpa, sdpa.arguments.get("attn_mask")
+            return sdpa.read(name)
+        second_output, call, output = self._without_weights()
+        if self.compared and not outputs_agree(second_output, self._result[0]):
+            raise ValueError("multi-head attention returned a different output when run again")
+        call.multihead = self.arguments
+        self._output = call.output(output)
+        return call.read(name)
+
+    def _without_weights(self, **changes: Any) -> tuple[Tensor, SdpaCall, Tensor]:
+        """Its output without weights and dropout, its call of SDPA, and the output of that.
+
+        Enclosing handlers that look do not see it.
+        """
+        calls: list[tuple[SdpaCall, Tensor]] = []
+
+        def note(call: SdpaCall, run: Callable[[], Any]) -> Any:
+            result = run()
+            calls.append((call, result))
+            return result
+
+        with handling_sdpa(note, looks=True, alone=True):
+            without = {"need_weights": False, "training": False, **changes}
+            output, _ = self._function(**{**self.arguments, **without})
+        return output, *calls[-1]
+
+    def compute(self) -> Any:
+        """Its output and weights."""
+        with ExitStack() as stack:
+            if self._factor is not None:
+                stack.enter_context(handling_sdpa(self._change_sdpa, looks=False))
+                scores = (*_thread.scores, self._changed_scores)
+                stack.enter_context(_replaced("softmax", _changed_softmax, scores=scores))
+            self._result = self._function(**self.arguments)
+        return self._result
+
+    def output(self, result: Any) -> Tensor:
+        """The output (B, Hq, L, Ev), once the call has been read after it ran."""
+        return self._output
+
+    # -- under a law ------------------------------------------------------------------------------
+
+    def scale_queries(self, factor: Tensor) -> None:
+        """Multiply the queries by a factor (B or 1, Hq or 1, L, 1)."""
+        self._factor = factor
+
+    def _change_sdpa(self, call: SdpaCall, run: Callable[[], Any]) -> Any:
+        """Change the call of SDPA of a probe, which runs this without weights."""
+        call.scale_queries(self._factor)
+        mask = self.sdpa.arguments.get("attn_mask")
+        if mask is not self._mask:
+            call.arguments |= {"attn_mask": mask}
+        return run()
+
+    def _changed_scores(self, scores: Tensor) -> Tensor:
+        """The scores (B · H, L, S) that it computes, as the law changes them."""
+        shape = *self.sdpa.arguments["query"].shape[:3], scores.shape[-1]
+        scaled = scaled_weights(scores, self._factor, self._mask, shape)
+        mask = self.sdpa.arguments.get("attn_mask")
+        if mask is self._mask:
+            return scaled
+        hidden = hides(mask) if mask.is_floating_point() else torch.logical_not(mask)
+        return scaled.masked_fill(hidden.expand(shape).reshape(scores.shape), -torch.inf)
 
 
-def equivalent_sdpa_arguments(
-    func: Callable[..., Any], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The SDPA arguments that multi-head attention would use if no weights were requested.
+def scaled_weights(
+    scores: Tensor, factor: Tensor, mask: Tensor | None, shape: Sequence[int]
+) -> Tensor:
+    """Scale the products in the scores that ``F.multi_head_attention_forward`` computes itself.
 
     Args:
-        func: ``F.multi_head_attention_forward``; it runs only up to that call.
-        arguments: its arguments.
-    """
-    calls: list[dict[str, Any]] = []
-
-    def stop(inner: dict[str, Any]) -> dict[str, Any]:
-        calls.append(inner)
-        raise _ArgumentsKnown
-
-    # with is_causal it would leave the mask out
-    arguments_without_weights = {**arguments, "need_weights": False, "is_causal": False}
-    with (
-        torch.no_grad(),
-        torch._C.DisableTorchFunction(),
-        suppress(_ArgumentsKnown),
-        changing_sdpa(stop),
-    ):
-        func(**arguments_without_weights)
-    return calls[0]
-
-
-def run_again(
-    func: Callable[..., Any], arguments: Mapping[str, Any]
-) -> tuple[Tensor, SdpaCall, Tensor]:
-    """Run multi-head attention without weights and dropout, unseen by enclosing handlers that look.
+        scores: (B · H, L, S), with the mask added.
+        factor: (B or 1, H or 1, L, 1).
+        mask: what was added, broadcastable to ``shape``.
+        shape: (B, H, L, S).
 
     Returns:
-        Its output, its call of SDPA, and the output of that.
+        (B · H, L, S), the products multiplied by ``factor`` and the mask added once.
+
+    Example:
+        >>> scores, mask = torch.tensor([[[2.5, -torch.inf]]]), torch.tensor([0.5, -torch.inf])
+        >>> scaled_weights(scores, torch.full((1, 1, 1, 1), 3.0), mask, (1, 1, 1, 2))
+        tensor([[[6.5000,   -inf]]])
     """
-    calls: list[tuple[SdpaCall, Tensor]] = []
-
-    def note(call: SdpaCall, run: Callable[[], Any]) -> Any:
-        result = run()
-        calls.append((call, result))
-        return result
-
-    with looking_at_sdpa(note, alone=True):
-        output, _ = func(**{**arguments, "need_weights": False, "training": False})
-    return output, *calls[-1]
+    products = scores
+    if mask is not None:
+        expanded_mask = mask.expand(shape).reshape(scores.shape)
+        products = (scores - expanded_mask).masked_fill(hides(expanded_mask), 0.0)
+    return scores + products * (factor - 1).expand(*shape[:3], 1).reshape(*scores.shape[:2], 1)
 
 
 def outputs_agree(second_output: Tensor, output: Tensor) -> bool:
@@ -594,46 +675,50 @@ def call_from_arguments(arguments: Mapping[str, Any], name: str, source: str) ->
     return AttentionCall(name, source, query, key, value, **options, cross=cross)
 
 
-def acutance_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> AttentionCall:
-    """Read a call of :func:`acutance.attention`.
-
-    Raises:
-        ValueError: if it is not a softmax of dot products, or has a scaling.
+class OurCall(Carrier):
+    """One call of :func:`acutance.attention`.
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 4)
-        >>> acutance_call((x, x, x), {"score": "cosine"}, "layer").source
+        >>> OurCall(attention, (x, x, x), {"score": "cosine"}).read("layer").source
         'acutance.attention'
-        >>> acutance_call((x, x, x), {"weights": "relu2"}, "layer")
+        >>> OurCall(attention, (x, x, x), {"weights": "relu2"}).read("layer")
         Traceback (most recent call last):
             ...
         ValueError: acutance.attention with weights='relu2': return_stats=True reads it
     """
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = {**DEFAULTS, **bound.arguments, **bound.arguments["options"]}
-    score, weighting = scores.get(arguments["score"]), weightings.get(arguments["weights"])
-    law, query, key = scalings.get(arguments["scaling"]), arguments["query"], arguments["key"]
-    other = []
-    if not isinstance(score, DotScore):
-        other.append(f"score={arguments['score']!r}")
-    if isinstance(weighting, SoftmaxOne):
-        arguments["sinks"] = query.new_zeros(query.shape[1])
-    elif weighting != Softmax():
-        other.append(f"weights={arguments['weights']!r}")
-    if not isinstance(law, NoScaling):
-        other.append("a scaling")
-    if arguments["document_ids"] is not None:
-        other.append("document_ids")
-    if other or not isinstance(score, DotScore):
-        reason = "return_stats=True reads it"
-        raise ValueError(f"acutance.attention with {', '.join(other)}: {reason}")
-    scale = arguments["scale"]
-    query, key, score_scale = score.transform(query.detach(), key.detach())
-    arguments |= {"query": query, "key": key, "scale": score_scale if scale is None else scale}
-    if arguments["alibi_slopes"] is not None:
-        slopes, offset = arguments["alibi_slopes"].detach(), arguments["query_offset"]
-        bias = alibi(slopes, query.shape[2], key.shape[2], offset)
-        arguments["bias"] = bias if arguments["bias"] is None else arguments["bias"] + bias
-        arguments["alibi_slopes"] = None
-    return call_from_arguments(arguments, name, "acutance.attention")
+
+    def read(self, name: str) -> AttentionCall:
+        """The call; ``name`` is that of the module.
+
+        Raises:
+            ValueError: if it is not a softmax of dot products, or has a scaling.
+        """
+        bound = _SIGNATURE.bind(*self._args, **self._kwargs)
+        bound.apply_defaults()
+        arguments = {**DEFAULTS, **bound.arguments, **bound.arguments["options"]}
+        score, weighting = scores.get(arguments["score"]), weightings.get(arguments["weights"])
+        law, query, key = scalings.get(arguments["scaling"]), arguments["query"], arguments["key"]
+        other = []
+        if not isinstance(score, DotScore):
+            other.append(f"score={arguments['score']!r}")
+        if isinstance(weighting, SoftmaxOne):
+            arguments["sinks"] = query.new_zeros(query.shape[1])
+        elif weighting != Softmax():
+            other.append(f"weights={arguments['weights']!r}")
+        if not isinstance(law, NoScaling):
+            other.append("a scaling")
+        if arguments["document_ids"] is not None:
+            other.append("document_ids")
+        if other or not isinstance(score, DotScore):
+            reason = "return_stats=True reads it"
+            raise ValueError(f"acutance.attention with {', '.join(other)}: {reason}")
+        scale = arguments["scale"]
+        query, key, score_scale = score.transform(query.detach(), key.detach())
+        arguments |= {"query": query, "key": key, "scale": score_scale if scale is None else scale}
+        if arguments["alibi_slopes"] is not None:
+            slopes, offset = arguments["alibi_slopes"].detach(), arguments["query_offset"]
+            bias = alibi(slopes, query.shape[2], key.shape[2], offset)
+            arguments["bias"] = bias if arguments["bias"] is None else arguments["bias"] + bias
+            arguments["alibi_slopes"] = None
+        return call_from_arguments(arguments, name, "acutance.attention")

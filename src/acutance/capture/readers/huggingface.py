@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
+from acutance.capture.attention_call import AttentionCall, Carrier
 from acutance.capture.find_layers import is_cross
 from acutance.capture.intercept import Handlers, pass_on
 
 
-class InterfaceCall:
+class InterfaceCall(Carrier):
     """One call of an attention function that transformers returned.
 
     Attributes:
@@ -45,17 +45,6 @@ class InterfaceCall:
         provided: its output (B, Hq, L, Ev) if that was computed already.
     """
 
-    __slots__ = (
-        "args",
-        "function",
-        "implementation",
-        "instead",
-        "is_flash",
-        "kind",
-        "kwargs",
-        "provided",
-    )
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -67,7 +56,6 @@ class InterfaceCall:
         self.kind, self.is_flash = base_name(implementation), uses_flash_masks(implementation)
         self.args, self.kwargs = args, kwargs
         self.instead: Any = None
-        self.provided: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         """An argument by name; None if it is absent."""
@@ -192,8 +180,7 @@ class InterfaceCall:
         self.args, self.kwargs = (), given | stored
         return result
 
-    @staticmethod
-    def output(result: Any) -> Tensor:
+    def output(self, result: Any) -> Tensor:
         """The output (B, Hq, L, Ev) in a result."""
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output.transpose(1, 2)
