@@ -6,6 +6,7 @@ carrier, which what is open on the model handles: a probe reads it, a law change
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ class FunctionMode(TorchFunctionMode):
             which return the results; ``on_product(softmax, doubt)`` for a softmax that a matrix
             product uses, ``on_unused(softmax)`` for one that is freed unused,
             ``on_written_out()`` for a product of weights that were computed without a softmax,
-            and ``on_functions_end(softmaxes)``.
+            and ``on_functions_end(softmaxes)``. One that looks also has
+            ``unreadable(module, reason)``.
         scores: follows products to the softmaxes of their scores; None if nobody asks.
         looks: whether the owner only looks at calls, rather than changes them.
 
@@ -114,18 +116,14 @@ class FunctionMode(TorchFunctionMode):
             return self._follow(func, args, arguments)
         call = kind(func, args, arguments)
         if kind is MultiHeadCall and not call.arguments["need_weights"]:
-            with handling_sdpa(self._of_multi_head(call), looks=self.looks):
+            with handling_sdpa(functools.partial(self._on_sdpa, call), looks=self.looks):
                 return call.compute()
         return self.owner.on_function_call(call, call.compute)
 
-    def _of_multi_head(self, call: MultiHeadCall) -> Callable[[SdpaCall, Callable[[], Any]], Any]:
-        """Handles the call of SDPA in multi-head attention, inside which no mode is active."""
-
-        def on_sdpa(inner: SdpaCall, run: Callable[[], Any]) -> Any:
-            inner.multihead = call.arguments if self.looks else None
-            return self.owner.on_function_call(inner, run)
-
-        return on_sdpa
+    def _on_sdpa(self, multihead: MultiHeadCall, call: SdpaCall, run: Callable[[], Any]) -> Any:
+        """Handle the call of SDPA in multi-head attention, inside which no mode is active."""
+        call.multihead = multihead.arguments if self.looks else None
+        return self.owner.on_function_call(call, run)
 
     def _follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a function, and follow what it computes from products and softmaxes."""
@@ -158,7 +156,11 @@ class FunctionMode(TorchFunctionMode):
             softmax = SoftmaxCall(self, func, args, kwargs, log=aten_name in LOG_OPERATORS)
             return self.owner.on_softmax(softmax)
         attends = ("attention" in name or "attn" in name) and "backward" not in name
-        self.owner.on_operator(func if attends and namespace != "acutance" else None)
+        if (module := self.owner.modules.running()) is not None:
+            self.owner.note_function()
+            if attends and namespace != "acutance":
+                reason = f"{func} is called directly: report what it computes with acutance.tap"
+                self.owner.unreadable(module, reason)
         result = func(*args, **kwargs)
         if self.softmaxes.pending or self.softmaxes.products:
             self.softmaxes.follow(func, args, kwargs, result)

@@ -483,14 +483,6 @@ class Listener(Interception):
         assert softmax.module is not None
         self.unreadable(softmax.module, f"{NO_PRODUCT} {tuple(softmax.scores.shape)}")
 
-    def on_operator(self, attends: Any) -> None:
-        """List an operator that is called directly and may be attention; None if it is not."""
-        if (module := self.modules.running()) is not None:
-            self.note_function()
-            if attends is not None:
-                reason = f"{attends} is called directly: report what it computes with acutance.tap"
-                self.unreadable(module, reason)
-
     def on_functions_end(self, softmaxes: Softmaxes) -> None:
         """Forget softmaxes that no product used, and list heads that no call told apart."""
         softmaxes.clear()

@@ -39,38 +39,6 @@ from acutance.weights import Softmax, SoftmaxOne
 _NAMES = "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
 
 
-def heads_apart(arguments: Mapping[str, Any], heads: int | None) -> dict[str, Any]:
-    """Arguments whose tensors (B · H, L, E) are (B, H, L, E); others as they are.
-
-    Queries (B, L, E) that are part of a tensor with all heads are those of one head.
-
-    Args:
-        arguments: arguments of a call of SDPA by name.
-        heads: number of heads of the module; None if unknown.
-
-    Example:
-        >>> x, mask = torch.zeros(6, 5, 4), torch.zeros(5, 5)
-        >>> apart = heads_apart({"query": x, "key": x, "value": x, "attn_mask": mask}, 3)
-        >>> apart["query"].shape, apart["attn_mask"].shape
-        (torch.Size([2, 3, 5, 4]), torch.Size([5, 5]))
-    """
-    names = "query", "key", "value"
-    parts = [arguments[name] for name in names]
-    if heads is None or any(
-        part.is_nested or part.dim() != 3 or part.shape[0] % heads or part.shape[0] == 0
-        for part in parts
-    ):
-        return dict(arguments)
-    query = parts[0]
-    if not query.is_contiguous() and query.stride(0) > query.stride(1):
-        return dict(arguments)
-    apart = {name: part.unflatten(0, (-1, heads)) for name, part in zip(names, parts, strict=True)}
-    mask = arguments.get("attn_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 3 and mask.shape[0] > 1:
-        apart["attn_mask"] = mask.unflatten(0, (-1, heads))
-    return dict(arguments) | apart
-
-
 class SdpaCall(Carrier):
     """One call of ``F.scaled_dot_product_attention``.
 
@@ -85,6 +53,12 @@ class SdpaCall(Carrier):
         heads: as given.
         multihead: arguments of the call of multi-head attention that this is part of, if it is.
         sdpa: itself.
+
+    Example:
+        >>> x, mask = torch.zeros(6, 5, 4), torch.zeros(5, 5)
+        >>> apart = SdpaCall(torch.nn.Identity(), (x, x, x, mask), {}, heads=3).apart
+        >>> apart["query"].shape, apart["attn_mask"].shape
+        (torch.Size([2, 3, 5, 4]), torch.Size([5, 5]))
     """
 
     def __init__(
@@ -105,8 +79,24 @@ class SdpaCall(Carrier):
 
     @property
     def apart(self) -> dict[str, Any]:
-        """The arguments, with heads in a dimension of their own: :func:`heads_apart`."""
-        return heads_apart(self.arguments, self.heads)
+        """The arguments, those (B · H, L, E) as (B, H, L, E) if the number of heads is known.
+
+        Queries (B, L, E) that are part of a tensor with all heads are those of one head.
+        """
+        heads, query = self.heads, self.arguments["query"]
+        parts = {name: self.arguments[name] for name in _NAMES[:3]}
+        if heads is None or any(
+            part.is_nested or part.dim() != 3 or part.shape[0] % heads or part.shape[0] == 0
+            for part in parts.values()
+        ):
+            return self.arguments
+        if not query.is_contiguous() and query.stride(0) > query.stride(1):
+            return self.arguments
+        parts = {name: part.unflatten(0, (-1, heads)) for name, part in parts.items()}
+        mask = self.arguments.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 3 and mask.shape[0] > 1:
+            parts["attn_mask"] = mask.unflatten(0, (-1, heads))
+        return self.arguments | parts
 
     def result_needed_because(self) -> str | None:
         """Why its output cannot be computed in place of the model; None if it can."""
@@ -114,13 +104,64 @@ class SdpaCall(Carrier):
         return "its tensors are nested" if nested else None
 
     def read(self, name: str) -> AttentionCall:
-        """The call; ``name`` is that of the module."""
-        around = self.multihead
+        """The call; ``name`` is that of the module. Its tensors broadcast as those of SDPA do.
+
+        Raises:
+            ValueError: if nested tensors have an unsupported layout.
+        """
+        arguments, around, real = self.apart, self.multihead, None
         if around is None:
-            return sdpa_call(self.apart, name, cross=is_cross(name))
-        cross = not _same_memory(around["query"], around["key"])
-        real = None if cross else _not_padding(around.get("key_padding_mask"))
-        return sdpa_call(self.apart, name, cross=cross, real=real)
+            cross = is_cross(name)
+        else:
+            cross = not _same_memory(around["query"], around["key"])
+            padding = None if cross else around.get("key_padding_mask")
+            if padding is not None:
+                hidden = padding if padding.dtype == torch.bool else hides(padding)
+                real = torch.logical_not(hidden if hidden.dim() == 2 else hidden.unsqueeze(0))
+        parts = [arguments[part] for part in ("query", "key", "value")]
+        scale, mask = arguments.get("scale"), arguments.get("attn_mask")
+        causal, offset = bool(arguments.get("is_causal", False)), 0
+        fields: dict[str, Any] = {
+            "module": name,
+            "source": "scaled_dot_product_attention",
+            "scale": None if scale is None else float(scale),
+            "dropout_p": float(arguments.get("dropout_p") or 0.0),
+            "cross": cross,
+        }
+        if any(part.is_nested for part in parts):  # padded here, and the padding is hidden
+            if mask is not None:
+                raise ValueError("nested tensors with an attn_mask cannot be read")
+            (query, asks), (key, answers), (value, _) = map(_padded, parts)
+            fields |= {"is_causal": causal, "key_mask": answers, "real": asks}
+            return AttentionCall(query=query, key=key, value=value, **fields)
+        rank = parts[0].dim()
+        if rank == 3:  # (N, L, E) is one head each
+            parts = [part.unsqueeze(1) for part in parts]
+        elif rank == 2:
+            parts = [part[None, None] for part in parts]
+        batch = _broadcast(*(part.shape[:-3] for part in parts))
+        heads: tuple[int, ...] = ()
+        if not arguments.get("enable_gqa", False):
+            heads = _broadcast(*(part.shape[-3:-2] for part in parts))
+        query, key, value = (
+            _fold_batch(_expanded(part, (*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:])))
+            for part in parts
+        )
+        if mask is not None and type(mask) is not Tensor:
+            from torch.nn.attention.bias import CausalBias, CausalVariant  # imports the compiler
+
+            if isinstance(mask, CausalBias):  # no tensor of a mask: its own entries mean nothing
+                causal = True
+                if mask.variant == CausalVariant.LOWER_RIGHT:
+                    offset = mask.seq_len_kv - mask.seq_len_q
+                mask = None
+        if isinstance(mask, Tensor):
+            if rank == 3 and mask.dim() == 3:
+                mask = mask.unsqueeze(1)
+            elif rank > 4 and mask.dim() > 3:
+                mask = _fold_batch(mask.expand(*batch, *mask.shape[-3:]))
+        fields |= {"attn_mask": mask, "is_causal": causal, "query_offset": offset, "real": real}
+        return AttentionCall(query=query, key=key, value=value, **fields)
 
     def compute(self) -> Any:
         """The result of the function, or what was computed instead."""
@@ -142,8 +183,14 @@ class SdpaCall(Carrier):
 
     def output(self, result: Any) -> Tensor:
         """The output (B, Hq, L, Ev) in a result."""
-        folded = self.apart["query"] is not self.arguments["query"]
-        return to_four_dims(result.unflatten(0, (-1, self.heads)) if folded else result)
+        if self.apart["query"] is not self.arguments["query"]:
+            result = result.unflatten(0, (-1, self.heads))
+        if result.is_nested:
+            return _padded(result)[0]
+        output: Tensor = result
+        if result.dim() < 4:
+            output = result[None, None] if result.dim() == 2 else result.unsqueeze(1)
+        return _fold_batch(output)
 
 
 def _same_memory(left: Tensor, right: Tensor) -> bool:
@@ -153,14 +200,6 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
         and left.shape == right.shape
         and left.stride() == right.stride()
     )
-
-
-def _not_padding(mask: Tensor | None) -> Tensor | None:
-    """Boolean (B, L), False where a ``key_padding_mask`` is True or very low."""
-    if mask is None:
-        return None
-    real = torch.logical_not(mask if mask.dtype == torch.bool else hides(mask))
-    return real if real.dim() == 2 else real.unsqueeze(0)
 
 
 class QueryChunks:
@@ -210,66 +249,6 @@ class QueryChunks:
         return name
 
 
-def sdpa_call(
-    arguments: Mapping[str, Any], name: str, *, cross: bool = False, real: Tensor | None = None
-) -> AttentionCall:
-    """Read the arguments of ``F.scaled_dot_product_attention``, broadcasting as it does.
-
-    Args:
-        arguments: the arguments by name.
-        name: name of the module.
-        cross: whether queries and keys come from different sequences.
-        real: boolean (B, L), False on padding queries; None if unknown.
-
-    Raises:
-        ValueError: if nested tensors have an unsupported layout.
-    """
-    parts = [arguments[part] for part in ("query", "key", "value")]
-    scale, mask = arguments.get("scale"), arguments.get("attn_mask")
-    causal, offset = bool(arguments.get("is_causal", False)), 0
-    fields: dict[str, Any] = {
-        "module": name,
-        "source": "scaled_dot_product_attention",
-        "scale": None if scale is None else float(scale),
-        "dropout_p": float(arguments.get("dropout_p") or 0.0),
-        "cross": cross,
-    }
-    if any(part.is_nested for part in parts):  # padded here, and the padding is hidden
-        if mask is not None:
-            raise ValueError("nested tensors with an attn_mask cannot be read")
-        (query, asks), (key, answers), (value, _) = map(_padded, parts)
-        fields |= {"is_causal": causal, "key_mask": answers, "real": asks}
-        return AttentionCall(query=query, key=key, value=value, **fields)
-    rank = parts[0].dim()
-    if rank == 3:  # (N, L, E) is one head each
-        parts = [part.unsqueeze(1) for part in parts]
-    elif rank == 2:
-        parts = [part[None, None] for part in parts]
-    batch = _broadcast(*(part.shape[:-3] for part in parts))
-    heads: tuple[int, ...] = ()
-    if not arguments.get("enable_gqa", False):
-        heads = _broadcast(*(part.shape[-3:-2] for part in parts))
-    query, key, value = (
-        _fold_batch(_expanded(part, (*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:])))
-        for part in parts
-    )
-    if mask is not None and type(mask) is not Tensor:
-        from torch.nn.attention.bias import CausalBias, CausalVariant  # imports the compiler
-
-        if isinstance(mask, CausalBias):  # no tensor of a mask: its own entries mean nothing
-            causal = True
-            if mask.variant == CausalVariant.LOWER_RIGHT:
-                offset = mask.seq_len_kv - mask.seq_len_q
-            mask = None
-    if isinstance(mask, Tensor):
-        if rank == 3 and mask.dim() == 3:
-            mask = mask.unsqueeze(1)
-        elif rank > 4 and mask.dim() > 3:
-            mask = _fold_batch(mask.expand(*batch, *mask.shape[-3:]))
-    fields |= {"attn_mask": mask, "is_causal": causal, "query_offset": offset, "real": real}
-    return AttentionCall(query=query, key=key, value=value, **fields)
-
-
 def _broadcast(*shapes: torch.Size) -> torch.Size:
     """The shape to which all broadcast; PyTorch's function is slow even where all are equal."""
     alike = all(shape == shapes[0] for shape in shapes)
@@ -316,15 +295,6 @@ def restore_shape(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
     shaped: Tensor = output.unflatten(0, batch)
     return shaped
-
-
-def to_four_dims(tensor: Tensor) -> Tensor:
-    """Reshape an output of SDPA to (B, Hq, L, Ev)."""
-    if tensor.is_nested:
-        return _padded(tensor)[0]
-    if tensor.dim() == 2:
-        return tensor[None, None]
-    return tensor.unsqueeze(1) if tensor.dim() == 3 else _fold_batch(tensor)
 
 
 # -- FlexAttention ---------------------------------------------------------------------------------
