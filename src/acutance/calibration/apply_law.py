@@ -28,8 +28,7 @@ from acutance.capture.find_layers import (
     uses_interface,
 )
 from acutance.capture.function_mode import FunctionMode, SoftmaxCall
-from acutance.capture.handwritten.scores import ScoreTracker
-from acutance.capture.handwritten.softmax import FEWEST, Softmax, Softmaxes
+from acutance.capture.handwritten.tracker import FEWEST, Softmax, Tracker
 from acutance.capture.head_axis import could_be_over_keys, fold
 from acutance.capture.intercept import Interception, classes_are_library, eager, forget_compiled
 from acutance.capture.kernel_functions import calls
@@ -685,7 +684,7 @@ class Applied(Interception, AppliedChange):
             else:
                 changed = self._changed_scores(plan, scores, heads, known.narrow)
         result = call.compute(changed)
-        call.mark(result)
+        call.tracker.mark_weights(result)
         if plan is not None and reason:
             call.remember(result, plan.name, reason)
         return result
@@ -731,9 +730,9 @@ class Applied(Interception, AppliedChange):
         """Note a softmax that no product used: it may still be attention."""
         self.skip(softmax.module or "", f"{softmax.unreadable_reason}{_UNUSED}")
 
-    def on_functions_end(self, softmaxes: Softmaxes) -> None:
+    def on_functions_end(self, tracker: Tracker) -> None:
         """Note softmaxes that no product used."""
-        softmaxes.finish()
+        tracker.finish()
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
@@ -748,7 +747,7 @@ class Applied(Interception, AppliedChange):
 
     def new_mode(self) -> FunctionMode:
         """The mode that changes what this thread's functions compute."""
-        return FunctionMode(self, ScoreTracker(), looks=False)
+        return FunctionMode(self, looks=False, scores=True)
 
     def on_enter(
         self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any

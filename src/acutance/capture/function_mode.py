@@ -16,15 +16,14 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from acutance.capture.handwritten.scores import ScoreTracker
-from acutance.capture.handwritten.softmax import (
+from acutance.capture.handwritten.tracker import (
     LOG_OPERATORS,
     LOG_SOFTMAX,
     NOISY,
     OPERATORS,
     SOFTMAX,
     Softmax,
-    Softmaxes,
+    Tracker,
     scores_of,
     version_of,
 )
@@ -66,28 +65,32 @@ class FunctionMode(TorchFunctionMode):
             which return the results; ``on_product(softmax, doubt)`` for a softmax that a matrix
             product uses, ``on_unused(softmax)`` for one that is freed unused,
             ``on_written_out()`` for a product of weights that were computed without a softmax,
-            and ``on_functions_end(softmaxes)``. One that looks also has
+            and ``on_functions_end(tracker)``. One that looks also has
             ``unreadable(module, reason)``.
-        scores: follows products to the softmaxes of their scores; None if nobody asks.
         looks: whether the owner only looks at calls, rather than changes them.
+        scores: whether to follow what scores consist of.
+        factors: whether to keep the products among them.
 
     Attributes:
-        owner, scores, looks: as given.
-        softmaxes: the softmaxes that no matrix product has used yet.
+        owner, looks: as given.
+        tracker: follows tensors from a product to a softmax, and from there to the next product.
     """
 
-    def __init__(self, owner: Any, scores: ScoreTracker | None, *, looks: bool) -> None:
+    def __init__(
+        self, owner: Any, *, looks: bool, scores: bool = False, factors: bool = False
+    ) -> None:
         super().__init__()
-        self.owner, self.scores, self.looks = owner, scores, looks
+        self.owner, self.looks = owner, looks
         self._kinds = _LOOKS if looks else _KINDS
-        self.softmaxes = Softmaxes(owner.on_product, self._on_unused, owner.on_written_out)
+        self.tracker = Tracker(
+            owner.on_product, self._on_unused, owner.on_written_out, scores=scores, factors=factors
+        )
 
     def __exit__(self, *error: Any) -> None:
         """Leave the mode and release what it follows."""
         leave(self)
-        self.owner.on_functions_end(self.softmaxes)
-        if self.scores is not None:
-            self.scores.clear()
+        self.owner.on_functions_end(self.tracker)
+        self.tracker.clear()
 
     def __torch_function__(
         self,
@@ -113,7 +116,7 @@ class FunctionMode(TorchFunctionMode):
         if kind == "softmax":
             return self.owner.on_softmax(SoftmaxCall(self, func, args, arguments))
         if kind in (None, "follow", "exp"):
-            return self._follow(func, args, arguments)
+            return self.tracker.call(func, args, arguments)
         call = kind(func, args, arguments)
         if kind is MultiHeadCall and not call.arguments["need_weights"]:
             with handling_sdpa(functools.partial(self._on_sdpa, call), looks=self.looks):
@@ -125,20 +128,6 @@ class FunctionMode(TorchFunctionMode):
         call.multihead = multihead.arguments if self.looks else None
         return self.owner.on_function_call(call, run)
 
-    def _follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a function, and follow what it computes from products and softmaxes."""
-        remember = self.looks  # anything may become weights without a softmax, or only scores
-        if self.scores is not None:
-            result = self.scores.call(func, args, kwargs)
-            if not remember and isinstance(result, Tensor):
-                known = self.scores.of(result)
-                remember = known is not None and not known.weights
-        else:
-            result = func(*args, **kwargs)
-        if self.softmaxes.pending or self.softmaxes.products or remember:
-            self.softmaxes.follow(func, args, kwargs, result, remember=remember)
-        return result
-
     def _operator(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
@@ -146,7 +135,7 @@ class FunctionMode(TorchFunctionMode):
         if (kernel := operator_call(func, args, kwargs)) is not None:
             return self.owner.on_function_call(kernel, kernel.compute)
         if not self.looks:
-            return self._follow(func, args, kwargs)
+            return self.tracker.call(func, args, kwargs)
         namespace, _, name = str(func).partition(".")
         aten_name = name.partition(".")[0] if namespace == "aten" else ""
         if aten_name == "scaled_dot_product_attention":
@@ -161,10 +150,9 @@ class FunctionMode(TorchFunctionMode):
             if attends and namespace != "acutance":
                 reason = f"{func} is called directly: report what it computes with acutance.tap"
                 self.owner.unreadable(module, reason)
-        result = func(*args, **kwargs)
-        if self.softmaxes.pending or self.softmaxes.products:
-            self.softmaxes.follow(func, args, kwargs, result)
-        return result
+        if self.tracker.known:
+            return self.tracker.call(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _on_unused(self, softmax: Softmax) -> None:
         """Report a four-dimensional softmax that no product used: it may still be attention.
@@ -188,6 +176,7 @@ class SoftmaxCall:
 
     Attributes:
         function: as given.
+        tracker: the mode's.
         scores: its input; None if it cannot be read.
         dim: the normalised dimension; None likewise.
         known: how the scores were computed from products; None if they were not.
@@ -201,7 +190,7 @@ class SoftmaxCall:
         kwargs: Mapping[str, Any],
         log: bool | None = None,
     ) -> None:
-        self._mode, self.function, self._args, self._kwargs = mode, function, args, kwargs
+        self.tracker, self.function, self._args, self._kwargs = mode.tracker, function, args, kwargs
         self._log = function in LOG_SOFTMAX if log is None else log
         self.scores: Tensor | None
         self.dim: int | None
@@ -211,9 +200,7 @@ class SoftmaxCall:
         else:
             self.scores, self.dim = scores_of(args, kwargs)
         self._version = version_of(self.scores)
-        tracker, self.known = mode.scores, None
-        if tracker is not None and self.scores is not None:
-            self.known = tracker.of(self.scores)
+        self.known = None if self.scores is None else mode.tracker.of(self.scores)
 
     def compute(self, changed: Tensor | None = None) -> Tensor:
         """Its result, or that of changed scores."""
@@ -223,11 +210,6 @@ class SoftmaxCall:
             args = (changed, *args[1:])
         result: Tensor = self.function(*args, **kwargs)
         return result
-
-    def mark(self, result: Tensor) -> None:
-        """Have the result followed as weights."""
-        if self._mode.scores is not None:
-            self._mode.scores.mark_weights(result)
 
     def remember(
         self, result: Tensor, module: str, reason: str = "", *, over_keys: bool = True
@@ -247,7 +229,7 @@ class SoftmaxCall:
             if self.function is F.softmin:  # the softmax of what is negated, in its own memory
                 scores = -scores
                 version = version_of(scores)
-            self._mode.softmaxes.add(
+            self.tracker.add(
                 scores,
                 result,
                 module,

@@ -22,8 +22,7 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall, Carrier
 from acutance.capture.find_layers import SCRIPTED, class_name, computes_attention, heads_of
 from acutance.capture.function_mode import FunctionMode, SoftmaxCall
-from acutance.capture.handwritten.scores import ScoreTracker, products_of
-from acutance.capture.handwritten.softmax import NOISY, Softmax, Softmaxes
+from acutance.capture.handwritten.tracker import NOISY, Softmax, Tracker, products_of
 from acutance.capture.head_axis import HeadAxes, could_be_over_keys, fold, heads_at_once
 from acutance.capture.intercept import (
     Interception,
@@ -361,8 +360,9 @@ class Listener(Interception):
     def new_mode(self) -> FunctionMode:
         """The mode that reads this thread's functions."""
         self._head_axes, self._chunks = HeadAxes(), QueryChunks()
-        self._tracker = ScoreTracker(factors=True) if self.products else None
-        return FunctionMode(self, self._tracker, looks=True)
+        mode = FunctionMode(self, looks=True, scores=self.products, factors=self.products)
+        self._tracker = mode.tracker
+        return mode
 
     def on_begin(self, module: torch.nn.Module, name: str) -> None:
         """Begin a pass, and decide whether it is read.
@@ -439,8 +439,8 @@ class Listener(Interception):
                 )
             if over_keys or scores.shape[-1] > 1:  # or one weight each: taps of a kernel, a pooling
                 call.remember(result, module, reason, over_keys=over_keys)
-            if over_keys:
-                call.mark(result)
+            if over_keys and self.products:
+                call.tracker.mark_weights(result)
         return result
 
     def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
@@ -461,7 +461,7 @@ class Listener(Interception):
                     base, module, softmax.base.shape, heads, softmax.product_axes
                 )
             scores = fold(softmax.base, heads, head_axis, softmax.dim)
-            if self._tracker is not None:
+            if self.products:
                 with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
                     products = products_of(self._tracker.of(softmax.base), scores)
                 self.deliver(name, lambda: self.receiver.on_products(*products, name))
@@ -483,8 +483,7 @@ class Listener(Interception):
         assert softmax.module is not None
         self.unreadable(softmax.module, f"{NO_PRODUCT} {tuple(softmax.scores.shape)}")
 
-    def on_functions_end(self, softmaxes: Softmaxes) -> None:
-        """Forget softmaxes that no product used, and list heads that no call told apart."""
-        softmaxes.clear()
+    def on_functions_end(self, _: Tracker) -> None:
+        """List modules whose head dimension is uncertain."""
         for module, reason in self._head_axes.undecided():
             self.unreadable(module, reason)
