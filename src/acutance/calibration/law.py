@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -86,24 +86,15 @@ class Identity:
         layers = attention_layers(model)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_dict"):
-            text = config.get_text_config() if hasattr(config, "get_text_config") else config
-            return cls(
-                name,
-                len(layers),
-                _number(text, _HEADS),
-                _number(text, _WIDTH),
-                _number(text, ("vocab_size",)),
-                _digest(_lasting(config.to_dict())),
-            )
-        plain = [one for one in layers.values() if isinstance(one, torch.nn.MultiheadAttention)]
-        return cls(
-            name,
-            len(layers),
-            plain[0].num_heads if plain else 0,
-            plain[0].embed_dim if plain else 0,
-            0,
-            _digest(_parameters(model)),
+            text, digest = _text_config(model), _digest(_lasting(config.to_dict()))
+            heads, width = _number(text, _HEADS), _number(text, _WIDTH)
+            return cls(name, len(layers), heads, width, _number(text, ("vocab_size",)), digest)
+        kinds = (
+            layer for layer in layers.values() if isinstance(layer, torch.nn.MultiheadAttention)
         )
+        plain = next(kinds, None)
+        heads, width = (0, 0) if plain is None else (plain.num_heads, plain.embed_dim)
+        return cls(name, len(layers), heads, width, 0, _digest(_parameters(model)))
 
     def difference(self, other: Identity) -> str | None:
         """The first property in which two models differ, in words; None if they are the same.
@@ -113,10 +104,10 @@ class Identity:
         """
         if replace(self, architecture="", layers=0) == replace(other, architecture="", layers=0):
             return None
-        for part in fields(self):
-            mine, theirs = getattr(self, part.name), getattr(other, part.name)
+        for name, mine in asdict(self).items():
+            theirs = getattr(other, name)
             if mine != theirs:
-                what = "configuration digest" if part.name == "digest" else part.name
+                what = "configuration digest" if name == "digest" else name
                 return f"{what} {mine!r}, but the model has {theirs!r}"
         return None
 
@@ -131,7 +122,7 @@ class Identity:
         Raises:
             ValueError: if a field is missing, unknown or of the wrong type.
         """
-        kinds = {part.name: (str if part.type == "str" else int) for part in fields(cls)}
+        kinds = {field.name: (str if field.type == "str" else int) for field in fields(cls)}
         if not isinstance(record, dict) or set(record) != set(kinds):
             raise ValueError(f"'model' must have the fields {', '.join(kinds)} and no others")
         for name, kind in kinds.items():
@@ -146,11 +137,14 @@ _KIND = {str: "a string", int: "a non-negative whole number"}
 
 def longest(model: torch.nn.Module) -> int | None:
     """The number of positions in the model's configuration; None if it gives none."""
-    config: Any = getattr(unwrap(model), "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    found = _number(config, _LONGEST)
+    found = _number(_text_config(model), _LONGEST)
     return found if found > 0 else None
+
+
+def _text_config(model: torch.nn.Module) -> Any:
+    """The configuration of a model, of several that for text; None if it has none."""
+    config: Any = getattr(unwrap(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def positions_are_learned(model: torch.nn.Module) -> bool:
@@ -282,40 +276,37 @@ class HeadLaws:
         by_head = dict(self.windows)
         return [by_head.get(head) for head in range(heads)]
 
-    def with_part(self, name: str, head: int | None, part: LawPart) -> HeadLaws:
-        """A copy with another scaling or window, for the whole layer or one head.
+    @classmethod
+    def of(cls, name: str, parts: Iterable[tuple[int | None, LawPart]]) -> HeadLaws:
+        """The laws of one layer; of several scalings or windows of a head the last one counts.
 
         Args:
             name: name of the layer, for error messages.
-            head: index of the head; None for the whole layer.
-            part: a scaling, its name, a window, or a pair (scaling, window).
+            parts: head, None for the whole layer, and a scaling, its name, a window, or a pair
+                (scaling, window).
 
         Raises:
-            TypeError: if it is none of these.
+            TypeError: if a part is none of these.
             ValueError: if the layer would have one scaling (or window) and others for heads.
         """
-        scaling, window = scaling_and_window(part)
-        changes: dict[str, Any] = {}
-        for what, of_layer, of_heads, value in (
-            ("scaling", "whole", "heads", scaling),
-            ("window", "window", "windows", window),
-        ):
-            if value is None:
-                continue
-            several = getattr(self, of_heads)
-            if several if head is None else getattr(self, of_layer) is not None:
+        scalings: dict[Any, AnyScaling] = {}
+        windows: dict[Any, Window] = {}
+        for head, part in parts:
+            scaling, window = scaling_and_window(part)
+            if scaling is not None:
+                scalings[head] = scaling
+            if window is not None:
+                windows[head] = window
+        for what, given in (("scaling", scalings), ("window", windows)):
+            if None in given and len(given) > 1:
                 raise ValueError(f"{name} must have one {what} or one for each head, got both")
-            if head is None:
-                changes[of_layer] = value
-            else:
-                by_head = dict(several) | {head: value}
-                changes[of_heads] = tuple((head, by_head[head]) for head in sorted(by_head))
-        changed = replace(self, **changes)
-        if changed.all_windows and changed.needs_entropy:
+        whole, window = scalings.pop(None, None), windows.pop(None, None)
+        laws = cls(whole, tuple(sorted(scalings.items())), window, tuple(sorted(windows.items())))
+        if laws.all_windows and laws.needs_entropy:
             raise ValueError(
                 f"{name} has a scaling that reads the entropy of rows, which its window changes"
             )
-        return changed
+        return laws
 
     def constant(self) -> HeadLaws:
         """The same with learned scalings replaced by constants at their current values."""
@@ -344,9 +335,6 @@ class HeadLaws:
             raise ValueError(
                 f"layer {name!r:.60} must be a JSON object with 'whole', 'heads' or both"
             )
-        laws = cls()
-        if "whole" in record:
-            laws = laws.with_part(name, None, read_part(name, record["whole"]))
         heads = record.get("heads", {})
         if not isinstance(heads, dict) or ("heads" in record and not heads):
             raise ValueError(
@@ -354,9 +342,9 @@ class HeadLaws:
             )
         if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
             raise ValueError(f"the keys of 'heads' of layer {name!r:.60} must be head indices")
-        for head, part in heads.items():
-            laws = laws.with_part(name, int(head), read_part(f"{name}, {head}", part))
-        return laws
+        parts = [(int(head), read_part(f"{name}, {head}", part)) for head, part in heads.items()]
+        whole = [(None, read_part(name, record["whole"]))] if "whole" in record else []
+        return cls.of(name, [*whole, *parts])
 
 
 def scaling_and_window(part: LawPart) -> tuple[AnyScaling | None, Window | None]:
@@ -399,20 +387,19 @@ def read_part(place: str, record: object) -> LawPart:
         ValueError: if it is no such record.
     """
     if isinstance(record, list):
-        if len(record) != 2:
-            raise ValueError(f"the law of {place!r:.60} must be a JSON object or a list of two")
-        scaling, window = (read_part(place, one) for one in record)
-        if isinstance(window, Window) and isinstance(scaling, Scaling):
-            return scaling, window
-        raise ValueError(f"the law of {place!r:.60} must be a scaling, then a window")
+        return cast(LawPart, tuple(read_part(place, part) for part in record))
     if not isinstance(record, dict):
         raise ValueError(f"the scaling of {place!r:.60} must be a JSON object")
-    is_window = record.get("name") == Window.name
     try:
-        return Window.from_dict(record) if is_window else from_dict(record)
+        return _from_record(record)
     except (TypeError, ValueError) as error:
-        kind = "window" if is_window else "scaling"
+        kind = "window" if record.get("name") == Window.name else "scaling"
         raise ValueError(f"the {kind} of {place!r:.60} is invalid: {error}") from error
+
+
+def _from_record(record: Mapping[str, Any]) -> Scaling | Window:
+    """The scaling or window of a record with a name and parameters."""
+    return Window.from_dict(record) if record.get("name") == Window.name else from_dict(record)
 
 
 def _constant(scaling: AnyScaling) -> Scaling:
@@ -625,7 +612,7 @@ class Law:
             )
         rest = HeadLaws()
         if (everywhere := record["everywhere"]) is not None:
-            rest = rest.with_part("everywhere", None, read_part("everywhere", everywhere))
+            rest = HeadLaws.of("everywhere", [(None, read_part("everywhere", everywhere))])
         assert rest.whole is None or isinstance(rest.whole, Scaling)
         return cls(
             model=Identity.from_dict(record["model"]),
@@ -679,10 +666,10 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict
                 "law must be a scaling or its name, a Window, a pair of both, a Law, or a mapping "
                 f"from layer or (layer, head) to these, got {type(law).__name__}"
             )
-        return HeadLaws().with_part("every layer", None, law), {}
+        return HeadLaws.of("every layer", [(None, law)]), {}
     if not law:
         raise ValueError("law must have at least one layer, got an empty mapping")
-    found: dict[str, HeadLaws] = {}
+    parts: dict[str, list[tuple[int | None, LawPart]]] = {}
     modules = attention_layers(model)
     for place, given in law.items():
         pair = isinstance(place, tuple) and len(place) == 2
@@ -697,8 +684,8 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict
         for name in choose_layers(model, layer, "layer"):
             if head is not None:
                 check_head(name, modules.get(name), head)
-            found[name] = found.get(name, HeadLaws()).with_part(name, head, given)
-    return None, found
+            parts.setdefault(name, []).append((head, given))
+    return None, {name: HeadLaws.of(name, of_layer) for name, of_layer in parts.items()}
 
 
 def check_head(name: str, module: torch.nn.Module | None, head: int) -> None:
@@ -757,11 +744,10 @@ def named_law(text: str) -> AnyLaw:
     laws = list(map(_from_parameters, JOINED.split(text)))
     if len(laws) == 1:
         return laws[0]
-    scalings = [law for law in laws if isinstance(law, Scaling)]
-    windows = [law for law in laws if isinstance(law, Window)]
-    if len(scalings) != 1 or len(windows) != 1:
+    scaling, window = sorted(laws[:2], key=lambda law: isinstance(law, Window))
+    if len(laws) > 2 or not isinstance(scaling, Scaling) or not isinstance(window, Window):
         raise ValueError(f"law: a plus sign joins one scaling and one window, got {text!r}")
-    return scalings[0], windows[0]
+    return scaling, window
 
 
 def _from_parameters(text: str) -> Scaling | Window:
@@ -784,7 +770,7 @@ def _from_parameters(text: str) -> Scaling | Window:
         raise ValueError(f"law: {name} needs {_NEEDS[name]}")
     record = {"name": name} | read_parameters(rest, _WORDS if is_window else ())
     try:
-        return Window.from_dict(record) if is_window else from_dict(record)
+        return _from_record(record)
     except (TypeError, ValueError) as error:
         said = str(error) if str(error).startswith(name) else f"{name}: {error}"
         more = "" if rest else f". Write {name}:name=value,..."

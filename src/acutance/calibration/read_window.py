@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.attend import attention, row_statistics
+from acutance.attend import attention
 from acutance.calibration.law import HeadLaws
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.functions import restore_shape
@@ -25,6 +25,8 @@ from acutance.masks import hidden_scores, hides
 from acutance.probing.read_call import MOVED
 from acutance.rowstats import RowState, RowStatistics, merge
 from acutance.scaling import Window
+
+FIELDS = fields(AttentionCall)
 
 
 @dataclass(frozen=True)
@@ -67,70 +69,45 @@ class VisibleKeys:
         """
         with torch.no_grad(), torch._C.DisableTorchFunction():
             queries, keys = call.query.shape[2], call.key.shape[2]
-            offset = call.query_offset if call.is_causal else keys - queries
-            place = torch.arange(queries, device=call.query.device)[None, None]
-            seen = _seen(call)
+            row = torch.arange(queries, device=call.query.device)[None, None]
+            seen, padded = _seen(call), False
             if seen is None:
-                index = place + offset
-                if call.is_causal:
-                    count = (index + 1).clamp(min=0, max=keys)
-                else:
-                    count = torch.full_like(index, keys)
+                offset = call.query_offset if call.is_causal else keys - queries
+                index, first = row + offset, 0 * row
+                count = (index + 1).clamp(min=0, max=keys)
+                count = count if call.is_causal else torch.full_like(index, keys)
                 causal = call.is_causal or queries == 1
-                return cls(
-                    index, 0 * index, count, None, offset, causal, False, *_extremes(count), keys
-                )
-            count = seen.sum(-1)
-            some = count > 0
-            first = seen.to(torch.uint8).argmax(-1)
-            last = keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-            index = place.expand_as(last) if queries == keys else last
-            causal = bool((torch.logical_not(some) | (last <= index)).all())
-            begins = torch.where(some, first, keys).amin((1, 2), keepdim=True)
-            row = place + int((last - place)[some].max() if bool(some.any()) else 0)
-            plain = (last == row) & (first == begins) & (count == last - first + 1)
-            hidden = torch.logical_not(some) & (row < begins)
-            offset = int(row[0, 0, 0]) if queries else 0
-            if causal and adds_nothing(call) and bool((plain | hidden).all()):
-                seen = None
-                index, first = row.expand_as(first), begins.expand_as(first)
-            padded = bool((begins > 0).any())
-            return cls(index, first, count, seen, offset, causal, padded, *_extremes(count), keys)
+            else:
+                count, first = seen.sum(-1), seen.to(torch.uint8).argmax(-1)
+                last = keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+                some = count > 0
+                index = row.expand_as(last) if queries == keys else last
+                causal = bool((torch.logical_not(some) | (last <= index)).all())
+                begins = torch.where(some, first, keys).amin((1, 2), keepdim=True)
+                row = row + int((last - row)[some].max() if bool(some.any()) else 0)
+                plain = (last == row) & (first == begins) & (count == last - first + 1)
+                hidden = torch.logical_not(some) & (row < begins)
+                offset, padded = int(row[0, 0, 0]) if queries else 0, bool((begins > 0).any())
+                if causal and adds_nothing(call) and bool((plain | hidden).all()):
+                    seen = None
+                    index, first = row.expand_as(first), begins.expand_as(first)
+            positive = count[count > 0]
+            most, least = (int(positive.max()), int(positive.min())) if positive.numel() else (0, 0)
+            return cls(index, first, count, seen, offset, causal, padded, most, least, keys)
 
-    def of_heads(self, heads: list[int]) -> VisibleKeys:
-        """The same for the heads with these indices."""
-
-        def of(tensor: Tensor) -> Tensor:
-            return tensor[:, heads] if tensor.shape[1] > 1 else tensor
-
-        return replace(
-            self,
-            index=of(self.index),
-            first=of(self.first),
-            count=of(self.count),
-            seen=None if self.seen is None else of(self.seen),
-        )
+    def cut(self, heads: list[int], start: int = 0) -> VisibleKeys:
+        """The same for some heads, and for the rows from ``start`` on if position hides keys."""
+        by_row = {name: getattr(self, name) for name in ("index", "first", "count", "seen")}
+        for name, tensor in by_row.items():
+            if tensor is not None:
+                of_heads = tensor[:, heads] if tensor.shape[1] > 1 else tensor
+                by_row[name] = of_heads[:, :, start:]
+        return replace(self, **by_row, offset=self.offset + start)
 
     def leading(self, most: int) -> int:
         """Number of rows, from row 0 on, before the first that sees more than ``most`` keys."""
         few = (self.count <= most).flatten(0, 1).all(0)
         return int(few.to(torch.int64).cumprod(0).sum())
-
-    def from_row(self, start: int) -> VisibleKeys:
-        """The same for the rows from ``start`` on, where position alone hides keys."""
-        return replace(
-            self,
-            index=self.index[:, :, start:],
-            first=self.first[:, :, start:],
-            count=self.count[:, :, start:],
-            offset=self.offset + start,
-        )
-
-
-def _extremes(count: Tensor) -> tuple[int, int]:
-    """The largest and the smallest positive count; (0, 0) if no count is positive."""
-    positive = count[count > 0]
-    return (int(positive.max()), int(positive.min())) if positive.numel() else (0, 0)
 
 
 def _seen(call: AttentionCall) -> Tensor | None:
@@ -217,12 +194,15 @@ class WindowedCall(AttentionCall):
         windows: Sequence[Window | None],
         rotary: Rotary | None = None,
         keys: VisibleKeys | None = None,
-        **changed: Any,
     ) -> WindowedCall:
-        """A call with windows; ``keys`` of None are computed, ``changed`` are other fields."""
-        given = {field.name: getattr(call, field.name) for field in fields(AttentionCall)}
+        """A call with windows; ``keys`` of None are computed."""
         keys = VisibleKeys.of(call) if keys is None else keys
-        return cls(**given | changed, windows=tuple(windows), rotary=rotary, keys=keys)
+        return cls(**vars(call) | {"windows": tuple(windows), "rotary": rotary, "keys": keys})
+
+    @property
+    def plain(self) -> AttentionCall:
+        """The call without windows."""
+        return AttentionCall(**{field.name: getattr(self, field.name) for field in FIELDS})
 
     @property
     def is_changed(self) -> bool:
@@ -243,22 +223,16 @@ class WindowedCall(AttentionCall):
         parts = self._parts()
         if not parts:
             return unchanged()
-        whole = unchanged() if self._needs_whole(parts) else None
-        for part in parts:
-            output = part.output()
-            if whole is not None and part.window.beyond:
-                before = whole if len(part.heads) == len(self.windows) else whole[:, part.heads]
-                output = torch.where(part.left, before[:, :, part.start :], output)
-                output = (
-                    torch.cat([before[:, :, : part.start], output], 2) if part.start else output
-                )
-            if len(part.heads) == len(self.windows):
-                return output
-            if whole is None:  # every head has a window, and no row is left as it is
-                whole = output.new_zeros(len(output), len(self.windows), *output.shape[2:])
-            index = torch.tensor(part.heads, device=output.device)
-            whole = whole.index_copy(1, index, output.to(whole.dtype))
-        assert whole is not None
+        outputs = [part.output() for part in parts]
+        if self._needs_whole(parts):
+            whole = unchanged()
+        elif len(parts) == 1:
+            return outputs[0]
+        else:  # every head has a window, and no row is left as it is
+            shape = len(self.query), len(self.windows), *outputs[0].shape[2:]
+            whole = outputs[0].new_zeros(shape)
+        for part, output in zip(parts, outputs, strict=True):
+            whole = part.put(whole, output)
         return whole
 
     def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
@@ -280,7 +254,7 @@ class WindowedCall(AttentionCall):
         for part in parts:
             changed = part.state(noise, gaps)
             if state is not None:
-                changed = RowState(*(part.into(*pair) for pair in zip(state, changed, strict=True)))
+                changed = RowState(*map(part.put, state, changed))
             state = changed
         assert state is not None
         return RowStatistics(state)
@@ -325,16 +299,12 @@ class WindowedCall(AttentionCall):
             _check_moved(self, self._seen)
         parts = []
         for window, some in heads.items():
-            call, seen, start = (
-                _of_heads(self, some, len(self.windows)),
-                self._seen.of_heads(some),
-                0,
-            )
-            if not whole and seen.seen is None and seen.least <= window.beyond:
-                start = seen.leading(window.beyond)
-                seen = seen.from_row(start)
-                call = replace(call, query=call.query[:, :, start:])
-            parts.append(_Part(call, seen, window, self.rotary, some, start))
+            start = 0
+            if not whole and self._seen.seen is None and self._seen.least <= window.beyond:
+                start = self._seen.cut(some).leading(window.beyond)
+            call = _of_heads(self.plain, some, len(self.windows))
+            call = replace(call, query=call.query[:, :, start:])
+            parts.append(_Part(call, self._seen.cut(some, start), window, self.rotary, some, start))
         return parts
 
     def _needs_whole(self, parts: Sequence[_Part]) -> bool:
@@ -397,148 +367,135 @@ class _Part:
     heads: list[int]
     start: int
 
-    @property
-    def left(self) -> Tensor:
-        """Rows that the window does not apply to, for few keys, boolean (B or 1, h or 1, L, 1)."""
-        return (self.keys.count <= self.window.beyond)[..., None]
-
     def output(self) -> Tensor:
         """Their output, (B, h, L, Ev)."""
         outputs = []
-        for arguments in self._sets():
+        for call in self._calls():
             output, statistics = attention(
-                **arguments, dropout_p=self.call.dropout_p, return_stats=True
-            )
+                call.query, call.key, call.value, dropout_p=call.dropout_p, return_stats=True,
+                **call.options,
+            )  # fmt: skip
             outputs.append((output, statistics.lse))
         return _merged(outputs).to(outputs[0][0].dtype)
 
     def state(self, noise: bool, gaps: bool) -> RowState:
         """Row state of these heads over the keys that they read, (B, h, L)."""
-        states: list[RowState] = []
-        for arguments in self._sets():
-            if not noise:
-                arguments["value"] = None
-            states.append(row_statistics(**arguments, noise=noise, gaps=gaps).state)
+        states = [call.statistics(noise, gaps).state for call in self._calls()]
         return functools.reduce(merge, states)
 
-    def into(self, whole: Tensor, changed: Tensor) -> Tensor:
-        """A field of the whole call's state, (B, H, L, ...), with this part's ``changed`` rows."""
+    def put(self, whole: Tensor, changed: Tensor) -> Tensor:
+        """A tensor (B, H, L, ...) of the whole call with the rows that the window changes."""
         if whole.dim() < 3:
             return whole
-        before = whole[:, self.heads]
-        left = self.left if whole.dim() > 3 else self.left[..., 0]
-        changed = torch.where(left, before, changed)
+        before = whole if len(self.heads) == whole.shape[1] else whole[:, self.heads]
+        if self.window.beyond:
+            left = self.keys.count <= self.window.beyond  # (B or 1, h or 1, L)
+            left = left.reshape(*left.shape, *[1] * (whole.dim() - 3))
+            changed = torch.where(left, before[:, :, self.start :], changed)
+        if self.start:
+            changed = torch.cat([before[:, :, : self.start], changed], 2)
+        if before is whole:
+            return changed
         index = torch.tensor(self.heads, device=whole.device)
-        return whole.index_copy(1, index, changed)
+        return whole.index_copy(1, index, changed.to(whole.dtype))
 
-    def _sets(self) -> list[dict[str, Any]]:
-        """Arguments of :func:`acutance.attention` for each set of keys: window, sinks, far keys."""
+    def _calls(self) -> list[AttentionCall]:
+        """One call for each set of keys that rows read: window, sinks, far keys."""
         window, keys = self.window, self.keys
         if keys.seen is not None and not window.moves:
-            return [self._set(self._masked(seen_through([window], keys)))]
-        sets = [self._near()]
+            return [self._masked(seen_through([window], keys))]
+        calls = [self._near()]
         if window.sinks:
-            sets.append(self._sinks())
+            calls.append(self._sinks())
         if window.far != "drop" and keys.most > window.size:
-            sets.append(self._far())
-        return sets
+            calls.append(self._far())
+        return calls
 
-    def _set(self, options: dict[str, Any], **moved: Any) -> dict[str, Any]:
-        """Arguments with these masks, and with ``moved`` in place of the call's."""
-        call = self.call
-        own = {name: getattr(call, name) for name in ("query", "key", "value", "sinks")}
-        given: dict[str, Any] = own | moved
-        grouped = given["query"].shape[1] != given["key"].shape[1]
-        shared = {"scale": call.scale, "enable_gqa": grouped, "softcap": call.softcap}
-        return given | shared | options
+    def _without_masks(self, **changed: Any) -> AttentionCall:
+        """The call without its masks, and with other fields."""
+        none = {"attn_mask": None, "bias": None, "key_mask": None, "cu_seqlens": None}
+        return replace(self.call, **none | {"is_causal": False, "query_offset": 0} | changed)
 
-    def _masked(self, read: Tensor) -> dict[str, Any]:
-        """Arguments that leave only the keys visible where the boolean ``read`` is True."""
-        return {"attn_mask": _hiding(read, self.call.attn_mask), "bias": self.call.bias}
+    def _masked(self, read: Tensor, **changed: Any) -> AttentionCall:
+        """The call with only the keys visible where the boolean ``read`` is True."""
+        mask = _hiding(read, self.call.attn_mask)
+        return self._without_masks(attn_mask=mask, bias=self.call.bias, **changed)
 
-    def _by_position(self, hidden: Tensor | None, total: int) -> dict[str, Any]:
-        """Masks by position of ``total`` keys; a tensor ``hidden`` also hides keys before it."""
-        options: dict[str, Any] = {"is_causal": self.keys.causal, "query_offset": self.keys.offset}
+    def _by_position(self, hidden: Tensor | None, total: int, **changed: Any) -> AttentionCall:
+        """The call with masks by position of ``total`` keys; ``hidden`` also hides those before."""
         if hidden is not None:
             column = torch.arange(total, device=hidden.device)
-            options["key_mask"] = (column >= hidden[:, 0]).expand(len(self.call.query), -1)
-        return options
+            changed["key_mask"] = (column >= hidden[:, 0]).expand(len(self.call.query), -1)
+        offset = {"is_causal": self.keys.causal, "query_offset": self.keys.offset}
+        return self._without_masks(**offset | changed)
 
     def _start(self) -> Tensor:
         """Index of the first key that any row of a sequence sees, (B or 1, 1, 1)."""
         return self.keys.first.amin((1, 2), keepdim=True)
 
-    def _near(self) -> dict[str, Any]:
-        """Arguments for the keys in the window; the model's learned sinks are counted here."""
+    def _near(self) -> AttentionCall:
+        """The call of the keys in the window; the model's learned sinks are counted here."""
         if self.keys.seen is not None:
-            window = replace(self.window, sinks=0, beyond=0)
-            return self._set(self._masked(seen_through([window], self.keys)))
+            return self._masked(seen_through([replace(self.window, sinks=0, beyond=0)], self.keys))
         hidden = self._start() if self.keys.padded else None
-        options = self._by_position(hidden, self.keys.total)
-        return self._set(options | {"window": self.window.size})
+        return self._by_position(hidden, self.keys.total, window=self.window.size)
 
-    def _sinks(self) -> dict[str, Any]:
-        """Arguments for the first keys of each row that lie outside its window."""
-        window, keys, call = self.window, self.keys, self.call
-        query = call.query
+    def _sinks(self) -> AttentionCall:
+        """The call of the first keys of each row that lie outside its window."""
+        window, keys, query = self.window, self.keys, self.call.query
         if window.moves:
-            place = keys.index - keys.first
-            query = self._moved(query, window.sink_query(place) - place)
+            position = keys.index - keys.first
+            query = self._moved(query, window.sink_query(position) - position)
         before, after = (keys.index - window.size)[..., None], (keys.index + window.size)[..., None]
         if keys.seen is not None:
             column = torch.arange(keys.total, device=query.device)
             read = keys.seen & (column < keys.first[..., None] + window.sinks) & (column <= before)
-            return self._set(self._masked(read), query=query, sinks=None)
+            return self._masked(read, query=query, sinks=None)
+        key, value = self.call.key, self.call.value
         if not keys.padded:
             column = torch.arange(min(window.sinks, keys.total), device=query.device)
-            key, value = (part[:, :, : len(column)] for part in (call.key, call.value))
+            key, value = key[:, :, : len(column)], value[:, :, : len(column)]
             read = column <= before
             if not keys.causal:
                 read = read | (column >= after)
         else:
-            start = self._start()
-            column = start + torch.arange(window.sinks, device=query.device)
+            column = self._start() + torch.arange(window.sinks, device=query.device)
             read = (column[:, :, None] <= before) & (column[:, :, None] < keys.total)
             index = column.clamp(max=keys.total - 1).expand(len(query), -1, -1)[..., None]
             key, value = (
-                part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3]))
-                for part in (call.key, call.value)
+                tensor.gather(2, index.expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+                for tensor in (key, value)
             )
-        return self._set({"attn_mask": read}, query=query, key=key, value=value, sinks=None)
+        return self._without_masks(attn_mask=read, query=query, key=key, value=value, sinks=None)
 
-    def _far(self) -> dict[str, Any]:
-        """Arguments for all other keys, at the positions that the window gives them."""
+    def _far(self) -> AttentionCall:
+        """The call of all other keys, at the positions that the window gives them."""
         window, keys, call = self.window, self.keys, self.call
-        own = torch.arange(keys.total, device=call.query.device)[None, None]
-        start = torch.where(keys.count > 0, keys.first, keys.total).amin((1, 2), keepdim=True)
-        place = keys.index - keys.first
-        if bool(((keys.first == start) | (keys.count == 0)).all()):
-            own = own - start
+        column = torch.arange(keys.total, device=call.query.device)
+        begins = torch.where(keys.count > 0, keys.first, keys.total).amin((1, 2), keepdim=True)
+        if bool(((keys.first == begins) | (keys.count == 0)).all()):
+            key_position = column - begins
         elif keys.index.shape[2] == keys.total:
-            own = own - keys.first  # documents in one sequence: each begins at 0
+            key_position = column - keys.first  # documents in one sequence: each begins at 0
         else:
             raise ValueError(
                 "its rows begin at different keys, so that the positions of its cached keys are "
                 "not known"
             )
-        to_query, to_key = window.far_positions(place, own)
-        query, key = self._moved(call.query, to_query - place), self._moved(call.key, to_key - own)
+        position = keys.index - keys.first
+        to_query, to_key = window.far_positions(position, key_position)
+        query = self._moved(call.query, to_query - position)
+        key, value = self._moved(call.key, to_key - key_position), call.value
         if keys.seen is not None:
-            column = torch.arange(keys.total, device=query.device)
             index, first = keys.index[..., None], keys.first[..., None]
             read = keys.seen & (column <= index - window.size) & (column >= first + window.sinks)
-            return self._set(self._masked(read), query=query, key=key, sinks=None)
+            return self._masked(read, query=query, key=key, sinks=None)
         most = max(1, keys.total - window.size)
         hidden = self._start() + window.sinks if keys.padded or window.sinks else None
-        options = self._by_position(hidden, most)
-        options["query_offset"] -= window.size
-        return self._set(
-            options,
-            query=query,
-            key=key[:, :, :most],
-            value=call.value[:, :, :most],
-            sinks=None,
-        )
+        return self._by_position(
+            hidden, most, query_offset=keys.offset - window.size,
+            query=query, key=key[:, :, :most], value=value[:, :, :most], sinks=None,
+        )  # fmt: skip
 
     def _moved(self, x: Tensor, by: Tensor) -> Tensor:
         """Queries or keys with their positions increased by ``by``, through their rotary angles."""
@@ -623,13 +580,12 @@ class Replacement:
         It is the plain call if no row is affected by a window. ``name`` is the module's name.
         """
         call = replace(self.call, module=name)
-        shared = {field.name: getattr(call, field.name) for field in fields(AttentionCall)}
         if not call.is_changed:
-            return AttentionCall(**shared)
+            return call.plain
         if any(window is not None and window.moves for window in call.windows):
             return replace(call, moved=True)
         assert call.keys is not None
-        return _masked(AttentionCall(**shared), call.windows, call.keys)
+        return _masked(call.plain, call.windows, call.keys)
 
 
 def _hiding(read: Tensor, mask: Tensor | None) -> Tensor:

@@ -115,7 +115,7 @@ class AttentionCall:
         """
         value = self.value if noise else None
         stats: RowStatistics
-        stats = row_statistics(self.query, self.key, value, noise=noise, gaps=gaps, **self._options)
+        stats = row_statistics(self.query, self.key, value, noise=noise, gaps=gaps, **self.options)
         return stats
 
     def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
@@ -127,7 +127,7 @@ class AttentionCall:
             return_stats=True,
             noise=noise,
             gaps=gaps,
-            **self._options,
+            **self.options,
         )
 
     def weight_on(self, groups: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class AttentionCall:
         dtype = accumulate_dtype(query.dtype)
         value = groups.to(dtype).unsqueeze(1).expand(len(key), key.shape[1], -1, -1)
         with torch.autocast(query.device.type, enabled=False):
-            weights: Tensor = attention(query.to(dtype), key.to(dtype), value, **self._options)
+            weights: Tensor = attention(query.to(dtype), key.to(dtype), value, **self.options)
         return weights
 
     def uniform_weight_on(self, groups: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class AttentionCall:
         return weights
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Keyword arguments of :func:`acutance.attention` for this call."""
         return self._masks | {
             "scale": self.scale,
