@@ -13,7 +13,7 @@ from torch import Tensor
 
 import acutance
 from acutance.capture import attention_call as calls
-from acutance.capture.layer_choice import HeadChoice, LayerChoice
+from acutance.capture.find_layers import HeadChoice, LayerChoice
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.tokens import draw
 from acutance.summary.state import from_parts

@@ -26,8 +26,7 @@ from acutance.caching.head_plan import (
     check_model,
 )
 from acutance.calibration.law import Identity, names_in
-from acutance.capture.find_layers import class_name
-from acutance.capture.layer_choice import choose_layers
+from acutance.capture.find_layers import choose_layers, class_name
 from acutance.escapes import ranges
 from acutance.files import as_json, check_regular, write_text
 from acutance.from_json import checked, read_json, sealed_json

@@ -16,13 +16,13 @@ import torch
 
 from acutance.capture.find_layers import (
     attention_layers,
+    choose_layers,
     class_name,
     heads_of,
     module_name,
     named_modules,
     unwrap,
 )
-from acutance.capture.layer_choice import choose_layers
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
 from acutance.scaling import SCALINGS, AnyScaling, Scaling, Window, from_dict, get

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, Carrier
-from acutance.capture.find_layers import SCRIPTED, class_name, computes_attention, heads_of
+from acutance.capture.find_layers import (
+    SCRIPTED,
+    Chosen,
+    LayerChoice,
+    class_name,
+    computes_attention,
+    heads_of,
+)
 from acutance.capture.function_mode import FunctionMode, SoftmaxCall
 from acutance.capture.handwritten.tracker import NOISY, Softmax, Tracker, products_of
 from acutance.capture.head_axis import HeadAxes, could_be_over_keys, fold, heads_at_once
@@ -33,7 +40,6 @@ from acutance.capture.intercept import (
     unwatched,
 )
 from acutance.capture.kernel_functions import calls
-from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.padding import RowReader
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.functions import QueryChunks, SdpaCall

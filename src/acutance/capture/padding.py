@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,21 +18,17 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import CACHE_ARGUMENTS, is_cross
+from acutance.capture.find_layers import CACHE_ARGUMENTS, block_of, is_cross
 from acutance.masks import hidden_scores, hides
 
 #: In the place of a mask's name: the model was called without one.
 NO_MASK = "no mask"
-_FROM_USER = "the given attention_mask"  # what a user's own mask is called in a summary
 #: Names of masks over tokens, the one to believe first. True, or 1, is a real token in those of the
 #: first group, and padding in those of the second.
 _REAL = ("attention_mask", "input_mask", "token_mask", "mask")
 _PADDED = (
-    "src_key_padding_mask",
-    "tgt_key_padding_mask",
-    "key_padding_mask",
-    "padding_mask",
-    "pad_mask",
+    *("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask"),
+    *("padding_mask", "pad_mask"),
 )
 #: A module that takes one of these begins a sequence of its own: no mask around it is about that.
 _INPUTS = {"input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values"}
@@ -124,10 +120,8 @@ def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
     order: tuple[str, ...] = (*_REAL, *_PADDED)
     if not _KEYS.isdisjoint(names):
         order = ()
-    elif (getattr(forward, "__module__", None) or "").startswith(
-        "torch.nn."
-    ):  # where ``mask`` is about pairs of tokens
-        order = _PADDED
+    elif (getattr(forward, "__module__", None) or "").startswith("torch.nn."):
+        order = _PADDED  # ``mask`` is about pairs of tokens there
     masks = tuple(name for name in order if name in names)
     return names, masks, _STATES not in names and not _INPUTS.isdisjoint(names)
 
@@ -149,16 +143,11 @@ def _token_mask(mask: Tensor, *, padded: bool) -> Tensor | None:
         return torch.logical_not(real) if padded else real
 
 
-def _cached_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Number of tokens in the cache that a module was called with; None without a cache."""
-    cache = next(
-        (arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None
-    )
-    if cache is None:
-        return None
+def _cached_tokens(cache: Any) -> int | None:
+    """Number of tokens in a cache; None if there is none, or it does not say."""
     try:
         return int(cache.get_seq_length())
-    except Exception:  # a cache of another kind: not known
+    except Exception:  # a cache of another kind
         return None
 
 
@@ -190,7 +179,7 @@ def checked_mask(mask: Any) -> PaddingMask | None:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(f"attention_mask must be 1 on real tokens and 0 on padding, got {mask}")
     real = mask.detach() != 0
-    return PaddingMask(real, _FROM_USER)
+    return PaddingMask(real, "the given attention_mask")
 
 
 def checked_rows(rows: Any) -> Tensor | None:
@@ -227,22 +216,15 @@ def real_rows_from_key_masks(call: AttentionCall) -> RealRows | None:
     sequences; keys that it hides in all sequences alike may be real tokens.
     """
     batch, _, queries, _ = call.query.shape
-    keys = call.key.shape[2]
+    keys, mask = call.key.shape[2], call.attn_mask
     if call.cross or queries + call.query_offset != keys:
         return None
     real, source = call.key_mask, "key_mask"
-    mask = call.attn_mask
-    whole = mask is not None and mask.dim() == 4 and queries == keys == mask.shape[3]
-    if (
-        real is None
-        and mask is not None
-        and whole
-        and mask.shape[0] == batch > 1
-        and _same_for_all_rows(mask)
-    ):
+    square = mask is not None and mask.dim() == 4 and queries == keys == mask.shape[3]
+    if real is None and mask is not None and square and mask.shape[0] == batch > 1:
         first = mask[:, 0, 0]
         seen = first if mask.dtype == torch.bool else torch.logical_not(hides(first))
-        if bool((seen != seen[:1]).any()):
+        if _same_for_all_rows(mask) and bool((seen != seen[:1]).any()):
             real, source = seen, "attn_mask"
     if real is None:
         return None
@@ -258,17 +240,6 @@ def _same_for_all_rows(mask: Tensor) -> bool:
     steps = zip(mask.shape[1:3], mask.stride()[1:3], strict=True)
     expanded = all(size == 1 or step == 0 for size, step in steps)
     return expanded or bool((mask == mask[:, :1, :1]).all())
-
-
-def real_rows_from_counts(n: Tensor, seen: Tensor) -> RealRows | None:
-    """Real rows of self-attention with known scores; None if undetermined.
-
-    Args:
-        n: (B, H, L), keys that each row sees.
-        seen: boolean (B, S), keys that any row sees.
-    """
-    alike = bool((n == seen.sum(-1)[:, None, None]).all()) and bool((seen != seen[:1]).any())
-    return RealRows(seen, "masks") if alike else None
 
 
 def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
@@ -404,7 +375,8 @@ class RowReader:
             real = _token_mask(mask, padded=name in _PADDED)
             if real is not None:
                 known = None if bool(real.all()) else real
-                past = _cached_tokens(arguments)
+                caches = [arguments[x] for x in CACHE_ARGUMENTS if arguments.get(x) is not None]
+                past = _cached_tokens(caches[0]) if caches else None
                 masks.append((id(module), PaddingMask(known, name, past, mask.dim() > 2)))
                 return
         if is_unmasked:
@@ -424,12 +396,11 @@ class RowReader:
             ValueError: if the user's selection of rows has another shape.
         """
         real = self.real(call)
-        seen = None
-        if not (real.source or call.cross) and call.query.shape[2] == call.key.shape[2]:
-            seen = call.seen_keys()
         if self._all and call.packed and real.rows is not None:  # no rows of the model's tensors
             return CountedRows(real.rows, int((~real.rows).sum()), 0, real.source)
-        return self._counted(real, seen, call.query)
+        square = call.query.shape[2] == call.key.shape[2]
+        known = real.source or call.cross or not square
+        return self._counted(real, None if known else call.seen_keys(), call.query)
 
     def rows_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> CountedRows:
         """Which rows of a score matrix count.
@@ -444,8 +415,8 @@ class RowReader:
             ValueError: if the user's selection of rows has another shape.
         """
         real = self.real_of_scores(scores, module, n, seen)
-        padding_known = real.source or is_cross(module) or scores.shape[2] != scores.shape[3]
-        return self._counted(real, None if padding_known else seen, scores)
+        known = real.source or is_cross(module) or scores.shape[2] != scores.shape[3]
+        return self._counted(real, None if known else seen, scores)
 
     def real(self, call: AttentionCall) -> RealRows:
         """Which rows of a call are not padding.
@@ -456,13 +427,17 @@ class RowReader:
         those of the self-attention that ran before it in the same numbered block.
         """
         if call.packed:
-            return self._recorded(call.module, call.cross, self._rows_of_packed(call), call.query)
+            real = RealRows(call.real, "cu_seqlens")
+            mask = None if self.mask is None else self.mask.real
+            if call.real is None and mask is not None and mask.shape == (1, call.query.shape[2]):
+                real = RealRows(mask.to(call.query.device), "attention_mask")  # over these tokens
+            return self._recorded(call.module, call.cross, real, call.query)
         given = None if call.real is None else RealRows(call.real, "key_padding_mask")
         keys, sees = call.key.shape[2], functools.partial(call_sees_padding, call)
-        real = self._from_masks_over_tokens(call.query, keys, call.cross, given, sees)
-        if real is None or real.source == NO_MASK:
-            real = real_rows_from_key_masks(call) or real
-        return self._recorded(call.module, call.cross, real, call.query)
+        known = self._from_masks_over_tokens(call.query, keys, call.cross, given, sees)
+        if known is None or known.source == NO_MASK:
+            known = real_rows_from_key_masks(call) or known
+        return self._recorded(call.module, call.cross, known, call.query)
 
     def real_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> RealRows:
         """Which rows of a score matrix are not padding; arguments as for :meth:`rows_of_scores`."""
@@ -470,7 +445,9 @@ class RowReader:
         cross, sees = is_cross(module), functools.partial(scores_see_padding, scores)
         real = self._from_masks_over_tokens(scores, keys, cross, None, sees)
         if (real is None or real.source == NO_MASK) and queries == keys and not cross:
-            real = real_rows_from_counts(n, seen) or real
+            same_for_all_rows = bool((n == seen.sum(-1)[:, None, None]).all())
+            if same_for_all_rows and bool((seen != seen[:1]).any()):
+                real = RealRows(seen, "masks")
         return self._recorded(module, cross, real, scores)
 
     def _counted(self, real: RealRows, seen: Tensor | None, query: Tensor) -> CountedRows:
@@ -501,15 +478,6 @@ class RowReader:
         rows = requested if rows is None else rows & requested
         excluded = batch * queries - padded - int(rows.sum())
         return CountedRows(rows, padded, excluded, real.source, unseen)
-
-    def _rows_of_packed(self, call: AttentionCall) -> RealRows:
-        """Real rows of packed sequences: by the user's mask only if it is over the same tokens."""
-        if call.real is not None:
-            return RealRows(call.real, "cu_seqlens")
-        mask = None if self.mask is None else self.mask.real
-        if mask is not None and mask.shape == (1, call.query.shape[2]):
-            return RealRows(mask.to(call.query.device), "attention_mask")
-        return RealRows(None, "cu_seqlens")
 
     def _from_masks_over_tokens(
         self,
@@ -565,15 +533,7 @@ class RowReader:
         elif real is None and thread.rows is not None:
             previous_module, before = thread.rows
             fits = before.rows is not None and before.rows.shape == (len(query), query.shape[2])
-            real = before if fits and _same_block(previous_module, module) else None
+            block = block_of(module)
+            same_block = block[1] is not None and block_of(previous_module) == block
+            real = before if fits and same_block else None
         return real or unknown
-
-
-def _same_block(left: str, right: str) -> bool:
-    """Whether two modules belong to the same numbered block, such as ``decoder.layers.3``."""
-    for mine, theirs in zip(left.split("."), right.split("."), strict=False):
-        if mine != theirs:
-            return False
-        if mine.isdigit():
-            return True
-    return False

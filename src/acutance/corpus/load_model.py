@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acutance.capture.find_layers import max_heads
-from acutance.capture.layer_choice import HeadChoice
+from acutance.capture.find_layers import HeadChoice, max_heads
 from acutance.corpus.gguf_file import (
     GgufError,
     GgufFile,

@@ -24,8 +24,7 @@ from acutance.calibration import apply_law
 from acutance.calibration.apply_law import Applied, AppliedChange, ApplyError
 from acutance.calibration.law import JOINED, AnyLaw, Law, by_layer, check_head, named_law
 from acutance.calibration.law import Change as Applies
-from acutance.capture.find_layers import attention_layers, class_name, uses_interface
-from acutance.capture.layer_choice import choose_layers
+from acutance.capture.find_layers import attention_layers, choose_layers, class_name, uses_interface
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.files import as_json, write_text

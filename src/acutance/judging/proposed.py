@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from acutance.calibration.law import longest, names_in
-from acutance.capture.find_layers import attention_layers, uses_interface
-from acutance.capture.layer_choice import choose_layers
+from acutance.capture.find_layers import attention_layers, choose_layers, uses_interface
 from acutance.diagnose.rules import HeadFacts, Kind, Summary
 from acutance.judging.changes import Change, HeadsOff, LawRemedy
 from acutance.scaling import ClipLogN, Window

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import class_name, max_heads
-from acutance.capture.layer_choice import HeadChoice, LayerChoice
+from acutance.capture.find_layers import HeadChoice, LayerChoice, class_name, max_heads
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.structure import kernel_call, token_text
 from acutance.probing.tokens import (

@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import NOT_READ, class_name, heads_of, looks_like_weights
-from acutance.capture.layer_choice import Chosen
+from acutance.capture.find_layers import NOT_READ, Chosen, class_name, heads_of, looks_like_weights
 from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap

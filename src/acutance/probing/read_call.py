@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, observe_scores
+from acutance.capture.find_layers import HeadChoice
 from acutance.capture.head_axis import first_head
 from acutance.capture.intercept import unwatched
-from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.listener import Listener
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask

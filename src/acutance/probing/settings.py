@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import class_name, max_heads
-from acutance.capture.layer_choice import Chosen, HeadChoice
+from acutance.capture.find_layers import Chosen, HeadChoice, class_name, max_heads
 from acutance.rowstats import METRICS, metric
 from acutance.rowstats.metrics import metric_names
 from acutance.shapes import check_count, check_flag

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from acutance.capture.find_layers import Chosen
 from acutance.capture.intercept import unwatched
-from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import ProbeError
 from acutance.corpus.ranks import all_reduce_summary
 from acutance.files import as_json

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance import scores
-from acutance.capture.find_layers import named_modules
+from acutance.capture.find_layers import Chosen, named_modules
 from acutance.capture.intercept import follow_results
-from acutance.capture.layer_choice import Chosen
 from acutance.capture.listener import ProbeError
 from acutance.kernels.call import accumulate_dtype
 from acutance.nn import MultiheadAttention

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.layer_choice import Chosen
+from acutance.capture.find_layers import Chosen
 from acutance.capture.listener import Listener, ProbeError
 from acutance.masks import hidden_scores, hides
 from acutance.nn import Recorded
