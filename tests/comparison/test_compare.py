@@ -11,7 +11,7 @@ import torch
 
 from acutance import theory
 from acutance.comparison import compare
-from acutance.comparison.rows import (
+from acutance.comparison.runner import (
     Gaussian,
     Inputs,
     feature_moments,
