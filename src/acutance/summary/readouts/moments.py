@@ -233,19 +233,12 @@ class Moments(Cells):
         histogram = torch.bincount(
             bins.add_(starts).flatten(), minlength=metrics * heads * (BINS + 1)
         )
-        arrays = {
-            "count": count,
-            "mean": mean,
-            "M2": torch.linalg.vector_norm(away, dim=-1).square(),
-            "low": low.to(torch.float64),
-            "high": high.to(torch.float64),
-            "histogram": histogram.view(metrics, heads, BINS + 1)[..., :BINS],
-            "weight": count.to(torch.float64),
-            "sampling": torch.zeros_like(mean),
-        }
-        return Moments(
-            **{name: array.transpose(0, 1).contiguous().cpu() for name, array in arrays.items()}
-        )
+        M2 = torch.linalg.vector_norm(away, dim=-1).square()
+        histogram = histogram.view(metrics, heads, BINS + 1)[..., :BINS]
+        arrays = (count, mean, M2, low.double(), high.double(), histogram)
+        weight, sampling = count.double(), torch.zeros_like(mean)
+        arrays = (array.transpose(0, 1).contiguous().cpu() for array in (*arrays, weight, sampling))
+        return Moments(*arrays)
 
     def possible(self) -> dict[str, Tensor]:
         """For each array a boolean mask (heads, metrics) of the values that rows can give."""
@@ -295,12 +288,8 @@ class Moments(Cells):
         undefined = torch.where(self.count == 1, math.nan, 0.0)
         variance = self.M2 / (self.count - 1).clamp(min=1) + undefined
         per_row = (1 - drawn / total) * variance / self.count.clamp(min=1)
-        return replace(
-            self,
-            weight=weight,
-            M2=self.M2 * (total / drawn),
-            sampling=torch.where(self.count == 0, 0.0, weight.square() * per_row),
-        )
+        sampling = torch.where(self.count == 0, 0.0, weight.square() * per_row)
+        return replace(self, weight=weight, M2=self.M2 * (total / drawn), sampling=sampling)
 
     def columns(self, metrics: tuple[str, ...], *, sampled: bool = False) -> dict[str, list[float]]:
         """Mean, spread and extremes of each metric, a value for each head; NaN without rows."""
@@ -418,10 +407,6 @@ def sums_by_label(x: Tensor, share: Tensor, *, weights: bool = False) -> dict[st
     seen = count.sum(0)
     mean = first.sum(0) / seen.clamp(min=1.0)
     between = (count * (average - mean).square()).sum(0)
-    return {
-        "count": seen,
-        "mean": torch.where(seen > 0, mean + centre.double()[..., 0], 0.0),
-        "M2": within.sum(0) + between,
-        "groups": (count > 0).sum(0).double(),
-        "between": between,
-    }
+    groups, M2 = (count > 0).sum(0).double(), within.sum(0) + between
+    mean = torch.where(seen > 0, mean + centre.double()[..., 0], 0.0)
+    return {"count": seen, "mean": mean, "M2": M2, "groups": groups, "between": between}

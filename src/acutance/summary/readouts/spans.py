@@ -77,15 +77,11 @@ class Spans(Cells):
         # (2 · keys, heads, B, L) and share (heads, B, L, rows) to (heads, rows, 2 · keys)
         values = weights.movedim(-1, 1).flatten(0, 1).transpose(1, 2)
         sums = sums_by_label(values, share, weights=True)
-        arrays = {name: array.movedim(0, -1).cpu() for name, array in sums.items()}
-        return Spans(
-            rows=arrays["count"][..., 0].round().long(),
-            mean=arrays["mean"][..., :width],
-            even=arrays["mean"][..., width:],
-            groups=arrays["groups"][..., 0].long(),
-            between=arrays["between"][..., :width],
-            names=tuple(names),
-        )
+        arrays = {name: array.movedim(0, -1) for name, array in sums.items()}
+        mean, even = arrays["mean"].tensor_split(2, -1)
+        rows, groups, between = arrays["count"][..., 0], arrays["groups"][..., 0], arrays["between"]
+        fields = {"mean": mean, "even": even, "between": between[..., :width]}
+        return Spans.rounded(rows=rows, groups=groups, names=tuple(names), **fields)
 
     @property
     def error(self) -> Tensor:
