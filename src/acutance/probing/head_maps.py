@@ -16,13 +16,7 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import HeadChoice, LayerChoice, class_name, max_heads
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.structure import kernel_call, token_text
-from acutance.probing.tokens import (
-    Reader,
-    Sample,
-    SelectedCall,
-    take_heads,
-    take_rows,
-)
+from acutance.probing.tokens import Reader, Sample, SelectedCall, take_heads, take_rows
 from acutance.structure.statistics import blocks, exact
 from acutance.summary.readouts.head_maps import MOST_SEQUENCES, HeadMap
 from acutance.summary.readouts.moments import CallRows
@@ -216,9 +210,8 @@ def _parse_rows(name: str, rows: Any) -> frozenset[int]:
         )
     if len(set(rows)) > MOST_MAP_ROWS:
         raise ValueError(
-            f"maps can record at most {MOST_MAP_ROWS} rows of a head in each "
-            f"sequence, but {name!r} "
-            f"names {len(set(rows))}"
+            f"maps can record at most {MOST_MAP_ROWS} rows of a head in each sequence, but "
+            f"{name!r} names {len(set(rows))}"
         )
     return frozenset(rows)
 

@@ -228,7 +228,9 @@ class Profile(Cells):
         for head, rows in enumerate(self.rows):
             used = rows.nonzero().flatten()
             lists = [column[head][:, used].tolist() for column in columns.values()]
-            of_metrics = [dict(zip(names, values, strict=True)) for values in zip(*lists)]
+            of_metrics = [
+                dict(zip(names, values, strict=True)) for values in zip(*lists, strict=True)
+            ]
             octaves = {
                 "from": (1 << used).tolist(),
                 "typical": self.log_n[head, used].exp().tolist(),
