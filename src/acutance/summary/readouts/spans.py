@@ -156,26 +156,17 @@ class Spans(Cells):
 
         Kinds without rows are omitted; ``error`` is None for a single sequence.
         """
-        keys = (*self.names, OTHER)
-        numbers = torch.stack([self.mean, self.error, self.even], -1).tolist()
-        tables = []
-        for rows, groups, weights in zip(
-            self.rows.tolist(), self.groups.tolist(), numbers, strict=True
-        ):
-            tables.append(
-                {
-                    kind: {
-                        "rows": rows[index],
-                        "sequences": groups[index],
-                        "weight_on": {
-                            name: dict(zip(("mean", "error", "even"), values, strict=True))
-                            for name, values in zip(keys, weights[index], strict=True)
-                        },
-                    }
-                    for index, kind in enumerate((*keys, ALL_ROWS))
-                    if rows[index]
-                }
-            )
+        keys, names = (*self.names, OTHER), ("mean", "error", "even")
+        weights = torch.stack([getattr(self, name) for name in names], -1).tolist()
+        counts = zip(self.rows.tolist(), self.groups.tolist(), strict=True)
+        tables: list[dict[str, Any]] = []
+        for (rows, groups), numbers in zip(counts, weights, strict=True):
+            tables.append({})
+            for index, kind in enumerate((*keys, ALL_ROWS)):
+                values = [dict(zip(names, of_key, strict=True)) for of_key in numbers[index]]
+                weight_on = dict(zip(keys, values, strict=True))
+                entry = {"rows": rows[index], "sequences": groups[index], "weight_on": weight_on}
+                tables[-1] |= {kind: entry} if rows[index] else {}
         return tables
 
     @classmethod
