@@ -221,7 +221,8 @@ class QueryKeyReader(Reader):
         triples = zip(*((layer.query, layer.key, layer.value) for layer in alike), strict=True)
         heads = tuple(head for layer in alike for head in layer.heads)
         is_causal = all(layer.is_causal for layer in alike)
-        return QueryKeySample(*map(torch.cat, triples), heads=heads, is_causal=is_causal)
+        query, key, value = map(torch.cat, triples)
+        return QueryKeySample(query, key, value, heads, is_causal)
 
 
 def _is_finite(part: Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,8 @@ class CallReader:
         chosen = scores if heads is None else scores[:, heads]
         stats, visible = observe_scores(chosen, self._settings.gaps)
         counting = self.listener.rows.rows_of_scores(scores, name, stats.state.n, visible)
-        call = AttentionCall(name, "softmax", *[scores[..., :0]] * 3)
+        empty = scores[..., :0]
+        call = AttentionCall(name, "softmax", empty, empty, empty)
         selected = SelectedCall(call, counting, heads)
         verified = self._verify == "first" and name in self._verified_modules
         self._verified_modules.add(name)
@@ -237,7 +239,7 @@ class CallReader:
         for name in ("attn_mask", "bias"):
             mask = getattr(call, name)
             if mask is not None and mask.dtype != torch.bool:
-                deep = self._with_deep_mask(mask, call.module)
+                deep: Any = self._with_deep_mask(mask, call.module)
                 call = call if deep is mask else replace(call, **{name: deep})
         return call
 

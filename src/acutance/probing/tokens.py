@@ -281,7 +281,7 @@ def take_heads(call: AttentionCall, heads: list[int]) -> AttentionCall:
             return tensor
         return tensor[..., heads, :, :]
 
-    masks = {"attn_mask": select(call.attn_mask), "bias": select(call.bias)}
+    masks: Any = {"attn_mask": select(call.attn_mask), "bias": select(call.bias)}
     sinks = None if call.sinks is None else call.sinks[heads]
     key, value = call.key[:, shared], call.value[:, shared]
     return replace(call, query=call.query[:, heads], key=key, value=value, sinks=sinks, **masks)
@@ -303,9 +303,9 @@ def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
         mask = torch.where(visible, mask, -torch.inf)
     elif visible is not None:
         mask = visible if mask is None else mask & visible
-    explicit = replace(call, query=sample.select(call.query), attn_mask=mask, bias=bias)
-    by_position = {"is_causal": False, "query_offset": 0, "window": None, "cu_seqlens": None}
-    return replace(explicit, real=sample.real, **by_position)
+    changed: Any = {"query": sample.select(call.query), "attn_mask": mask, "bias": bias}
+    changed |= {"is_causal": False, "query_offset": 0, "window": None, "cu_seqlens": None}
+    return replace(call, real=sample.real, **changed)
 
 
 class Reader(ABC):

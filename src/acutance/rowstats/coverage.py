@@ -8,7 +8,7 @@ holds exactly. Mass means weight on keys: a sink is excluded.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,11 @@ class MassBounds(NamedTuple):
 class GapStatistics:
     """What the gap histogram of rows says: a base of statistics that have a row state."""
 
-    state: RowState
+    if TYPE_CHECKING:
+
+        @property
+        def state(self) -> RowState:
+            """The mergeable sums of the rows."""
 
     def keys_holding(self, share: float) -> Tensor:
         """Smallest number of keys that hold a share of each row's weight, (B, Hq, L).
@@ -258,8 +262,8 @@ class GapStatistics:
         on_grid = torch.arange(BINS + 1, device=bins.far.device) < BINS
         span = torch.where(on_grid, bins.far - bins.near, 0.0)
         has_keys = bins.keys > 0
-        ratios = []
-        for rank, above in ((bins.before + 1.0, 0.5), (bins.before + bins.keys, bins.keys - 0.5)):
+        ratios, half = [], torch.full_like(bins.keys, 0.5)
+        for rank, above in ((bins.before + 1.0, half), (bins.before + bins.keys, bins.keys - half)):
             gap = bins.near + span * ratio(above, bins.keys)
             log = torch.log(torch.where(has_keys, rank, 2.0))
             ratios.append(torch.where(has_keys, gap / log, torch.inf).amin(-1))

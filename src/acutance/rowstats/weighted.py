@@ -10,7 +10,7 @@ matter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,8 @@ def empty_weights(
     """
     zero = torch.zeros(rows, dtype=dtype, device=device)
     count = torch.zeros(rows, dtype=torch.int64, device=device)
-    return WeightSums(count, *[zero] * 7, first_index=torch.full_like(count, NO_KEY))
+    sums = dict.fromkeys(("c", "T", "A", "Q", "X", "top", "first"), zero)
+    return WeightSums(n=count, first_index=torch.full_like(count, NO_KEY), **sums)
 
 
 def observe_weights(
@@ -200,9 +201,10 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     def earlier(mine: Tensor, theirs: Tensor) -> Tensor:
         return torch.where(later, theirs, mine)
 
-    joins = dict.fromkeys(("T", "A", "Q", "X"), torch.add)
+    joins: dict[str, Any] = dict.fromkeys(("T", "A", "Q", "X"), torch.add)
+    joins |= {"top": torch.maximum, "first": earlier}
     merged = {"n": left.n + right.n, "c": c, "first_index": first_index}
-    for name, join in (joins | {"top": torch.maximum, "first": earlier}).items():
+    for name, join in joins.items():
         mine, theirs = getattr(x, name), getattr(y, name)
         known = _known(x, mine) and _known(y, theirs)
         merged[name] = join(mine, theirs) if known else unknown(c)

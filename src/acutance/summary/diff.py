@@ -402,12 +402,10 @@ class Diff(Columns):
         size = self.change / self.deviation.masked_fill(self.deviation == 0, math.nan)
         arrays = (self.before, self.after, self.change, self.error, self.low, self.high, size)
         numbers = torch.stack([array[:, column] for array in arrays], 1).tolist()
-        rows, verdicts = self.rows[:, :, column].T.tolist(), self.verdicts[:, column].tolist()
-        heads = zip(self.matched.places, numbers, map(tuple, rows), verdicts, strict=True)
-        return [
-            HeadChange(metric, *place, *values, count, ORDER[verdict] if verdict >= 0 else None)
-            for place, values, count, verdict in heads
-        ]
+        rows = map(tuple, self.rows[:, :, column].T.tolist())
+        verdicts = [ORDER[v] if v >= 0 else None for v in self.verdicts[:, column].tolist()]
+        heads = zip(self.matched.places, numbers, rows, verdicts, strict=True)
+        return [HeadChange(metric, *place, *values, *others) for place, values, *others in heads]
 
     def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
         """Heads whose change is significant first, then the others, each group by size of change.
@@ -436,13 +434,14 @@ class Diff(Columns):
         layers = []
         for layer, heads in of_layer.items():
             judged = [head for head in heads if head.verdict is not None]
-            means = [
+            numbers: list[Any] = [
                 math.fsum(getattr(head, name) for head in judged) / (len(judged) or math.nan)
                 for name in ("before", "after", "change", "error")
             ]
             moved = sum(head.verdict == "moved" for head in judged)
             most = max(judged, key=lambda head: abs(head.change)).head if judged else None
-            layers.append(LayerChange(metric, *layer, *means, len(heads), moved, most))
+            numbers += [len(heads), moved, most]
+            layers.append(LayerChange(metric, *layer, *numbers))
         return layers
 
     def columns(self) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from acutance.from_json import checked
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
-from acutance.summary.cells import MOST, Parts
+from acutance.summary.cells import MOST, Cells, Parts
 from acutance.summary.files import expand, parse, read
 from acutance.summary.head_summary import SCHEMA, HeadSummary
 from acutance.summary.layer import COUNTS, Layer
@@ -329,7 +329,9 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
         arrays["weight"] = arrays["count"].to(torch.float64)
         arrays["sampling"] = torch.zeros_like(arrays["mean"])
     parts = Parts()
-    for name, kind in {"": Moments, **{name: READOUTS[name].cells for name in READOUTS}}.items():
+    kinds: dict[str, type[Cells]] = {"": Moments}
+    kinds |= {name: readout.cells for name, readout in READOUTS.items()}
+    for name, kind in kinds.items():
         prefix = f"{name}." if name else ""
         stored = {array: f"{prefix}{array}" for array in kind.none().tensors()}
         if name and not any(array.startswith(prefix) for array in arrays):

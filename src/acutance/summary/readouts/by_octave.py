@@ -192,8 +192,9 @@ class Profile(Cells):
         variance = (pull.square() * error.square()).sum() + scatter
         ends = x[[0, -1]]
         fitted = level + value * (ends - centre)
-        line = float(value), float(variance.sqrt()), len(x)
-        return Slope(*line, *ends.exp().tolist(), *fitted.tolist(), int(groups[use].min()))
+        numbers: list[Any] = [float(value), float(variance.sqrt()), len(x)]
+        numbers += [*ends.exp().tolist(), *fitted.tolist(), int(groups[use].min())]
+        return Slope(*numbers)
 
     def final_slope(self, head: int, metric: int, *, octaves: int, least_n: float) -> Slope | None:
         """Slope of a metric over log n in its last ``octaves`` octaves of n.

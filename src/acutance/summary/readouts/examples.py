@@ -156,9 +156,10 @@ class Examples(Cells):
             keys = zip(texts, row["keys"], row["weights"], strict=True)
             attended = tuple(entry for entry in keys if entry[1] >= 0)
             context = list(zip(map(self.text, row["context"]), row["context_weights"], strict=True))
-            numbers = (row[name] for name in ("position", "n_keys", "entropy", "information"))
-            query = self.text(row["query"])
-            rows.append(Example(*numbers, query, attended, tuple(context[:known])))
+            row["query"] = self.text(row["query"])
+            names = ("position", "n_keys", "entropy", "information", "query")
+            numbers = {name: row[name] for name in names}
+            rows.append(Example(**numbers, attended=attended, context=tuple(context[:known])))
         return rows
 
     def merge(self, other: Examples) -> Examples:
