@@ -265,11 +265,7 @@ class Probe:
         """
         if (reader := self._reader(QueryKeyReader)) is None:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
-        order = sorted(self._records.names(), key=self._listener.modules.order)
-        try:
-            return reader.sample(order)
-        except ValueError as error:
-            raise ProbeError(str(error)) from error
+        return reader.sample(sorted(self._records.names(), key=self._listener.modules.order))
 
     def __repr__(self) -> str:
         count = len(list(self._records.names()))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.listener import ProbeError
 from acutance.files import write_bytes
 from acutance.from_json import checked
 from acutance.masks import hides
@@ -207,12 +208,12 @@ class QueryKeyReader(Reader):
             order: names of modules, in the order of the summary.
 
         Raises:
-            ValueError: if nothing was recorded.
+            ProbeError: if nothing was recorded.
         """
         known = [self._layers[name] for name in order if name in self._layers]
         layers = [x for x in known if all(map(_is_finite, (x.query, x.key, x.value)))]
         if not layers:
-            raise ValueError(
+            raise ProbeError(
                 "no queries and keys were recorded: the model must run self-attention over whole "
                 "sequences, with finite values, through a function that receives queries and keys"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -132,13 +133,13 @@ class Profile(Cells):
         """Number of octaves."""
         return self.rows.shape[-1]
 
-    @property
+    @cached_property
     def std(self) -> Tensor:
         """Standard deviation over rows, (heads, metrics, octaves); NaN without rows."""
         count = self.count.double().masked_fill(self.count == 0, math.nan)
         return torch.sqrt(self.M2 / count)
 
-    @property
+    @cached_property
     def error(self) -> Tensor:
         """Standard error of each mean, from differences between sequences; NaN for one sequence."""
         groups = self.groups.double().masked_fill(self.groups < 2, math.nan)

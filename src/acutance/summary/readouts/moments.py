@@ -318,7 +318,7 @@ class Moments(Cells):
         """Standard error of each mean from sampling rows; 0 where all rows were read."""
         return self.sampling.sqrt() / torch.where(self.count == 0, math.nan, self.weight)
 
-    @property
+    @functools.cached_property
     def std(self) -> Tensor:
         """Standard deviation over rows; NaN without rows."""
         return torch.sqrt(self.M2 / self.weight.masked_fill(self.count == 0, math.nan))
