@@ -16,10 +16,11 @@ def test_a_failed_download_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
         except TimeoutError as first:
             raise OSError("We couldn't connect to the hub") from first
     except OSError as error:
-        told = load_model._why("some/model", error)
+        told = load_model._Source("some/model", "some/model").why(error)
     assert told.endswith("the model hub: TimeoutError: name resolution took too long")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set" in load_model._why("some/model", OSError("cannot connect"))
+    told = load_model._Source("some/model", "some/model").why(OSError("cannot connect"))
+    assert "HF_HUB_OFFLINE is set" in told
 
 
 def test_a_law_without_its_parameters_is_told_once() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from acutance import theory
 from acutance.comparison import compare
-from acutance.comparison.rows import Gaussian, measure
+from acutance.comparison.runner import Gaussian, measure
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
 

@@ -11,7 +11,7 @@ import torch
 
 from acutance import theory
 from acutance.comparison import compare
-from acutance.comparison.rows import (
+from acutance.comparison.runner import (
     Gaussian,
     Inputs,
     feature_moments,
@@ -21,7 +21,7 @@ from acutance.comparison.rows import (
     query_gradient,
 )
 from acutance.mechanisms import MECHANISMS
-from acutance.mechanisms.table import Linear
+from acutance.mechanisms.entry import Linear
 
 
 def inputs(n: int = 64, d: int = 16, **changed: Any) -> Inputs:

@@ -16,7 +16,7 @@ import torch
 
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.probe_corpus import Options, run_windows
+from acutance.corpus.probe_corpus import CorpusRun, Options, run_windows
 from acutance.corpus.ranks import Ranks
 from acutance.corpus.ray_data import _add, _Prober, _tasks, _texts
 from acutance.probing import State, probe_dataset
@@ -86,13 +86,14 @@ def test_tasks_probed_apart_and_twice_make_one_run(
 ) -> None:
     state, pieces = whole
     prober = _Prober(load, OPTIONS, state.run.settings["model"], 1, {"model": "toy"})
-    tasks = _tasks(pieces, None, OPTIONS, 2)
+    run = CorpusRun(load(), pieces, OPTIONS, {})
+    tasks = _tasks(run, None, 2)
     assert len(tasks) > 3
     joined = None
     for task in tasks[::order]:
         for _ in range(2):  # Ray runs a task again: the actor has run it before
             row = prober(task)
-            joined = _add(joined, row, replace(state.run, done=()), pieces, OPTIONS)
+            joined = _add(run, joined, row)
     assert joined is not None
     assert_same(joined, state)
 
@@ -101,7 +102,7 @@ def test_only_what_is_missing_is_cut_into_tasks(whole: tuple[State, list[list[in
     state, pieces = whole
     done = {3, 4, 5, 9, 10, 11}
     part = replace(state, run=replace(state.run, done=((3, 6), (9, 12))))
-    tasks = _tasks(pieces, part, OPTIONS, 2)
+    tasks = _tasks(CorpusRun(load(), pieces, OPTIONS, {}), part, 2)
     held = [number for task in tasks for number in task["batches"]]
     assert held == [number for number in range(-(-len(pieces) // 3)) if number not in (1, 3)]
     windows = [piece for task in tasks for piece in task["windows"]]

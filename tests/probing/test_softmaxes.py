@@ -39,3 +39,21 @@ def test_a_softmax_of_one_number_is_none_of_attention() -> None:
         assert torch.equal(model(x), want)
     assert [layer.calls for layer in probe.summary().layers] == [1]
     assert probe.summary().unread == ()
+
+
+def test_a_power_of_a_matrix_is_no_attention() -> None:
+    class Powers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            edges = (x @ x.mT).sigmoid()
+            edges = edges / edges.sum(-1, keepdim=True)
+            longer = 0.9 * torch.bmm(edges, 0.9 * torch.bmm(edges, edges))
+            return F.scaled_dot_product_attention(x, x, x) + longer.mean()
+
+    x, model = torch.randn(2, 6, 4), Powers()
+    with acutance.probe(model, verify=True) as probe:
+        model(x)
+    assert [layer.status for layer in probe.summary().layers] == ["verified"]
+    assert not probe.unread
+    with acutance.apply(model, "ssmax") as law:
+        model(x)
+    assert law.calls == {"Powers": 1}

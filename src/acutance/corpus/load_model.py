@@ -7,8 +7,8 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,9 @@ class TextModel:
     @property
     def pad(self) -> int:
         """A token id for padding; padded rows are masked, so its value does not matter."""
-        for name in ("pad_token_id", "eos_token_id"):
-            token = getattr(self.tokenizer, name, None)
-            if isinstance(token, int):
-                return token
-        return 0
+        names = "pad_token_id", "eos_token_id"
+        tokens = (getattr(self.tokenizer, name, None) for name in names)
+        return next((token for token in tokens if isinstance(token, int)), 0)
 
     def check_heads(self, law_heads: str | None) -> None:
         """Raise OptionError for head numbers beyond the model's configuration.
@@ -129,8 +127,8 @@ class TextModel:
         if not most:
             names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
             config: Any = getattr(self.model, "config", None)
-            configs = () if config is None else (config, _text_config(config))
-            counts = [getattr(part, name, None) for part in configs for name in names]
+            configs = config, _text_config(config)
+            counts = [getattr(stated, name, None) for stated in configs for name in names]
             most = max((count for count in counts if isinstance(count, int)), default=0)
         try:
             choice = HeadChoice(law_heads)
@@ -216,8 +214,8 @@ def load_model(
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # one sentence says it instead
     transformers.logging.disable_progress_bar()
     device = available(device)
-    label, source = _resolve(name)
-    header = _header(label, source)
+    source = _Source(*_resolve(name))
+    label, header = source.label, source.header
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     extra: dict[str, Any] = {} if allow_pickle else {"use_safetensors": True}
     if attention is not None:
@@ -228,30 +226,23 @@ def load_model(
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     extra |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # judged later
     with read_once() if header else nullcontext():
-        try:
-            config = transformers.AutoConfig.from_pretrained(**_files(source), **options)
-        except Exception as error:
-            raise ModelError(_why(label, error, header)) from error
+        with source.errors():
+            config = transformers.AutoConfig.from_pretrained(**source.files, **options)
         check_reads_text(label, config)
-        loaded_tokenizer = _tokenizer(label, source, tokenizer, options, header)
-        kind = automatic_class(label, config, head)
-        try:
-            with torch.random.fork_rng(devices=[]):
+        loaded_tokenizer = _tokenizer(source, tokenizer, options)
+        while True:
+            kind = automatic_class(label, config, head)
+            with source.errors(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # weights that no file has are the same in each run
                 model, report = kind.from_pretrained(
-                    **_files(source), config=config, **options, **extra
+                    **source.files, config=config, **options, **extra
                 )
-            model = model.to(device).eval()
-        except Exception as error:
-            raise ModelError(_why(label, error, header)) from error
+                model = model.to(device).eval()
+            if head is not None or model.base_model is model or not missing_head(model, report):
+                break
+            head = False  # its files have none
     if header is not None:  # plain floats by now, and the same model as another file's
         vars(model.config).pop("quantization_config", None)
-    if head is None and model.base_model is not model and missing_head(model, report):
-        return load_model(
-            name, tokenizer=tokenizer, attention=attention, dtype=dtype, device=device,
-            trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-            allow_missing=allow_missing, head=False,
-        )  # fmt: skip
     if head and (lacking := missing_head(model, report)) is not None:
         raise HeadError(
             f"{label} was saved without a language-model head ({lacking}), so its loss cannot be "
@@ -278,47 +269,81 @@ def load_model(
     )
 
 
-def _files(source: str) -> dict[str, str]:
-    """Arguments for transformers' loaders for a directory, a GGUF file or a name."""
-    if not is_gguf(source):
-        return {"pretrained_model_name_or_path": source}
-    path = Path(source).absolute()
-    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+class _Source:
+    """Where transformers loads a model or a tokenizer from: a directory, a GGUF file or a name.
 
-
-def _header(label: str, source: str) -> GgufFile | None:
-    """The header of a GGUF file; None for other models.
+    Attributes:
+        label: its name for messages.
+        files: arguments for transformers' loaders.
+        header: the header of a GGUF file; None for other models.
 
     Raises:
-        ModelError: if the file cannot be read, or names no architecture.
+        ModelError: if a GGUF file cannot be read, or names no architecture.
     """
-    if not is_gguf(source):
-        return None
-    try:
-        header = read_gguf(Path(source))
-    except GgufError as error:
-        raise ModelError(f"{label} {error}") from error
-    if not header.architecture or not header.tensors:
-        missing = "weights" if header.architecture else "architecture"
-        raise ModelError(f"{label} is a GGUF file without {missing}, so it is not a model")
-    return header
+
+    def __init__(self, label: str, where: str) -> None:
+        self.label, self.files = label, {"pretrained_model_name_or_path": where}
+        self.header: GgufFile | None = None
+        if is_gguf(where):
+            path = Path(where).absolute()
+            self.files = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+            try:
+                self.header = read_gguf(Path(where))
+            except GgufError as error:
+                raise ModelError(f"{label} {error}") from error
+            if not self.header.architecture or not self.header.tensors:
+                missing = "weights" if self.header.architecture else "architecture"
+                raise ModelError(f"{label} is a GGUF file without {missing}, so it is not a model")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Context in which an error of transformers or the hub becomes a :class:`ModelError`."""
+        try:
+            yield
+        except Exception as error:
+            raise ModelError(self.why(error)) from error
+
+    def why(self, error: Exception) -> str:
+        """A sentence that says why it did not load, from the error of transformers or the hub."""
+        text = " ".join(str(error).split())
+        if self.header is not None:
+            from transformers import __version__ as version
+
+            return (
+                f"transformers {version} cannot load {self.label}, a GGUF file of architecture "
+                f"{self.header.architecture!r}: {_one_line(error)}"
+            )
+        has_weights = any(Path(self.label).expanduser().glob("*.safetensors"))
+        if "safetensors" in text and "allow_pickle" not in text and not has_weights:
+            return (
+                f"{self.label} has no safetensors weights; pass --allow-pickle to load others "
+                f"({text[:200]})"
+            )
+        if "trust_remote_code" in text:
+            return f"{self.label} includes its own code; pass --trust-remote-code to run it"
+        offline = "not a local folder" in text or "connect" in text.lower()
+        if isinstance(error, OSError) and offline:
+            return (
+                f"there is no model {self.label!r}: it is not a directory, and it could not be "
+                f"downloaded from the model hub: {_reason(error)}"
+            )
+        return f"{self.label} could not be loaded: {text[:300]}"
 
 
-def _tokenizer(
-    label: str, source: str, name: str | None, options: dict[str, Any], header: GgufFile | None
-) -> Any:
+def _tokenizer(source: _Source, name: str | None, options: dict[str, Any]) -> Any:
     """Load the model's tokenizer, or the one named instead."""
     import transformers
 
-    where, whose = source, label
+    whose = source.label
     if name is not None:
-        where = whose = str(Path(name).expanduser())
-        header = _header(name, where)
+        whose = str(Path(name).expanduser())
+        source = _Source(name, whose)
+    header = source.header
     help_ = "use --tokenizer to name the directory of one, or the model that it came with"
     if header is not None and not header.has_tokenizer:
         raise ModelError(f"{whose} is a GGUF file without a tokenizer; {help_}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**_files(where), **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source.files, **options)
     except Exception as error:
         if header is not None:
             kind = header.metadata.get("tokenizer.ggml.model", "without a name")
@@ -326,15 +351,15 @@ def _tokenizer(
                 f"transformers {transformers.__version__} cannot build the tokenizer of kind "
                 f"{kind!r} in {whose} ({_one_line(error)}); {help_}"
             ) from error
-        folder = Path(source)
+        folder = Path(source.files["pretrained_model_name_or_path"])
         if name is not None or not folder.is_dir() or _TOKENIZERS & set(os.listdir(folder)):
-            raise ModelError(_why(label if name is None else name, error)) from error
-        raise ModelError(f"{label} was saved without a tokenizer; {help_}") from error
+            raise ModelError(source.why(error)) from error
+        raise ModelError(f"{whose} was saved without a tokenizer; {help_}") from error
     if not tokenizer("a b c 1", add_special_tokens=False)["input_ids"]:
         if name is not None:
             raise ModelError(f"--tokenizer {name} has no vocabulary")
         raise ModelError(
-            f"{label} was saved without a tokenizer (no tokenizer.json, vocabulary or "
+            f"{whose} was saved without a tokenizer (no tokenizer.json, vocabulary or "
             f"tokenizer.model); {help_}"
         )
     return tokenizer
@@ -457,32 +482,6 @@ def _located(name: str) -> str:
 def _one_line(error: Exception) -> str:
     """The message of an error on one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _why(name: str, error: Exception, header: GgufFile | None = None) -> str:
-    """A sentence that says why a model did not load, from the error of transformers or the hub."""
-    if header is not None:
-        from transformers import __version__ as version
-
-        return (
-            f"transformers {version} cannot load {name}, a GGUF file of architecture "
-            f"{header.architecture!r}: {_one_line(error)}"
-        )
-    text = " ".join(str(error).split())
-    weights = Path(name).expanduser()
-    has_weights = os.path.isdir(weights) and any(weights.glob("*.safetensors"))
-    if "safetensors" in text and "allow_pickle" not in text and not has_weights:
-        return (
-            f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
-        )
-    if "trust_remote_code" in text:
-        return f"{name} includes its own code; pass --trust-remote-code to run it"
-    if isinstance(error, OSError) and ("not a local folder" in text or "connect" in text.lower()):
-        return (
-            f"there is no model {name!r}: it is not a directory, and it could not be "
-            f"downloaded from the model hub: {_reason(error)}"
-        )
-    return f"{name} could not be loaded: {text[:300]}"
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,16 +56,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"every must be at least 1, got {self.every}")
-
-    def batch(self, pieces: Sequence[Sequence[int]], number: int) -> Sequence[Sequence[int]]:
-        """The windows of one batch of the corpus."""
-        return pieces[number * self.batch_size : (number + 1) * self.batch_size]
-
-    def todo(self, windows: int, done: Iterable[tuple[int, int]]) -> list[int]:
-        """Numbers of the shard's batches of so many windows, without ranges that are done."""
-        before = {index for start, stop in done for index in range(start, stop)}
-        batches = -(-windows // self.batch_size)
-        return [n for n in self.shard.of(batches) if n * self.batch_size not in before]
 
     def left_out(self) -> dict[str, Any]:
         """The options that restrict what is read, by name."""
@@ -124,27 +115,23 @@ def run_windows(
         ValueError: if the state to resume belongs to another run.
     """
     with world.together():
-        probe = open_probe(loaded, options)
-        probe.expect_tokens(max(map(len, pieces), default=0))
-        run = Run(run_settings(loaded, pieces, options, probe), len(pieces), shard=options.shard)
+        about = about | ({"ranks": world.size} if world.size > 1 else {})
+        corpus = CorpusRun(loaded, pieces, options, about)
+        corpus.probe.expect_tokens(max(map(len, pieces), default=0))
+        run = corpus.run
     with world.together():
         if difference := run.difference(world.first(run), "this rank", "the first rank"):
             raise ValueError(f"all ranks of a run must have the same settings, but {difference}")
-        base = None
-        if world.rank == 0 and options.resume and options.save is not None:
-            base = restore(options.save, run)
-            tidy(options.save)
-        batches = -(-len(pieces) // options.batch_size)
-        if not options.shard.of(batches):
+        base = corpus.restored() if world.rank == 0 else None
+        if not options.shard.of(corpus.batches):
             raise ValueError(
                 f"shard {options.shard} has no windows: the text has {len(pieces)} windows, in "
-                f"{batches} batches of {options.batch_size}"
+                f"{corpus.batches} batches of {options.batch_size}"
             )
     done = world.first(() if base is None else base.run.done)
-    todo = options.todo(len(pieces), done)
+    todo = corpus.todo(done)
     for start, stop in done:
         advance(sum(len(piece) for piece in pieces[start:stop]), stop - start, False)
-    facts = about | options.left_out() | ({"ranks": world.size} if world.size > 1 else {})
     # what was read and from which batches changes in one step: an interrupt cannot part them
     progress: tuple[HeadSummary | None, tuple[int, ...]] = (None, ())
 
@@ -154,7 +141,7 @@ def run_windows(
         with world.together():
             state, joined = base, world.collect(summary)
             if joined is not None and world.rank == 0:
-                state = added(base, joined, numbers, run, pieces, options)
+                state = corpus.added(base, joined, numbers)
             if state is not None and options.save is not None:
                 state.save(options.save)
         return state
@@ -164,7 +151,7 @@ def run_windows(
         with ExitStack() as context:
             with world.together():
                 if world.rank < len(todo):
-                    context.enter_context(probe)
+                    context.enter_context(corpus.probe)
                     context.enter_context(torch.inference_mode())
             for start in range(0, len(todo), world.size):  # in rounds of one batch for each rank
                 if world.stopped():
@@ -174,11 +161,9 @@ def run_windows(
                 with world.together():
                     summary, numbers = progress
                     if world.rank < len(turn):
-                        mine = turn[world.rank]
-                        windows = options.batch(pieces, mine)
-                        summary = run_batch(loaded, probe, mine, windows, options, facts)
+                        summary = corpus.read(turn[world.rank])
                     progress = summary, (*numbers, *turn)
-                lengths = [len(piece) for number in turn for piece in options.batch(pieces, number)]
+                lengths = [len(piece) for number in turn for piece in corpus.batch(number)]
                 unsaved += len(lengths)
                 advance(sum(lengths), len(lengths), True)
                 if options.save is not None and unsaved >= options.save_every:
@@ -192,126 +177,137 @@ def run_windows(
             raise
         finished = False
     resumed = 0 if base is None else base.run.windows
-    return Outcome(state_so_far(), finished, resumed, probe if todo else None)
+    return Outcome(state_so_far(), finished, resumed, corpus.probe if todo else None)
 
 
-def open_probe(loaded: TextModel, options: Options) -> Probe:
-    """Create the probe of a run, without entering it."""
-    return Probe(loaded.model, replace(options.probe, tokenizer=loaded.tokenizer))
-
-
-def run_settings(
-    loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, probe: Probe
-) -> dict[str, Any]:
-    """The settings that determine the results of a window, in order of comparison."""
-    probing = options.probe
-    settings: dict[str, Any] = {
-        "model": model_digest(loaded.model),
-        "length": options.length,
-        "text": text_digest(pieces),
-        "batch_size": options.batch_size,
-        "verify": probing.verify,
-        "noise": probing.noise,
-        **_arithmetic(loaded),
-        "metrics": list(probe.metrics),
-    }
-    if probing.examples:
-        settings["examples"] = probing.examples
-    if probing.spans:  # as the command line writes them
-        settings["spans"] = [
-            f"{name}={start}:{'' if stop is None else stop}"
-            for name, (start, stop) in probing.spans.items()
-        ]
-    maps: Mapping[Any, Any] = probing.maps or {}
-    if maps:
-        settings["maps"] = [f"{name}:{list(rows)}" for name, rows in maps.items()]
-    if options.law is not None:
-        settings["law"] = options.law
-    return settings | options.left_out()
-
-
-def _arithmetic(loaded: TextModel) -> dict[str, str]:
-    """Attention implementation, empty if unknown, and dtype of the model's first parameter."""
-    config, parameter = getattr(loaded.model, "config", None), next(loaded.model.parameters())
-    attention = str(getattr(config, "_attn_implementation", ""))
-    return {"attention": attention, "dtype": str(parameter.dtype).removeprefix("torch.")}
-
-
-def run_batch(
-    loaded: TextModel,
-    probe: Probe,
-    number: int,
-    pieces: Sequence[Sequence[int]],
-    options: Options,
-    about: dict[str, Any],
-) -> HeadSummary:
-    """Run one batch in an entered probe.
+class CorpusRun:
+    """A run over the windows of a corpus: the probe, the batches, and the states made of them.
 
     Args:
         loaded: the model.
-        probe: its probe.
-        number: of the batch in the corpus, which determines the rows that are drawn.
-        pieces: windows of the batch.
+        pieces: windows of tokens.
         options: options of the run.
         about: facts to store in the summary, beside those of the model.
 
-    Returns:
-        The probe's summary so far.
-
-    Raises:
-        ProbeError: if it saw no attention.
+    Attributes:
+        options: as given.
+        probe: the probe of the run, which is not entered.
+        batches: number of batches.
     """
-    probe.number_passes(number)
-    ids, mask = (part.to(options.device) for part in padded(pieces, loaded.pad))
-    probe.attention_mask = mask
-    loaded.run(ids, mask)
-    return probe.summary(
-        {
+
+    def __init__(
+        self,
+        loaded: TextModel,
+        pieces: Sequence[Sequence[int]],
+        options: Options,
+        about: Mapping[str, Any],
+    ) -> None:
+        self._loaded, self._pieces, self.options = loaded, pieces, options
+        self.probe = Probe(loaded.model, replace(options.probe, tokenizer=loaded.tokenizer))
+        self.batches = -(-len(pieces) // options.batch_size)
+        config, parameter = getattr(loaded.model, "config", None), next(loaded.model.parameters())
+        self._arithmetic = {
+            "attention": str(getattr(config, "_attn_implementation", "")),  # empty if unknown
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+        }
+        self._about = {
             "model": loaded.name,
             "architecture": type(loaded.model).__name__,
             **loaded.about,
             **about,
+            **options.left_out(),
             "window_length": options.length,
-            **_arithmetic(loaded),
+            **self._arithmetic,
             "device": options.device,
         }
-    )
 
+    @cached_property
+    def run(self) -> Run:
+        """The settings that determine the results of a window, in order of comparison."""
+        options, probing = self.options, self.options.probe
+        settings: dict[str, Any] = {
+            "model": model_digest(self._loaded.model),
+            "length": options.length,
+            "text": text_digest(self._pieces),
+            "batch_size": options.batch_size,
+            "verify": probing.verify,
+            "noise": probing.noise,
+            **self._arithmetic,
+            "metrics": list(self.probe.metrics),
+        }
+        if probing.examples:
+            settings["examples"] = probing.examples
+        if probing.spans:  # as the command line writes them
+            settings["spans"] = [
+                f"{name}={start}:{'' if stop is None else stop}"
+                for name, (start, stop) in probing.spans.items()
+            ]
+        maps: Mapping[Any, Any] = probing.maps or {}
+        if maps:
+            settings["maps"] = [f"{name}:{list(rows)}" for name, rows in maps.items()]
+        if options.law is not None:
+            settings["law"] = options.law
+        return Run(settings | options.left_out(), len(self._pieces), shard=options.shard)
 
-def added(
-    base: State | None,
-    summary: HeadSummary,
-    batches: Iterable[int],
-    run: Run,
-    pieces: Sequence[Sequence[int]],
-    options: Options,
-) -> State:
-    """The state with the summary of some more batches of a run; ``base`` None for the first."""
-    size = options.batch_size
-    done = ranges((n * size, min((n + 1) * size, len(pieces))) for n in batches)
-    tokens = sum(len(piece) for start, stop in done for piece in pieces[start:stop])
-    state = State(summary, replace(run, done=done, tokens=tokens))
-    return state.updated() if base is None else base.join(state)
+    def batch(self, number: int) -> Sequence[Sequence[int]]:
+        """The windows of one batch."""
+        size = self.options.batch_size
+        return self._pieces[number * size : (number + 1) * size]
 
+    def todo(self, done: Iterable[tuple[int, int]]) -> list[int]:
+        """Numbers of the shard's batches, without ranges of windows that are done."""
+        before = {index for start, stop in done for index in range(start, stop)}
+        numbers = self.options.shard.of(self.batches)
+        return [number for number in numbers if number * self.options.batch_size not in before]
 
-def restore(path: str | os.PathLike[str], run: Run) -> State | None:
-    """The state to resume from; None if the file does not exist.
+    def read(self, number: int, drawn: int | None = None) -> HeadSummary:
+        """Run one batch in the entered probe, and return the probe's summary so far.
 
-    Args:
-        path: the file.
-        run: the requested run.
+        Args:
+            number: of the batch.
+            drawn: its number in the corpus, which determines the rows that are drawn; None for
+                ``number``.
 
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if the file is not a state, or has other settings; the message names them.
-    """
-    name = os.fspath(path)
-    if not os.path.exists(path):
-        return None
-    state = load_state(path)
-    difference = state.run.difference(run, name, "this run")
-    if not difference and state.run.shard != run.shard:
-        difference = f"it is for shard {state.run.shard}, this run for shard {run.shard}"
-    if difference:
-        raise ValueError(f"{name} cannot be resumed with other settings: {difference}")
-    return state
+        Raises:
+            ProbeError: if it saw no attention.
+        """
+        self.probe.number_passes(number if drawn is None else drawn)
+        windows = padded(self.batch(number), self._loaded.pad)
+        ids, mask = (tensor.to(self.options.device) for tensor in windows)
+        self.probe.attention_mask = mask
+        self._loaded.run(ids, mask)
+        return self.probe.summary(self._about)
+
+    def added(self, base: State | None, summary: HeadSummary, batches: Iterable[int]) -> State:
+        """The state with the summary of some more batches; ``base`` None for the first."""
+        size, pieces = self.options.batch_size, self._pieces
+        done = ranges((n * size, min((n + 1) * size, len(pieces))) for n in batches)
+        tokens = sum(len(piece) for start, stop in done for piece in pieces[start:stop])
+        state = State(summary, replace(self.run, done=done, tokens=tokens))
+        return state.updated() if base is None else base.join(state)
+
+    def release(self) -> None:
+        """Let the model go: only batches are read, and states added, from now on."""
+        del self._loaded, self.probe
+
+    def restored(self) -> State | None:
+        """The state to resume from; None if there is none, or it is not asked for.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if the file is not a state, or has other settings; the message names them.
+        """
+        path, run = self.options.save, self.run
+        if path is None or not self.options.resume:
+            return None
+        state = load_state(path) if os.path.exists(path) else None
+        if state is not None:
+            difference = state.run.difference(run, os.fspath(path), "this run")
+            if not difference and state.run.shard != run.shard:
+                difference = f"it is for shard {state.run.shard}, this run for shard {run.shard}"
+            if difference:
+                raise ValueError(
+                    f"{os.fspath(path)} cannot be resumed with other settings: {difference}"
+                )
+        tidy(path)
+        return state

@@ -7,7 +7,7 @@ driver adds each chunk once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +15,13 @@ import torch
 
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel, load_model
-from acutance.corpus.probe_corpus import (
-    Options,
-    added,
-    open_probe,
-    restore,
-    run_batch,
-    run_settings,
-)
+from acutance.corpus.probe_corpus import CorpusRun, Options
 from acutance.corpus.ranks import packed, unpacked
 from acutance.extras import install
-from acutance.files import refuse_replacing, tidy
+from acutance.files import refuse_replacing
 from acutance.probing.settings import ProbeSettings
 from acutance.shapes import check_count
-from acutance.summary.state import Run, State
+from acutance.summary.state import State
 
 if TYPE_CHECKING:
     import ray.data
@@ -108,36 +101,37 @@ def probe_dataset(
     texts = _texts(dataset, column, ray_data)
     options = Options(
         loaded.window(length),
-        batch_size=batch_size,
-        device="cuda" if gpus else "cpu",
-        probe=ProbeSettings(
+        batch_size,
+        "cuda" if gpus else "cpu",
+        ProbeSettings(
             verify=verify, noise=noise, gaps=gaps, structure=structure, examples=examples
         ),
+        save=save,
+        resume=resume,
     )
     pieces = corpus.windows(texts, loaded.tokenizer, options.length)
-    run = Run(run_settings(loaded, pieces, options, open_probe(loaded, options)), len(pieces))
-    state = None
-    if save is not None and resume:
-        state = restore(save, run)
-        tidy(save)
-    tasks = _tasks(pieces, state, options, batches_per_task)
     facts = {
         "text": [f"{len(texts)} texts of a Ray dataset"],
         "actors": actors,
         "acutance": version("acutance"),
         **(about or {}),
     }
+    run = CorpusRun(loaded, pieces, options, facts)
+    state = run.restored()
+    tasks = _tasks(run, state, batches_per_task)
+    digest, threads = run.run.settings["model"], max(1, int(cpus))
+    run.release()
     del loaded
     if tasks:
         rows = ray_data.from_items(tasks, override_num_blocks=len(tasks)).map(
             _Prober,
-            fn_constructor_args=(model, options, run.settings["model"], max(1, int(cpus)), facts),
+            fn_constructor_args=(model, options, digest, threads, facts),
             concurrency=actors,
             num_cpus=cpus,
             num_gpus=gpus or None,
         )
         for row in rows.iter_rows():
-            state = _add(state, row, run, pieces, options)
+            state = _add(run, state, row)
             if save is not None:
                 state.save(save)
     assert state is not None
@@ -168,36 +162,30 @@ class _Prober:
         """Probe the batches of a task with a new probe; return the summary with their numbers."""
         batches = [int(number) for number in task["batches"]]
         windows = [[int(token) for token in piece] for piece in task["windows"]]
-        loaded, options = self._loaded, self._options
-        with open_probe(loaded, options) as probe, torch.inference_mode():
+        run = CorpusRun(self._loaded, windows, self._options, self._about)
+        with run.probe, torch.inference_mode():
             for turn, number in enumerate(batches):
-                pieces = options.batch(windows, turn)
-                summary = run_batch(loaded, probe, number, pieces, options, self._about)
+                summary = run.read(turn, number)
         return {"batches": batches, "summary": packed(summary)}
 
 
-def _tasks(
-    pieces: Sequence[Sequence[int]], state: State | None, options: Options, most: int
-) -> list[dict[str, Any]]:
+def _tasks(run: CorpusRun, state: State | None, most: int) -> list[dict[str, Any]]:
     """The batches that a state lacks, at most so many in a task, with their windows."""
-    todo = options.todo(len(pieces), state.run.done if state else ())
-    tasks = []
-    for first in range(0, len(todo), most):
-        batches = todo[first : first + most]
-        windows = [list(piece) for n in batches for piece in options.batch(pieces, n)]
-        tasks.append({"batches": batches, "windows": windows})
-    return tasks
+    todo = run.todo(state.run.done if state else ())
+    groups = [todo[first : first + most] for first in range(0, len(todo), most)]
+    return [
+        {"batches": group, "windows": [list(piece) for n in group for piece in run.batch(n)]}
+        for group in groups
+    ]
 
 
-def _add(
-    state: State | None, row: Mapping[str, Any], run: Run, pieces: Sequence[Any], options: Options
-) -> State:
+def _add(run: CorpusRun, state: State | None, row: Mapping[str, Any]) -> State:
     """Merge the summary of a task into the state, unless it is already there."""
     batches = [int(number) for number in row["batches"]]
-    first = batches[0] * options.batch_size
+    first = batches[0] * run.options.batch_size
     if state is not None and any(start <= first < stop for start, stop in state.run.done):
         return state  # a task that ran twice
-    return added(state, unpacked(row["summary"]), batches, run, pieces, options)
+    return run.added(state, unpacked(row["summary"]), batches)
 
 
 def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from acutance.mechanisms.entry import Mechanism, Theory
 from acutance.mechanisms.features import FEATURE_MAPS, alibi_decays, decay_statistics, retnet_decays
-from acutance.mechanisms.table import MECHANISMS, Mechanism, Theory, mechanism
+from acutance.mechanisms.table import MECHANISMS, mechanism
 
 __all__ = [
     "FEATURE_MAPS",

@@ -16,7 +16,6 @@ from acutance import scores
 from acutance.capture.find_layers import Chosen, named_modules
 from acutance.capture.intercept import follow_results
 from acutance.capture.listener import ProbeError
-from acutance.kernels.call import accumulate_dtype
 from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
 from acutance.shapes import check_count, check_flag, check_number
@@ -103,27 +102,19 @@ class Projections:
     layout: str = "separate"
     makers: tuple[nn.Module, ...] = ()
 
-    def factors(
-        self, head: int, factor: float, alpha: float = 0.5
-    ) -> Iterator[tuple[HeadSlices, float]]:
+    def factors(self, factor: float, alpha: float) -> Iterator[tuple[HeadSlices, float]]:
         r"""Factors for a head's query and key weights that multiply only its logits.
 
         Queries get :math:`\gamma^\alpha` and keys the rest; if the key is shared, queries get all
         of it.
         """
         one_to_one = self.group == 1
-        for part in self.query:
-            yield part, factor**alpha if one_to_one else factor
-        for part in self.query_alone:
-            yield part, factor
-        if one_to_one:
-            for part in self.key:
-                yield part, factor ** (1 - alpha)
-
-    @property
-    def eps(self) -> float:
-        """Machine epsilon of the narrowest dtype among the weights."""
-        return max(torch.finfo(part.tensor.dtype).eps for part in (*self.query, *self.key))
+        for slices in self.query:
+            yield slices, factor**alpha if one_to_one else factor
+        for slices in self.query_alone:
+            yield slices, factor
+        for slices in self.key if one_to_one else ():
+            yield slices, factor ** (1 - alpha)
 
 
 def find_layouts(
@@ -166,9 +157,7 @@ def find_layouts(
     for first, second, keys in (("q_attn", "c_attn", heads), *((*pair, None) for pair in _PAIRS)):
         query, key = getattr(module, first, None), getattr(module, second, None)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
-            query_projection = _Projection(f"{kind}'s query projection", query, local)
-            key_projection = _Projection(f"{kind}'s key projection", key, local)
-            return (_pair(query_projection, key_projection, heads, width, keys),)
+            return (_pair(kind, query, key, heads, width, keys, local),)
     for name in (*_PACKED, *_BY_HEAD):
         if isinstance(packed := getattr(module, name, None), nn.Module):
             layouts = _packed(_Projection(f"{kind}.{name}", packed), heads, width)
@@ -179,48 +168,44 @@ def find_layouts(
     )
 
 
-@dataclass(frozen=True)
 class _Projection:
     """A projection of queries or keys, with its name for messages.
 
     ``local`` takes this rank's part of weights that are distributed.
     """
 
-    name: str
-    module: Any
-    local: bool = False
-
-    def tensors(self) -> Iterator[tuple[Tensor, int, bool]]:
-        """Tensors that multiply the outputs, as of :func:`scaled_tensors`."""
-        for tensor, dim, is_base in scaled_tensors(self.name, self.module):
-            part: Any = tensor
-            yield part.to_local() if self.local and is_sharded(tensor) else part, dim, is_base
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs."""
-        tensor, dim, _ = next(self.tensors())
-        return tensor.shape[dim]
+    def __init__(self, name: str, module: Any, local: bool = False) -> None:
+        self.name, self.module = name, module
+        self._tensors: list[tuple[Any, int, bool]] = []
+        for tensor, dim, is_base in scaled_tensors(name, module):
+            here: Any = tensor
+            here = here.to_local() if local and is_sharded(here) else here
+            self._tensors.append((here, dim, is_base))
+        first, dim, _ = self._tensors[0]
+        self.outputs = first.shape[dim]
 
     def slices(
-        self, start: int, stride: int, size: int, outputs: int, group: int = 1
+        self, start: int, stride: int, size: int, group: int = 1, *, outputs: int
     ) -> tuple[HeadSlices, ...]:
         """Slices by head of the weight and the bias, which must have this number of outputs."""
-        slices = []
-        for tensor, dim, is_base in self.tensors():
+        for tensor, dim, _ in self._tensors:
             if tensor.shape[dim] != outputs:
                 raise ValueError(f"{self.name} has {tensor.shape[dim]} outputs, expected {outputs}")
-            slices.append(HeadSlices(tensor, dim, start, stride, size, group, is_base))
-        return tuple(slices)
+        return tuple(
+            HeadSlices(tensor, dim, start, stride, size, group, is_base)
+            for tensor, dim, is_base in self._tensors
+        )
 
 
 def _pair(
-    query: _Projection, key: _Projection, heads: int, width: int, keys: int | None = None
+    kind: str, query: Any, key: Any, heads: int, width: int, keys: int | None, local: bool
 ) -> Projections:
     """Which rows of separate query and key projections belong to each head.
 
     ``keys`` is the number of key heads; None: as many as the key projection has outputs for.
     """
+    key = _Projection(f"{kind}'s key projection", key, local)
+    query = _Projection(f"{kind}'s query projection", query, local)
     rows = key.outputs
     count = rows // width if keys is None else keys
     if rows % width or count == 0 or heads % count:
@@ -231,8 +216,8 @@ def _pair(
     return Projections(
         heads,
         heads // count,
-        query.slices(0, width, width, heads * width),
-        key.slices(0, width, width, rows),
+        query.slices(0, width, width, outputs=heads * width),
+        key.slices(0, width, width, outputs=rows),
         makers=(query.module, key.module),
     )
 
@@ -240,23 +225,30 @@ def _pair(
 def _packed(packed: _Projection, heads: int, width: int) -> tuple[Projections, ...]:
     """Layouts of a fused projection: all queries, keys, values; or interleaved by key head."""
     rows = packed.outputs
-    rest = rows - heads * width
-    keys = rest // (2 * width)
-    if rest <= 0 or rest % (2 * width) or heads % keys:
+    keys, rest = divmod(rows - heads * width, 2 * width)
+    if rest or keys <= 0 or heads % keys:
         raise ValueError(
             f"{packed.name} has {rows} outputs, which are not queries of {heads} heads of width "
             f"{width} followed by keys and values of as many heads or a divisor"
         )
-    group, makers = heads // keys, (packed.module, packed.module)
-    query = packed.slices(0, width, width, rows)
-    key = packed.slices(heads * width, width, width, rows)
-    blocks = Projections(heads, group, query, key, layout="blocks", makers=makers)
-    if keys == 1:
-        return (blocks,)  # the two are one
+    group = heads // keys
     stride = (group + 2) * width
-    query = packed.slices(0, stride, width, rows, group)
-    key = packed.slices(group * width, stride, width, rows)
-    return blocks, Projections(heads, group, query, key, layout="interleaved", makers=makers)
+    starts = {
+        "blocks": ((0, width, width), (heads * width, width, width)),
+        "interleaved": ((0, stride, width, group), (group * width, stride, width)),
+    }
+    layouts = tuple(
+        Projections(
+            heads,
+            group,
+            packed.slices(*query, outputs=rows),
+            packed.slices(*key, outputs=rows),
+            layout=layout,
+            makers=(packed.module, packed.module),
+        )
+        for layout, (query, key) in starts.items()
+    )
+    return layouts[:1] if keys == 1 else layouts  # with one key head the two are one
 
 
 def _latent(module: Any, heads: int, width: int) -> Projections:
@@ -277,9 +269,9 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
     return Projections(
         heads,
         1,
-        query.slices(0, width, unrotated, heads * width),
-        key.slices(0, stride, unrotated, heads * stride),
-        query.slices(unrotated, width, rotary, heads * width),
+        query.slices(0, width, unrotated, outputs=heads * width),
+        key.slices(0, stride, unrotated, outputs=heads * stride),
+        query.slices(unrotated, width, rotary, outputs=heads * width),
         layout="latent",
         makers=(query.module, key.module),
     )
@@ -301,13 +293,11 @@ def _parameters(module: Any) -> Projections:
             )
     if hasattr(module, "parametrizations"):
         raise ValueError(f"{kind} is computed by a parametrization: remove it before clipping")
-    keys_start = heads * width
-    if module.in_proj_weight is not None:
-        query = [HeadSlices(module.in_proj_weight, 0, 0, width, width)]
-        key = [HeadSlices(module.in_proj_weight, 0, keys_start, width, width)]
-    else:
-        query = [HeadSlices(module.q_proj_weight, 0, 0, width, width)]
-        key = [HeadSlices(module.k_proj_weight, 0, 0, width, width)]
+    stacked, keys_start = module.in_proj_weight is not None, heads * width
+    query_weight = module.in_proj_weight if stacked else module.q_proj_weight
+    key_weight = module.in_proj_weight if stacked else module.k_proj_weight
+    query = [HeadSlices(query_weight, 0, 0, width, width)]
+    key = [HeadSlices(key_weight, 0, keys_start if stacked else 0, width, width)]
     if module.in_proj_bias is not None:
         query.append(HeadSlices(module.in_proj_bias, 0, 0, width, width))
         key.append(HeadSlices(module.in_proj_bias, 0, keys_start, width, width))
@@ -421,17 +411,15 @@ def agrees(
     parts = [(projections.makers[0], query, (projections.query[0], *projections.query_alone[:1]))]
     if projections.group == 1 and not projections.query_alone:
         parts.append((projections.makers[1], key, (projections.key[0],)))
-    verdicts: list[bool | None] = []
+    verdicts = []
     for maker, scored, slices in parts:
         if scored.shape[1] != projections.heads:
             continue
         recorded = outputs.get(maker, ())
         cut = slices[0].size if len(slices) > 1 else rotary
         of_outputs = [_proportional(scored, output, slices, cut) for output in recorded]
-        if True in of_outputs:
-            verdicts.append(True)
-        elif len(recorded) == 1:
-            verdicts.append(of_outputs[0])
+        if True in of_outputs or len(recorded) == 1:
+            verdicts.append(True if True in of_outputs else of_outputs[0])
     return False if False in verdicts else True if True in verdicts else None
 
 
@@ -462,8 +450,8 @@ def _fits(
         torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)[..., first:last]
         for head in range(scored.shape[1])
     ]
-    lengths = torch.stack([_norm(of_head) for of_head in entries], -1)
-    expected = _norm(scored[..., first:last]).transpose(1, 2)
+    lengths = torch.stack([_norms(of_head) for of_head in entries], -1)
+    expected = _norms(scored[..., first:last]).transpose(1, 2)
     eps = max(torch.finfo(part.dtype).eps for part in (scored, output))
     tolerance = max(1e-3, 4 * eps)
     worst = [
@@ -474,11 +462,10 @@ def _fits(
     return min(worst) <= tolerance if worst else None
 
 
-def _norm(vectors: Tensor) -> Tensor:
-    """Euclidean norm over the last dimension, float64."""
-    wide = accumulate_dtype(vectors.dtype)
-    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide)
-    return norms.double()
+def _norms(vectors: Tensor) -> Tensor:
+    """Euclidean norms over the last dimension, float64."""
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
+    return norms
 
 
 def _clear(lengths: Tensor) -> Tensor:
@@ -512,18 +499,15 @@ def _centred_log_ratios(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Ten
             yield (ratio - ratio.mean(0))[:, valid], (exponents - exponents.mean(0))[:, valid]
         if heads > 1:  # a factor of each token times one of each head
             valid = good.all(-1)
-            yield _centred(ratio[valid]), _centred(exponents[valid])
+            logs = ratio[valid], exponents[valid]
+            first, second = (x - x.mean(0) - x.mean(1, keepdim=True) + x.mean() for x in logs)
+            yield first, second
     # a factor of each head, whatever the order of the tokens: windows, or documents in a row
     first, second = (part.reshape(-1, heads).sort(0).values for part in (lengths, expected))
     valid = (_clear(first) & _clear(second)).all(-1)
     exponents = first[valid].log()
     ratio = second[valid].log() - exponents
     yield ratio - ratio.mean(0), exponents - exponents.mean(0)
-
-
-def _centred(logs: Tensor) -> Tensor:
-    """Subtract row and column means."""
-    return logs - logs.mean(0) - logs.mean(1, keepdim=True) + logs.mean()
 
 
 _UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known; none of them
@@ -794,10 +778,11 @@ class QKClip:
                     not_finite.append((name, head))
                 elif logit > self.tau:
                     # by so much rounding of weights and products can increase a logit
-                    rounding = max(eps, weights.eps)
+                    stored = [of.tensor.dtype for of in (*weights.query, *weights.key)]
+                    rounding = max(eps, *(torch.finfo(dtype).eps for dtype in stored))
                     margin = 4 * rounding if rounding > 1e-5 else 64 * rounding
                     factors[head] = self.tau / logit * (1 - margin)
-                    for part, factor in weights.factors(head, factors[head], self.alpha):
+                    for part, factor in weights.factors(factors[head], self.alpha):
                         place = (id(part.tensor), part.dim, part.offset(head), part.size)
                         before = smallest.get(place, (part, 1.0))[1]
                         smallest[place] = (part, min(before, factor))

@@ -143,8 +143,8 @@ class AttentionWatch:
             if mask is not None and mask.dtype != torch.bool:
                 mask = torch.logical_not(hides(mask))
             call = replace(call, attn_mask=mask, bias=None, softcap=None, sinks=None)
-        width, dtype = call.query.shape[-1], call.query.dtype
-        self._add(call.module, call.statistics(False), real, width, dtype)
+        query = call.query
+        self._add(call.module, call.statistics(False), real, query.shape[-1], query.dtype)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
         """Store the statistics of a hand-written softmax."""
@@ -169,19 +169,12 @@ class AttentionWatch:
         if self._noted is not None:
             self._noted(name.partition("#")[0], query, key)
 
-    def _add(
-        self,
-        name: str,
-        stats: RowStatistics,
-        real: Tensor | None,
-        width: int,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Store the statistics of one attention call, with the rows that count."""
+    def _add(self, name: str, stats: RowStatistics, real: Tensor | None, *queries: Any) -> None:
+        """Store the statistics of a call: of rows that count, with width and dtype of queries."""
         counted = stats.state.n > 0
         if real is not None:
             counted = counted & real[:, None, :]
-        self.rows.append(WatchedRows(name, stats, counted, width, dtype))
+        self.rows.append(WatchedRows(name, stats, counted, *queries))
 
     def _on_recorded(self, module: Recorded, stats: Any) -> None:
         """Collect the statistics that a module of :mod:`acutance.nn` recorded."""
@@ -192,6 +185,6 @@ class AttentionWatch:
         if not self._listener.captures_module(name):
             return
         if isinstance(stats, RowStatistics):
-            self._add(name, stats, None, getattr(module, "head_dim", 0), None)
+            self._add(name, stats, None, getattr(module, "head_dim", 0))
         else:
             self._listener.unreadable(name, "its weights are not a softmax of its scores")

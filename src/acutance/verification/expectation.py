@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -180,9 +181,15 @@ def configured_rope(config: Any, layer_type: str | None, width: int) -> Rope | N
     return Rope(kind, float(entries["rope_theta"]), rotated_width, rest, longest)
 
 
-@dataclass(frozen=True)
 class Expectation:
-    """What an attention module is to compute.
+    """What the configuration and the parameters say of one attention module.
+
+    Args:
+        module: the attention module.
+        config: its configuration; None if there is none.
+        heads: number of query heads, Hq.
+        width: components of a query, E.
+        layer: the module's index among the layers; None if unknown.
 
     Attributes:
         scale: factor of the scores; None if nothing states it.
@@ -191,6 +198,8 @@ class Expectation:
         window: sliding window, in keys, including the token itself; None for none. In both
             directions, architectures differ in whether it includes the token itself.
         window_from: what states the window, or that there is none.
+        window_of_both_sides: whether a window in both directions is the keys of both sides
+            together, as in T5Gemma 2, not those of each side.
         softcap: bound of the scores; None for none.
         sinks: the module's sinks, (Hq,); None if it has none.
         key_heads: number of key heads; None if nothing states it.
@@ -200,80 +209,38 @@ class Expectation:
         masks_problem: why the keys that a row sees are not known; empty if they are.
         interleaved: whether rotated pairs are neighbours, not of two halves; None if unknown.
         folded: a scale that queries, or queries and keys, are multiplied by before; None for none.
-        window_of_both_sides: whether a window in both directions is the keys of both sides
-            together, as in T5Gemma 2, not those of each side.
     """
 
-    scale: float | None
-    scale_from: str
-    causal: bool | None
-    window: int | None
-    window_from: str
-    softcap: float | None
-    sinks: Tensor | None
-    key_heads: int | None
-    rope: Rope | None
-    rope_problem: str
-    other_ropes: tuple[Rope, ...]
-    masks_problem: str
-    interleaved: bool | None = None
-    folded: float | None = None
-    window_of_both_sides: bool = False
-
-    @property
-    def masks(self) -> bool:
-        """Whether the keys that a row sees are known."""
-        return not self.masks_problem
-
-
-def expectation_of(
-    module: Any, config: Any, heads: int, width: int, layer: int | None
-) -> Expectation:
-    """What the configuration and the parameters say of one attention module.
-
-    Args:
-        module: the attention module.
-        config: its configuration; None if there is none.
-        heads: number of query heads, Hq.
-        width: components of a query, E.
-        layer: the module's index among the layers; None if unknown.
-    """
-    scale, scale_from = _scale(module, config, width)
-    types, index = entry_of(config, "layer_types"), getattr(module, "layer_idx", None)
-    index = index if isinstance(index, int) else layer
-    layer_type = None
-    if isinstance(types, Sequence) and index is not None and 0 <= index < len(types):
-        layer_type = str(types[index])
-    window, window_from, problem = _window(config, layer_type)
-    causal = getattr(module, "is_causal", None)
-    if not isinstance(causal, bool):
-        problem = problem or "nothing states whether it is causal"
-    elif window is not None and not causal:
-        window_from = f"{window_from} in both directions"
-    capped = type(module).__name__ not in _UNCAPPED
-    softcap: Any = entry_of(config, "attn_logit_softcapping") if capped else None
-    sinks = getattr(module, "sinks", None)
-    fits = isinstance(sinks, Tensor) and sinks.numel() == heads
-    rope, rope_problem, others = _ropes(config, layer_type, width)
-    kind, key_heads = entry_of(config, "model_type"), entry_of(config, "num_key_value_heads")
-    group = getattr(module, "num_key_value_groups", None)
-    grouped = isinstance(key_heads, int) and isinstance(group, int) and key_heads * group == heads
-    return Expectation(
-        scale=scale,
-        scale_from=scale_from,
-        causal=causal if isinstance(causal, bool) else None,
-        window=window,
-        window_from=window_from,
-        softcap=float(softcap) if _is_positive(softcap) else None,
-        sinks=sinks.detach().reshape(-1) if fits and isinstance(sinks, Tensor) else None,
-        key_heads=key_heads if grouped else None,
-        rope=rope,
-        rope_problem=rope_problem,
-        other_ropes=others,
-        masks_problem=problem,
-        interleaved=False if kind in _HALVES else True if kind in _NEIGHBOURS else None,
-        window_of_both_sides=kind in _BOTH_SIDES,
-    )
+    def __init__(self, module: Any, config: Any, heads: int, width: int, layer: int | None) -> None:
+        self.scale, self.scale_from = _scale(module, config)
+        self.folded: float | None = None
+        types, index = entry_of(config, "layer_types"), getattr(module, "layer_idx", None)
+        index = index if isinstance(index, int) else layer
+        layer_type = None
+        if isinstance(types, Sequence) and index is not None and 0 <= index < len(types):
+            layer_type = str(types[index])
+        self.window, self.window_from, self.masks_problem = _window(config, layer_type)
+        causal = getattr(module, "is_causal", None)
+        self.causal = causal if isinstance(causal, bool) else None
+        if self.causal is None:
+            self.masks_problem = self.masks_problem or "nothing states whether it is causal"
+        elif self.window is not None and not causal:
+            self.window_from = f"{self.window_from} in both directions"
+        capped = type(module).__name__ not in _UNCAPPED
+        softcap: Any = entry_of(config, "attn_logit_softcapping") if capped else None
+        self.softcap = float(softcap) if _is_positive(softcap) else None
+        sinks = getattr(module, "sinks", None)
+        self.sinks: Tensor | None = None
+        if isinstance(sinks, Tensor) and sinks.numel() == heads:
+            self.sinks = sinks.detach().reshape(-1)
+        self.rope, self.rope_problem, self.other_ropes = _ropes(config, layer_type, width)
+        keys = entry_of(config, "num_key_value_heads")
+        group = getattr(module, "num_key_value_groups", None)
+        grouped = isinstance(keys, int) and isinstance(group, int) and keys * group == heads
+        self.key_heads = keys if grouped else None
+        kind = entry_of(config, "model_type")
+        self.interleaved = False if kind in _HALVES else True if kind in _NEIGHBOURS else None
+        self.window_of_both_sides = kind in _BOTH_SIDES
 
 
 def windows_of(config: Any) -> set[int]:
@@ -284,11 +251,10 @@ def windows_of(config: Any) -> set[int]:
         except ValueError:  # it has more than one
             return set()
     types = entry_of(config, "layer_types")
-    if isinstance(types, Sequence):
-        found = {_window(config, each)[0] for each in types}
-    else:
-        found = {_window(config, None)[0]}
-    return {size for size in found if size is not None}
+    sizes = {
+        _window(config, kind)[0] for kind in (types if isinstance(types, Sequence) else [None])
+    }
+    return {size for size in sizes if size is not None}
 
 
 def _is_positive(value: Any) -> bool:
@@ -296,7 +262,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _scale(module: Any, config: Any, width: int) -> tuple[float | None, str]:
+def _scale(module: Any, config: Any) -> tuple[float | None, str]:
     """Factor of the scores, and what states it."""
     if _is_positive(base := entry_of(config, "query_pre_attn_scalar")):
         return float(base) ** -0.5, f"query_pre_attn_scalar={base:g}"
@@ -338,13 +304,9 @@ def _ropes(
         return None, str(error), ()
     others = []
     for other in set(entry_of(config, "layer_types") or ()) - {layer_type}:
-        try:
-            found = configured_rope(config, other, width)
-        except (KeyError, ValueError):
-            continue
-        if found is not None and found != rope:
-            others.append(found)
-    return rope, "", tuple(others)
+        with suppress(KeyError, ValueError):
+            others.append(configured_rope(config, other, width))
+    return rope, "", tuple(other for other in others if other is not None and other != rope)
 
 
 def layer_index(name: str) -> int | None:
@@ -429,21 +391,9 @@ class Pass:
             return True
         return packed_lengths(call.positions, call.query, call.key.shape[2]) is not None
 
-    def real_rows(self, call: AttentionCall) -> Tensor | None:
-        """Boolean (B, L), False on padding queries; None if all are real."""
-        if self.real is None or not self.knows_masks(call):
-            return call.real
-        return self.real[:, self.past :]
 
-    def real_keys(self, keys: int) -> Tensor | None:
-        """Boolean (B, S), False on padding keys; None if all are real."""
-        if self.real is None or bool(self.real[:, -keys:].all()):
-            return None
-        return self.real[:, -keys:]
-
-
-def expected_call(call: AttentionCall, expected: Expectation, facts: Pass) -> AttentionCall:
-    """The call as configuration and parameters say that it should be.
+class ExpectedCall:
+    """A captured call beside what configuration, parameters and input say that it should be.
 
     Masks stay those of the call where the configuration does not determine them.
 
@@ -451,225 +401,183 @@ def expected_call(call: AttentionCall, expected: Expectation, facts: Pass) -> At
         call: the captured call.
         expected: what the configuration says of its module.
         facts: what is known of the forward pass.
-    """
-    changes: dict[str, Any] = {"dropout_p": 0.0, "unknown": ()}
-    if expected.scale is not None:
-        changes["scale"] = expected.scale
-    if expected.softcap is not None:
-        changes["softcap"] = expected.softcap
-    if expected.sinks is not None:
-        changes["sinks"] = expected.sinks
-    if expected.masks and facts.knows_masks(call):
-        keys = call.key.shape[2]
-        changes |= {
-            "attn_mask": None,
-            "is_causal": bool(expected.causal),
-            "query_offset": keys - call.query.shape[2],
-            "window": expected.window,
-            "key_mask": facts.real_keys(keys),
-            "cu_seqlens": facts.documents,
-        }
-        mask = call.attn_mask
-        if mask is not None and mask.is_floating_point():
-            added = torch.where(hides(mask), 0.0, mask)
-            if bool((added != 0).any()):  # ALiBi or another bias, with the mask in one tensor
-                changes["bias"] = added if call.bias is None else added + call.bias
-    ours = replace(call, **changes)
-    if expected.window is not None and expected.causal is False and ours.window is not None:
-        halved = (ours.window // 2 + 1,) if expected.window_of_both_sides else ()
-        for size in (ours.window + 1, *halved):
-            other = replace(ours, window=size)
-            if torch.equal(*torch.broadcast_tensors(visible_keys(call), visible_keys(other))):
-                return other
-    return ours
 
-
-def counted_rows(wanted: Tensor, call: AttentionCall, facts: Pass) -> Tensor:
-    """Rows to compare, boolean (B, Hq, L): real tokens that see a key.
-
-    Args:
-        wanted: the keys that each row is to see, (B, 1 or Hq, L, S).
-        call: the captured call.
-        facts: what is known of the forward pass.
-    """
-    counted = wanted.any(-1).expand(-1, call.query.shape[1], -1)
-    real = facts.real_rows(call)
-    return counted if real is None else counted & real[:, None, :].to(counted.device)
-
-
-def argument_differences(
-    call: AttentionCall,
-    ours: AttentionCall,
-    expected: Expectation,
-    seen: Tensor,
-    wanted: Tensor,
-    counted: Tensor,
-) -> list[Difference]:
-    """Differences of a captured call's arguments from those expected.
-
-    Args:
-        call: the captured call.
+    Attributes:
         ours: the same call with the expected arguments.
-        expected: what the configuration says of its module.
         seen: the keys that each of its rows sees, (B, 1 or Hq, L, S).
         wanted: those that it is to see, likewise.
-        counted: the rows to compare, from :func:`counted_rows`.
+        counted: rows to compare, boolean (B, Hq, L): real tokens that are to see a key.
     """
-    found = [*_scores(call, expected), *_heads(call, expected)]
-    rows = counted[:, :1] if max(seen.shape[1], wanted.shape[1]) == 1 else counted
-    if bool(((seen != wanted) & rows.unsqueeze(-1)).any()):
-        found += _masks(seen, wanted, rows, ours, expected)
-    return found
 
+    def __init__(self, call: AttentionCall, expected: Expectation, facts: Pass) -> None:
+        self.call, self.expected, self.facts = call, expected, facts
+        self.seen = visible_keys(call)
+        self.ours = self._expected()
+        self.wanted = visible_keys(self.ours)
+        counted = self.wanted.any(-1).expand(-1, call.query.shape[1], -1)
+        real = call.real
+        if facts.real is not None and facts.knows_masks(call):
+            real = facts.real[:, facts.past :]
+        self.counted = counted if real is None else counted & real[:, None, :].to(counted.device)
 
-def _scores(call: AttentionCall, expected: Expectation) -> Iterator[Difference]:
-    """Differences in what scores are computed from."""
-    if expected.scale is not None:
-        difference = abs(call.factor - expected.scale)
-        if difference > _SCALE_TOLERANCE * expected.scale:
-            yield Difference(
-                "wrong scale",
-                f"scores are scaled by {call.factor:.4g}, but {expected.scale_from} means "
-                f"{expected.scale:.4g}",
+    def _expected(self) -> AttentionCall:
+        """The call with the expected arguments."""
+        call, expected, facts = self.call, self.expected, self.facts
+        changes: dict[str, Any] = {"dropout_p": 0.0, "unknown": ()}
+        for name in ("scale", "softcap", "sinks"):
+            if (value := getattr(expected, name)) is not None:
+                changes[name] = value
+        if not expected.masks_problem and facts.knows_masks(call):
+            keys = call.key.shape[2]
+            real = None if facts.real is None else facts.real[:, -keys:]
+            changes |= {
+                "attn_mask": None,
+                "is_causal": bool(expected.causal),
+                "query_offset": keys - call.query.shape[2],
+                "window": expected.window,
+                "key_mask": None if real is None or bool(real.all()) else real,
+                "cu_seqlens": facts.documents,
+            }
+            mask = call.attn_mask
+            if mask is not None and mask.is_floating_point():
+                added = torch.where(hides(mask), 0.0, mask)
+                if bool((added != 0).any()):  # ALiBi or another bias, with the mask in one tensor
+                    changes["bias"] = added if call.bias is None else added + call.bias
+        ours = replace(call, **changes)
+        if expected.window is not None and expected.causal is False and ours.window is not None:
+            halved = (ours.window // 2 + 1,) if expected.window_of_both_sides else ()
+            for size in (ours.window + 1, *halved):
+                other = replace(ours, window=size)
+                if torch.equal(*torch.broadcast_tensors(self.seen, visible_keys(other))):
+                    return other
+        return ours
+
+    def differences(self) -> list[Difference]:
+        """Differences of the call's arguments from those expected."""
+        seen, wanted, rows = self.seen, self.wanted, self.counted
+        found = [*self._of_scores(), *self._of_heads()]
+        if max(seen.shape[1], wanted.shape[1]) == 1:
+            rows = rows[:, :1]
+        if bool(((seen != wanted) & rows.unsqueeze(-1)).any()):
+            found += self._of_masks(rows.unsqueeze(-1))
+        return found
+
+    def _of_scores(self) -> Iterator[Difference]:
+        """Differences in what scores are computed from."""
+        call, scale, cap = self.call, self.expected.scale, self.expected.softcap
+        if scale is not None and abs(call.factor - scale) > _SCALE_TOLERANCE * scale:
+            text = f"scores are scaled by {call.factor:.4g}, but {self.expected.scale_from} means "
+            yield Difference("wrong scale", f"{text}{scale:.4g}")
+        if cap is not None and call.softcap is None:
+            text = f"scores are not capped, but attn_logit_softcapping={cap:g}"
+            yield Difference("softcap missing", text)
+        elif cap is not None and call.softcap is not None and abs(cap - call.softcap) > 1e-6 * cap:
+            text = f"scores are capped at {call.softcap:g}, but attn_logit_softcapping={cap:g}"
+            yield Difference("wrong softcap", text)
+        sinks, given = self.expected.sinks, call.sinks
+        if sinks is None:
+            return
+        if given is None:
+            text = "the sinks do not reach the attention function: rows sum to 1 without them"
+            yield Difference("sinks dropped", text)
+        elif not torch.allclose(given.double(), sinks.double(), 1e-2, 1e-2):
+            text = "the attention function gets other sinks than the module's parameter"
+            yield Difference("wrong sinks", text)
+
+    def _of_heads(self) -> Iterator[Difference]:
+        """Key heads that were repeated in another order than query heads are grouped."""
+        key, heads, wanted = self.call.key, self.call.query.shape[1], self.expected.key_heads
+        given = key.shape[1]
+        if wanted is None or not 1 < wanted < given or given != heads or heads % wanted:
+            return
+        group = heads // wanted
+        if torch.equal(key, key[:, ::group].repeat_interleave(group, 1)):
+            return
+        if torch.equal(key, key[:, :wanted].repeat(1, group, 1, 1)):
+            text = (
+                f"the {wanted} key heads are repeated in turn (0, 1, …, 0, 1, …), but query heads "
+                f"0–{group - 1} share key head 0"
             )
-    cap = expected.softcap
-    if cap is not None and call.softcap is None:
-        text = f"scores are not capped, but attn_logit_softcapping={cap:g}"
-        yield Difference("softcap missing", text)
-    elif cap is not None and call.softcap is not None and abs(cap - call.softcap) > 1e-6 * cap:
-        text = f"scores are capped at {call.softcap:g}, but attn_logit_softcapping={cap:g}"
-        yield Difference("wrong softcap", text)
-    if expected.sinks is None:
-        return
-    if call.sinks is None:
-        text = "the sinks do not reach the attention function: rows sum to 1 without them"
-        yield Difference("sinks dropped", text)
-    elif not torch.allclose(call.sinks.double(), expected.sinks.double(), 1e-2, 1e-2):
-        text = "the attention function gets other sinks than the module's parameter"
-        yield Difference("wrong sinks", text)
+            yield Difference("heads grouped differently", text)
 
-
-def _heads(call: AttentionCall, expected: Expectation) -> Iterator[Difference]:
-    """Key heads that were repeated in another order than query heads are grouped."""
-    heads, given = call.query.shape[1], call.key.shape[1]
-    wanted = expected.key_heads
-    if not isinstance(wanted, int) or not 1 < wanted < given or given != heads or heads % wanted:
-        return
-    group, key = heads // wanted, call.key
-    if torch.equal(key, key[:, ::group].repeat_interleave(group, 1)):
-        return
-    if torch.equal(key, key[:, :wanted].repeat(1, group, 1, 1)):
-        text = (
-            f"the {wanted} key heads are repeated in turn (0, 1, …, 0, 1, …), but query heads "
-            f"0–{group - 1} share key head 0"
-        )
-        yield Difference("heads grouped differently", text)
-
-
-def _masks(
-    seen: Tensor, wanted: Tensor, rows: Tensor, ours: AttentionCall, expected: Expectation
-) -> list[Difference]:
-    """Name what distinguishes the keys that rows see from those that they are to see.
-
-    Args:
-        seen: keys that are visible in the captured call, (B, 1 or Hq, L, S).
-        wanted: keys that should be, same shape or broadcastable.
-        rows: rows to compare, (B, 1 or Hq, L).
-        ours: the expected call.
-        expected: what the configuration says of the module.
-    """
-    queries, keys = ours.query.shape[2], ours.key.shape[2]
-    device = seen.device
-    places = torch.arange(queries, device=device)[:, None] + keys - queries
-    distance = (places - torch.arange(keys, device=device)).expand(seen.shape)
-    extra = seen & ~wanted & rows.unsqueeze(-1)
-    missing = wanted & ~seen & rows.unsqueeze(-1)
-    found: list[Difference] = []
-    if not bool((seen == wanted)[(rows.unsqueeze(-1) & (distance != 0)).expand_as(seen)].any()):
-        return [Difference("mask inverted", "rows see exactly the keys that should be hidden")]
-    if ours.key_mask is not None:
-        padding = ~ours.key_mask[:, None, None, :] & extra
-        if bool(padding.any()):
+    def _of_masks(self, rows: Tensor) -> Iterator[Difference]:
+        """Name what distinguishes the keys that rows (B, 1 or Hq, L, 1) see and are to see."""
+        ours, seen, wanted = self.ours, self.seen, self.wanted
+        queries, keys = ours.query.shape[2], ours.key.shape[2]
+        places = torch.arange(queries, device=seen.device)[:, None] + keys - queries
+        distance = (places - torch.arange(keys, device=seen.device)).expand(seen.shape)
+        extra, missing = seen & ~wanted & rows, wanted & ~seen & rows
+        if not bool((seen == wanted)[(rows & (distance != 0)).expand_as(seen)].any()):
+            yield Difference("mask inverted", "rows see exactly the keys that should be hidden")
+            return
+        if ours.key_mask is not None:
+            padding = ~ours.key_mask[:, None, None, :] & extra
             extra = extra & ~padding
-            found.append(_padding(padding, missing, ours.key_mask))
-            missing = missing & False if found[-1].cause == "padding mask wrong" else missing
-    if ours.cu_seqlens is not None:
-        ends = ours.cu_seqlens[1:].contiguous()
-        document = torch.bucketize(torch.arange(keys, device=ends.device), ends, right=True)
-        mixed = extra & (document[keys - queries :, None] != document)
-        if bool(mixed.any()):
+            if bool(padding.any()) and bool(missing.any()):
+                missing = torch.zeros_like(missing)
+                text = "padding is visible and real tokens are hidden: the mask marks the wrong "
+                yield Difference("padding mask wrong", f"{text}tokens")
+            elif bool(padding.any()):
+                seen_keys, hidden = int(padding.any(2).any(1).sum()), int((~ours.key_mask).sum())
+                text = f"{seen_keys} of {hidden} padding keys are visible to real tokens"
+                yield Difference("padding ignored", text)
+        if ours.cu_seqlens is not None:
+            ends = ours.cu_seqlens[1:].contiguous()
+            document = torch.bucketize(torch.arange(keys, device=ends.device), ends, right=True)
+            mixed = extra & (document[keys - queries :, None] != document)
             extra = extra & ~mixed
-            text = "tokens of packed documents see tokens of other documents"
-            found.append(Difference("documents mixed", text))
-    later = extra & (distance < 0)
-    if bool(later.any()):
+            if bool(mixed.any()):
+                text = "tokens of packed documents see tokens of other documents"
+                yield Difference("documents mixed", text)
+        later = extra & (distance < 0)
         extra = extra & ~later
-        ahead = int(-distance[later].min())
-        kind = "causal mask shifted" if ahead == 1 and keys > 2 else "not causal"
-        text = f"rows see keys up to {ahead} {'token' if ahead == 1 else 'tokens'} ahead"
-        found.append(Difference(kind, text))
-    if bool(extra.any()):
-        found.append(_wider(extra, seen & rows.unsqueeze(-1), distance, expected))
-    behind = missing & (distance < 0)
-    if bool(behind.any()) and not bool((seen & (distance < 0) & rows.unsqueeze(-1)).any()):
-        missing = missing & ~behind
-        text = "later keys are hidden, but the module is not causal"
-        found.append(Difference("causal by mistake", text))
-    if bool(missing.any()):
-        found.append(_narrower(missing, seen & rows.unsqueeze(-1), distance, expected, queries))
-    return found
+        if bool(later.any()):
+            ahead = int(-distance[later].min())
+            kind = "causal mask shifted" if ahead == 1 and keys > 2 else "not causal"
+            text = f"rows see keys up to {ahead} {'token' if ahead == 1 else 'tokens'} ahead"
+            yield Difference(kind, text)
+        seen = seen & rows
+        if bool(extra.any()):
+            yield self._wider(extra, seen, distance)
+        behind = missing & (distance < 0)
+        if bool(behind.any()) and not bool((seen & (distance < 0)).any()):
+            missing = missing & ~behind
+            text = "later keys are hidden, but the module is not causal"
+            yield Difference("causal by mistake", text)
+        if bool(missing.any()):
+            yield self._narrower(missing, seen, distance)
 
-
-def _padding(padding: Tensor, missing: Tensor, real: Tensor) -> Difference:
-    """Name visible padding: a mask that is not applied, or one made for other tokens.
-
-    Args:
-        padding: visible padding keys, (B, 1 or Hq, L, S).
-        missing: hidden keys that should be visible, same shape.
-        real: real keys, (B, S).
-    """
-    if bool(missing.any()):
-        text = "padding is visible and real tokens are hidden: the mask marks the wrong tokens"
-        return Difference("padding mask wrong", text)
-    seen = int(padding.any(2).any(1).sum())
-    text = f"{seen} of {int((~real).sum())} padding keys are visible to real tokens"
-    return Difference("padding ignored", text)
-
-
-def _wider(extra: Tensor, seen: Tensor, distance: Tensor, expected: Expectation) -> Difference:
-    """Name earlier keys that are visible beyond the window."""
-    size = expected.window
-    if size is None:
-        pairs = f"{int(extra.sum())} pairs of query and key are visible that should be hidden"
-        return Difference("mask wrong", pairs)
-    reach = int(distance[seen].max()) + 1
-    if reach == size + 1:
-        text = f"rows see {reach} keys, but {expected.window_from} means {size}"
-        return Difference("window off by one", text)
-    text = f"rows see up to {reach} keys, but {expected.window_from}"
-    return Difference("window ignored", text)
-
-
-def _narrower(
-    missing: Tensor, seen: Tensor, distance: Tensor, expected: Expectation, queries: int
-) -> Difference:
-    """Name keys that are hidden and should be visible."""
-    if expected.causal is False:
-        distance = distance.abs()
-    nearest = int(distance[missing].min())
-    reach = int(distance[seen].max()) + 1 if bool(seen.any()) else 0
-    if nearest == 0 and not bool((seen & (distance == 0)).any()):
-        return Difference("causal mask shifted", "no row sees its own token")
-    if reach and nearest >= reach:
-        size = expected.window
-        if size is not None and reach == size - 1:
-            text = f"rows see {reach} keys, but {expected.window_from} means {size}"
+    def _wider(self, extra: Tensor, seen: Tensor, distance: Tensor) -> Difference:
+        """Name earlier keys that are visible beyond the window."""
+        size, stated = self.expected.window, self.expected.window_from
+        if size is None:
+            pairs = f"{int(extra.sum())} pairs of query and key are visible that should be hidden"
+            return Difference("mask wrong", pairs)
+        reach = int(distance[seen].max()) + 1
+        if reach == size + 1:
+            text = f"rows see {reach} keys, but {stated} means {size}"
             return Difference("window off by one", text)
-        text = f"rows see {reach} keys at most, but the configuration says {expected.window_from}"
-        return Difference("window on the wrong layer" if size is None else "wrong window", text)
-    keys = distance.shape[-1]
-    if keys > queries and bool(seen[..., 0, :].any()) and not bool(seen[..., 0, 1:].any()):
-        text = f"row 0 of {queries} sees only the first of {keys} keys: rows are aligned with it"
-        return Difference("causal mask shifted", text)
-    text = f"{int(missing.sum())} pairs of query and key are hidden that should be visible"
-    return Difference("mask wrong", text)
+        return Difference("window ignored", f"rows see up to {reach} keys, but {stated}")
+
+    def _narrower(self, missing: Tensor, seen: Tensor, distance: Tensor) -> Difference:
+        """Name keys that are hidden and should be visible."""
+        size, stated = self.expected.window, self.expected.window_from
+        if self.expected.causal is False:
+            distance = distance.abs()
+        nearest = int(distance[missing].min())
+        reach = int(distance[seen].max()) + 1 if bool(seen.any()) else 0
+        if nearest == 0 and not bool((seen & (distance == 0)).any()):
+            return Difference("causal mask shifted", "no row sees its own token")
+        if reach and nearest >= reach:
+            if size is not None and reach == size - 1:
+                text = f"rows see {reach} keys, but {stated} means {size}"
+                return Difference("window off by one", text)
+            text = f"rows see {reach} keys at most, but the configuration says {stated}"
+            cause = "window on the wrong layer" if size is None else "wrong window"
+            return Difference(cause, text)
+        queries, keys = distance.shape[-2:]
+        if keys > queries and bool(seen[..., 0, :].any()) and not bool(seen[..., 0, 1:].any()):
+            text = f"row 0 of {queries} sees only the first of {keys} keys: rows are aligned with "
+            return Difference("causal mask shifted", f"{text}it")
+        text = f"{int(missing.sum())} pairs of query and key are hidden that should be visible"
+        return Difference("mask wrong", text)

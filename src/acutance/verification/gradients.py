@@ -53,9 +53,9 @@ def check_gradients(
     parts = {name: part for name, part in parts.items() if part.requires_grad}
     if not parts or not output.requires_grad:
         text = "no gradient can be computed: its output does not require one"
-        if parts:
-            return Comparison(1.0, 0.0, Difference("gradient missing", text))
-        raise ValueError(text)
+        if not parts:
+            raise ValueError(text)
+        return Comparison(1.0, 0.0, Difference("gradient missing", text))
     chance = torch.Generator().manual_seed(0)
     shape = tuple(output.shape)
     weights = torch.randn(shape, generator=chance, dtype=torch.float64).to(output.device)
@@ -120,16 +120,14 @@ def _dense_gradients(
         scores = bare + (scores - bare).detach()
     scores = scores.masked_fill(~visible_keys(call), -torch.inf)
     group = changed.query.shape[1] // changed.value.shape[1]
-    share = torch.ones((), dtype=torch.float64)
+    seen = visible_keys(call).any(-1, keepdim=True)
+    probabilities = torch.where(seen, scores, 0.0).softmax(-1)
+    output = probabilities @ changed.value.double().repeat_interleave(group, 1)
     if changed.sinks is not None:
         lse = scores.logsumexp(-1)
         lse = lse.detach() if fault == "lse" else lse
-        share = torch.sigmoid(lse - changed.sinks.double().view(1, -1, 1)).unsqueeze(-1)
-    seen = visible_keys(call).any(-1, keepdim=True)
-    probabilities = torch.where(seen, scores, 0.0).softmax(-1)
-    output = (probabilities @ changed.value.double().repeat_interleave(group, 1)) * share
-    output = torch.where(seen, output, 0.0)
-    return _differentiated(output, leaves, weights)
+        output = output * torch.sigmoid(lse - changed.sinks.double().view(1, -1, 1)).unsqueeze(-1)
+    return _differentiated(torch.where(seen, output, 0.0), leaves, weights)
 
 
 def _cause(
@@ -142,15 +140,14 @@ def _cause(
 ) -> Difference:
     """Name what makes gradients differ."""
     names = tuple(theirs)
-    for fault, cause, text in (
-        ("lse", "gradient of lse missing", "no gradient flows through the log-sum-exp"),
-        ("softcap", "gradient of softcap missing", "the derivative of the softcap is missing"),
+    for fault, stated, text in (
+        ("lse", ours.sinks, "no gradient flows through the log-sum-exp"),
+        ("softcap", ours.softcap, "the derivative of the softcap is missing"),
     ):
-        if (ours.sinks if fault == "lse" else ours.softcap) is None:
-            continue
-        dense = _dense_gradients(ours, weights, names, fault)
-        if _error(theirs, dense, rounding) <= tolerance:
-            return Difference(cause, f"gradients agree if {text}")
+        if stated is not None:
+            dense = _dense_gradients(ours, weights, names, fault)
+            if _error(theirs, dense, rounding) <= tolerance:
+                return Difference(f"gradient of {fault} missing", f"gradients agree if {text}")
     apart = [n for n in names if _error_of(theirs[n], expected[n], rounding[n]) > tolerance]
     which = " and ".join(_PARTS[name] for name in apart)
     if apart and not any(bool(theirs[name].any()) for name in apart):

@@ -95,29 +95,28 @@ def kinds_for(model: torch.nn.Module, given: dict[str, Any]) -> Iterator[Kind]:
         yield Kind("plain", lambda read: read(Pass("plain"), given))
         return
     text = _Text(ids, names, given.get("attention_mask"))
-    yield Kind("plain", text.plain)
+
+    def kind(name: str, **how: Any) -> Kind:
+        return Kind(name, partial(text.read, name=name, **how), "sizes" in how)
+
+    yield kind("plain")
     if "attention_mask" in names and ids.shape[1] >= 4:
-        yield Kind("right padding", partial(text.padded, left=False))
+        yield kind("right padding")
         if "position_ids" in names:
-            yield Kind("left padding", partial(text.padded, left=True))
+            yield kind("left padding")
     causal = (getattr(module, "is_causal", None) for module in model.modules())
     if {flag for flag in causal if isinstance(flag, bool)} != {True} or ids.shape[1] < 12:
         return
     cache = cache_argument(names)
     if "position_ids" in names and ("use_cache" in names or cache is None):
-        yield Kind("packed", partial(text.packed, separates=makes_masks_from_positions(model)))
+        yield kind("packed", separates=makes_masks_from_positions(model))
     if cache is not None and "use_cache" in names:
         size = -(-ids.shape[1] // _CHUNKS)
         steps = [ids.shape[1] - _STEPS, *([1] * _STEPS)]
-        chunks = [len(chunk) for chunk in torch.arange(ids.shape[1]).split(size)]
-        for name, sizes in {
-            "cache by token": steps,
-            "cache in chunks": chunks,
-            "left padding with cache": steps,
-        }.items():
-            padded = name.startswith("left padding")
-            if not padded or {"attention_mask", "position_ids"} <= names:
-                yield Kind(name, partial(text.cached, name=name, sizes=sizes, padded=padded), True)
+        yield kind("cache by token", sizes=steps)
+        yield kind("cache in chunks", sizes=list(map(len, torch.arange(ids.shape[1]).split(size))))
+        if {"attention_mask", "position_ids"} <= names:
+            yield kind("left padding with cache", sizes=steps)
 
 
 def makes_masks_from_positions(model: torch.nn.Module) -> bool:
@@ -145,74 +144,61 @@ class _Text:
         self._ids, self._names = ids, names
         self._real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
 
-    def _arguments(self, ids: Tensor, positions: Tensor, **rest: Any) -> dict[str, Any]:
-        """Arguments of a pass, without those that the model does not have."""
-        every = {"input_ids": ids, "position_ids": positions, "use_cache": False, **rest}
-        return {name: value for name, value in every.items() if name in self._names}
+    def read(
+        self, run: Reader, name: str, sizes: Sequence[int] | None = None, separates: bool = False
+    ) -> Any:
+        """Read the tokens as a kind of input in one pass, or in parts with a cache.
 
-    def plain(self, read: Reader) -> Any:
-        """Read the tokens as they are."""
-        ids, real = self._ids, self._real
-        positions = (real.long().cumsum(-1) - 1).clamp(min=0)
-        if bool(real.all()):
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        return self._read(read, "plain", ids, real, positions)
-
-    def padded(self, read: Reader, *, left: bool) -> Any:
-        """Read two texts of different lengths."""
-        return self._read(read, "left padding" if left else "right padding", *self._padded(left))
-
-    def _read(self, read: Reader, name: str, ids: Tensor, real: Tensor, positions: Tensor) -> Any:
-        """Read whole texts in one pass, with a mask of the real tokens."""
-        facts = Pass(name, ids.shape[1], 0, real, positions, is_text=True)
-        return read(facts, self._arguments(ids, positions, attention_mask=real.long()))
-
-    def packed(self, read: Reader, separates: bool) -> Any:
-        """Read three documents in one row."""
-        ids = self._ids[:1]
-        length = ids.shape[1]
-        ends = [0, length // 2, length // 2 + length // 3, length]
-        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
-        positions = positions[None].to(ids.device)
-        real, documents = torch.ones_like(ids, dtype=torch.bool), torch.tensor(ends).to(ids.device)
-        facts = Pass("packed", length, 0, real, positions, documents, True, separates)
-        return read(facts, self._arguments(ids, positions))
-
-    def cached(self, read: Reader, name: str, sizes: list[int], padded: bool) -> Any:
-        """Read the tokens in parts with a cache."""
-        ids, real = self._ids, self._real
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        if padded:
-            ids, real, positions = self._padded(left=True)
+        Args:
+            run: runs a pass.
+            name: the kind of input, one of :data:`KINDS`.
+            sizes: tokens of each part; None for one pass.
+            separates: as of :class:`~acutance.verification.expectation.Pass`.
+        """
+        ids, real, positions, documents = self._arranged(name)
         cache, past, output = None, 0, None
-        for size in sizes:
-            part = slice(past, past + size)
-            facts = Pass(name, size, past, real[:, : past + size], positions[:, part], is_text=True)
-            rest = {"attention_mask": real[:, : past + size].long(), "use_cache": True}
+        for size in sizes or [ids.shape[1]]:
+            now, seen = slice(past, past + size), real[:, : past + size]
+            facts = Pass(name, size, past, seen, positions[:, now], documents, True, separates)
+            given: dict[str, Any] = {"input_ids": ids[:, now], "position_ids": positions[:, now]}
+            given["use_cache"] = sizes is not None
+            if documents is None:
+                given["attention_mask"] = seen.long()
             if cache is not None:
-                rest[cache_argument(self._names) or "past_key_values"] = cache
-            output = read(facts, self._arguments(ids[:, part], positions[:, part], **rest))
-            cache, past = returned_cache(output), past + size
-            if cache is None:
+                given[cache_argument(self._names) or "past_key_values"] = cache
+            given = {key: value for key, value in given.items() if key in self._names}
+            output, past = run(facts, given), past + size
+            cache = returned_cache(output) if sizes is not None else None
+            if cache is None and sizes is not None:
                 raise ValueError(
                     f"no cache to go on with after {past} tokens: given use_cache=True, the model "
                     f"returned a {type(output).__name__} without past_key_values"
                 )
         return output
 
-    def _padded(self, left: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, real tokens and positions of two texts, of which the second is shorter."""
-        ids = self._ids[:2] if len(self._ids) > 1 else self._ids.repeat(2, 1)
-        length = ids.shape[1]
-        short = length - max(2, length // 4)
-        places = torch.arange(length, device=ids.device).expand(2, length)
-        lengths = torch.tensor([[length], [short]], device=ids.device)
-        real = places >= length - lengths if left else places < lengths
-        moved = ids.clone()
-        if left:
-            moved[1, length - short :] = ids[1, :short]
-        positions = (real.long().cumsum(-1) - 1).clamp(min=0)
-        return moved, real, positions
+    def _arranged(self, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Ids, real tokens and positions of a kind of input, and the ends of its documents.
+
+        The second of two padded texts is shorter.
+        """
+        ids, real, length = self._ids, self._real, self._ids.shape[1]
+        places = torch.arange(length, device=ids.device)
+        if name == "packed":
+            ends = [0, length // 2, length // 2 + length // 3, length]
+            starts = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)]).to(ids.device)
+            real = torch.ones_like(ids[:1], dtype=torch.bool)
+            return ids[:1], real, starts[None], torch.tensor(ends).to(ids.device)
+        if "padding" in name:
+            ids = ids[:2].clone() if len(ids) > 1 else ids.repeat(2, 1)
+            short = length - max(2, length // 4)
+            lengths = torch.tensor([[length], [short]], device=ids.device)
+            real = places < lengths
+            if name.startswith("left"):
+                real = places >= length - lengths
+                ids[1, length - short :] = ids[1, :short].clone()
+        if "padding" in name or name == "plain":
+            return ids, real, (real.long().cumsum(-1) - 1).clamp(min=0), None
+        return ids, real, places.expand(ids.shape), None
 
 
 def token_ids(loaded: TextModel, texts: Sequence[Text], length: int | None) -> Tensor:

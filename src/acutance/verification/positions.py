@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acutance.verification.expectation import (
-    Comparison,
-    Difference,
-    Expectation,
-    Pass,
-    Rope,
-)
+from acutance.verification.expectation import Comparison, Difference, Expectation, Pass
 
 _NORMS = ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
 
@@ -46,15 +41,8 @@ class _Way(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def check_rotation(
-    expected: Expectation,
-    facts: Pass,
-    before: tuple[Tensor, Tensor],
-    after: tuple[Tensor, Tensor],
-    counted: Tensor,
-    shift: Tensor | None = None,
-) -> tuple[Comparison, Tensor | None]:
-    """Compare rotated queries and keys with those that the configuration gives.
+class Rotation:
+    """Queries and keys before and after their rotation, beside what the configuration says of it.
 
     Args:
         expected: what the configuration says of the module.
@@ -62,71 +50,76 @@ def check_rotation(
         before: queries (B, Hq, L, E) and keys (B, H, L, E) without positions.
         after: the same as the attention function gets them.
         counted: boolean (B, L), True on real tokens.
-        shift: of the positions in earlier passes over these texts, (B, 1); None for none.
-
-    Returns:
-        The comparison, and by how much positions are shifted in each text, (B, 1), which changes no
-        score if it is the same in later passes; None if they are not.
 
     Raises:
         ValueError: if nothing can be said.
     """
-    rope, given = expected.rope, facts.positions
-    if rope is None or given is None:
-        raise ValueError("no rotary positions to compare with")
-    last = int(given.max()) + 1
-    tolerance = _TOLERANCE.get(after[0].dtype, 5e-2) + 4 * torch.finfo(torch.float32).eps * last
-    width = after[0].shape[-1]
-    ratio = _ratio(rope, before, after, counted)
-    if ratio is None or rope.width > width or rope.width % 2:
-        raise ValueError("its rotation is not of a known form")
-    compared = _Compared(before, after, counted, tolerance)
-    if shift is not None:
-        way = _Way(given + shift, rope.frequencies(last), rope.attention_factor)
-        if (error := compared.error(way, expected.interleaved)) <= tolerance:
-            return Comparison(error, tolerance), shift
-    untried = _ways(expected, rope, facts, given, width, ratio, counted)
-    configured, right = next(untried), expected.interleaved
-    error = compared.error(configured, right)
-    if error <= tolerance:
-        return Comparison(error, tolerance), None
-    if right is not None and compared.error(configured, not right) <= tolerance:
-        pairs = ("neighbouring components", "components of the two halves")
-        text = f"it pairs {pairs[right]}, but this architecture pairs {pairs[not right]}"
-        return Comparison(error, tolerance, Difference("wrong pairs", text)), None
-    if compared.unmoved(0) and compared.unmoved(1):
-        raise ValueError("its queries and keys have no positions")
-    ways = list(untried)
-    fitting = next((way for way in ways if compared.error(way) <= tolerance), None)
-    if fitting is not None and not fitting.cause:
-        first = counted.int().argmax(1, keepdim=True)
-        moved = (fitting.positions - given).expand(counted.shape).gather(1, first)
-        return Comparison(0.0, tolerance), moved
-    if fitting is None:
-        fault = _one_only(configured, ways, compared)
-    else:
-        fault = Difference(fitting.cause, fitting.sentence)
-    if fault is None:
-        raise ValueError("its rotation is of no known form")
-    return Comparison(error, tolerance, fault), None
 
+    def __init__(
+        self,
+        expected: Expectation,
+        facts: Pass,
+        before: tuple[Tensor, Tensor],
+        after: tuple[Tensor, Tensor],
+        counted: Tensor,
+    ) -> None:
+        rope, given = expected.rope, facts.positions
+        if rope is None or given is None:
+            raise ValueError("no rotary positions to compare with")
+        self._expected, self._facts, self._rope, self._given = expected, facts, rope, given
+        self._before, self._after, self._counted = before, after, counted
+        self._width, self._last = after[0].shape[-1], int(given.max()) + 1
+        rounding = _TOLERANCE.get(after[0].dtype, 5e-2)
+        self._tolerance = rounding + 4 * torch.finfo(torch.float32).eps * self._last
+        ratio = self._measured_ratio()
+        if ratio is None or rope.width > self._width or rope.width % 2:
+            raise ValueError("its rotation is not of a known form")
+        self._ratio, self._factor = ratio, rope.attention_factor
+        self._frequencies = rope.frequencies(self._last)
 
-class _Compared(NamedTuple):
-    """Queries and keys before and after their rotation.
+    def compare(self, shift: Tensor | None = None) -> tuple[Comparison, Tensor | None]:
+        """Compare rotated queries and keys with those that the configuration gives.
 
-    Attributes:
-        before: without positions, (B, Hq, L, E) and (B, H, L, E).
-        after: as the attention function gets them.
-        counted: boolean (B, L), True on real tokens.
-        tolerance: largest difference that rounding explains.
-    """
+        Args:
+            shift: of the positions in earlier passes over these texts, (B, 1); None for none.
 
-    before: tuple[Tensor, Tensor]
-    after: tuple[Tensor, Tensor]
-    counted: Tensor
-    tolerance: float
+        Returns:
+            The comparison, and by how much positions are shifted in each text, (B, 1), which
+            changes no score if it is the same in later passes; None if they are not.
 
-    def error(
+        Raises:
+            ValueError: if nothing can be said.
+        """
+        tolerance, right = self._tolerance, self._expected.interleaved
+        if shift is not None:
+            way = _Way(self._given + shift, self._frequencies, self._factor)
+            if (error := self._error(way, right)) <= tolerance:
+                return Comparison(error, tolerance), shift
+        configured = _Way(self._given, self._frequencies, self._factor)
+        error = self._error(configured, right)
+        if error <= tolerance:
+            return Comparison(error, tolerance), None
+        if right is not None and self._error(configured, not right) <= tolerance:
+            pairs = ("neighbouring components", "components of the two halves")
+            text = f"it pairs {pairs[right]}, but this architecture pairs {pairs[not right]}"
+            return Comparison(error, tolerance, Difference("wrong pairs", text)), None
+        if self._unmoved(0) and self._unmoved(1):
+            raise ValueError("its queries and keys have no positions")
+        ways = list(self._faults())
+        fitting = next((way for way in ways if self._error(way) <= tolerance), None)
+        if fitting is not None and not fitting.cause:
+            first = self._counted.int().argmax(1, keepdim=True)
+            moved = (fitting.positions - self._given).expand(self._counted.shape).gather(1, first)
+            return Comparison(0.0, tolerance), moved
+        if fitting is None:
+            fault = self._of_one_side(configured, ways)
+        else:
+            fault = Difference(fitting.cause, fitting.sentence)
+        if fault is None:
+            raise ValueError("its rotation is of no known form")
+        return Comparison(error, tolerance, fault), None
+
+    def _error(
         self, way: _Way, interleaved: bool | None = None, sides: tuple[int, ...] = (0, 1)
     ) -> float:
         """Largest relative difference from a way, where rotated components begin best.
@@ -136,17 +129,117 @@ class _Compared(NamedTuple):
             interleaved: how components are paired; None tries both.
             sides: 0 for queries, 1 for keys.
         """
-        pairs = [(self.before[side], self.after[side]) for side in sides]
-        width, least = self.after[0].shape[-1], torch.inf
-        for start in sorted({0, width - 2 * way.frequencies.numel()}):
+        pairs = [(self._before[side], self._after[side]) for side in sides]
+        least = torch.inf
+        for start in sorted({0, self._width - 2 * way.frequencies.numel()}):
             for adjacent in (False, True) if interleaved is None else (interleaved,):
                 turned = [(_rotated(x, way, start, adjacent), y) for x, y in pairs]
-                least = min(least, max(_apart(x, y, self.counted) for x, y in turned))
+                least = min(least, max(_apart(x, y, self._counted) for x, y in turned))
         return least
 
-    def unmoved(self, index: int) -> bool:
+    def _unmoved(self, side: int) -> bool:
         """Whether queries (0) or keys (1) are not rotated."""
-        return _apart(self.before[index], self.after[index], self.counted) <= self.tolerance
+        apart = _apart(self._before[side], self._after[side], self._counted)
+        return apart <= self._tolerance
+
+    def _of_one_side(self, configured: _Way, ways: list[_Way]) -> Difference | None:
+        """A fault of the queries alone, or of the keys alone."""
+        for side, name in enumerate(("queries", "keys")):
+            if self._error(configured, sides=(1 - side,)) > self._tolerance:
+                continue
+            if self._unmoved(side):
+                return Difference("not rotated", f"the {name} are not rotated")
+            for way in ways:
+                if self._error(way, sides=(side,)) <= self._tolerance:
+                    text = f"{way.sentence} (only in the {name})"
+                    return Difference(way.cause or "positions", text)
+        return None
+
+    def _faults(self) -> Iterator[_Way]:
+        """Ways to rotate, each with a fault, likeliest first."""
+        rope, given, width, last = self._rope, self._given, self._width, self._last
+        own, factor, ratio = self._frequencies, self._factor, self._ratio
+        kind = f"rope_type={rope.kind}"
+        plain = rope.plain().frequencies(last)
+        if rope.scaled:
+            text = f"the rotation has no scaling, but the configuration says {kind}"
+            yield _Way(given, plain, ratio, "RoPE scaling ignored", text)
+        if abs(ratio - factor) > 1e-3:
+            text = f"queries and keys are multiplied by {ratio:.4g}, but {kind} means {factor:.4g}"
+            yield _Way(given, own, ratio, "wrong attention factor", text)
+        yield from self._other_positions()
+        for other in self._expected.other_ropes:
+            text = f"it rotates with the settings of another type of layer (theta {other.theta:g})"
+            wrong = other.frequencies(last)
+            yield _Way(given, wrong, other.attention_factor, "RoPE of another layer type", text)
+        for base in (1e4, 1e6, 5e5):
+            if base != rope.theta:
+                text = f"it rotates with a base of {base:g}, but rope_theta={rope.theta:g}"
+                based = replace(rope, theta=base)
+                for tried in (based, based.plain()) if rope.scaled else (based,):
+                    yield _Way(given, tried.frequencies(last), ratio, "wrong RoPE base", text)
+        if rope.width < width:
+            whole = replace(rope, width=width).frequencies(last)
+            text = (
+                f"it rotates all {width} components, but partial_rotary_factor means {rope.width}"
+            )
+            yield _Way(given, whole, factor, "wrong RoPE width", text)
+            text = f"its frequencies are those of {width} rotated components, not of {rope.width}"
+            yield _Way(given, whole[: rope.width // 2], factor, "wrong RoPE width", text)
+        if rope.kind == "longrope":
+            text = "it uses the short factors of LongRoPE beyond the trained length, or the reverse"
+            for length in (1, 1 << 30):
+                swapped = rope.frequencies(length)
+                yield _Way(given, swapped, factor, "LongRoPE factors swapped", text)
+        stretch = rope.parameters.get("factor")
+        if rope.scaled and isinstance(stretch, int | float):
+            text = f"positions are divided by the factor {stretch:g}, but the configuration says "
+            yield _Way(given, plain / stretch, ratio, "wrong RoPE scaling", text + kind)
+        for dtype in (torch.bfloat16, torch.float16):
+            text = f"positions and frequencies are rounded to {str(dtype).removeprefix('torch.')}"
+            yield _Way(given, own, factor, "positions rounded", text, dtype)
+
+    def _other_positions(self) -> Iterator[_Way]:
+        """Ways with other positions than those given."""
+        facts, given = self._facts, self._given
+        places = torch.arange(given.shape[1], device=given.device)[None]
+        starts = self._counted.int().argmax(1, keepdim=True)
+        if facts.documents is not None:  # the first token of each token's document
+            ends = facts.documents[1:].contiguous()
+            starts = facts.documents[:-1][torch.bucketize(places, ends, right=True)]
+            text = "it ignores position_ids"
+            yield _Way(
+                places + facts.past, self._frequencies, self._factor, "position_ids ignored", text
+            )
+        candidates = [
+            (places + facts.past, "positions count padding: they are places in the padded batch")
+        ]
+        if facts.past:
+            candidates.insert(0, (places, "positions of cached decoding start at 0 in each pass"))
+        for step in (1, -1):
+            candidates.append((given + step, f"positions are shifted by {step:+d}"))
+            if facts.past:
+                text = f"positions of cached decoding are shifted by {step:+d}"
+                candidates.append((places + facts.past + step, text))
+        for positions, sentence in candidates:
+            shift = (positions - given).expand(given.shape)
+            if bool((shift != 0).any()):
+                # a shift of a whole text changes no score
+                same = (shift == shift.gather(1, starts.expand(len(shift), -1))) | ~self._counted
+                harmless = not facts.past and bool(same.all())
+                cause = "" if harmless else "positions"
+                yield _Way(positions, self._frequencies, self._factor, cause, sentence)
+
+    def _measured_ratio(self) -> float | None:
+        """By what rotated components are multiplied; None if it is not the same for all tokens."""
+        for size in (self._rope.width, self._width):
+            for start in sorted({0, self._width - size} if size <= self._width else ()):
+                chosen = slice(start, start + size)
+                pairs = zip(self._before, self._after, strict=True)
+                ratios = [_ratio_of(x, y, self._counted, chosen) for x, y in pairs]
+                if None not in ratios:
+                    return ratios[0]
+        return None
 
 
 def _rotated(x: Tensor, way: _Way, start: int, interleaved: bool) -> Tensor:
@@ -160,148 +253,24 @@ def _rotated(x: Tensor, way: _Way, start: int, interleaved: bool) -> Tensor:
     """
     frequencies, positions = way.frequencies.to(x.device), way.positions.to(x.device)
     if way.dtype is not None:
-        frequencies, positions = frequencies.to(way.dtype), positions.to(way.dtype)
-    else:
-        positions = positions.double()
+        frequencies = frequencies.to(way.dtype)
+    positions = positions.to(way.dtype or torch.float64)
     angle = (positions[:, None, :, None] * frequencies).double()
     cos, sin = angle.cos() * way.factor, angle.sin() * way.factor
     width = 2 * frequencies.numel()
     before, turned, after = x.double().split([start, width, x.shape[-1] - start - width], -1)
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    parts = a * cos - b * sin, b * cos + a * sin
-    done = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    return torch.cat([before, done, after], -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([before, turned, after], -1)
 
 
-def _one_only(configured: _Way, ways: list[_Way], compared: _Compared) -> Difference | None:
-    """A fault of the queries alone, or of the keys alone."""
-    for index, name in enumerate(("queries", "keys")):
-        if compared.error(configured, sides=(1 - index,)) > compared.tolerance:
-            continue
-        if compared.unmoved(index):
-            return Difference("not rotated", f"the {name} are not rotated")
-        for way in ways:
-            if compared.error(way, sides=(index,)) <= compared.tolerance:
-                text = f"{way.sentence} (only in the {name})"
-                return Difference(way.cause or "positions", text)
-    return None
-
-
-def _ways(
-    expected: Expectation,
-    rope: Rope,
-    facts: Pass,
-    given: Tensor,
-    width: int,
-    ratio: float,
-    counted: Tensor,
-) -> Iterator[_Way]:
-    """Ways to rotate: first as configured, then with each fault, likeliest first."""
-    last = int(given.max()) + 1
-    own, factor = rope.frequencies(last), rope.attention_factor
-    yield _Way(given, own, factor)
-    kind = f"rope_type={rope.kind}"
-    plain = rope.plain().frequencies(last)
-    if rope.scaled:
-        text = f"the rotation has no scaling, but the configuration says {kind}"
-        yield _Way(given, plain, ratio, "RoPE scaling ignored", text)
-    if abs(ratio - factor) > 1e-3:
-        text = f"queries and keys are multiplied by {ratio:.4g}, but {kind} means {factor:.4g}"
-        yield _Way(given, own, ratio, "wrong attention factor", text)
-    yield from _other_positions(facts, given, own, factor, counted)
-    for other in expected.other_ropes:
-        text = f"it rotates with the settings of another type of layer (theta {other.theta:g})"
-        wrong = other.frequencies(last)
-        yield _Way(given, wrong, other.attention_factor, "RoPE of another layer type", text)
-    for base in (1e4, 1e6, 5e5):
-        if base != rope.theta:
-            text = f"it rotates with a base of {base:g}, but rope_theta={rope.theta:g}"
-            based = Rope(rope.kind, base, rope.width, rope.parameters, rope.longest)
-            for each in (based, based.plain()) if rope.scaled else (based,):
-                yield _Way(given, each.frequencies(last), ratio, "wrong RoPE base", text)
-    if rope.width < width:
-        whole = Rope(rope.kind, rope.theta, width, rope.parameters, rope.longest)
-        text = f"it rotates all {width} components, but partial_rotary_factor means {rope.width}"
-        yield _Way(given, whole.frequencies(last), factor, "wrong RoPE width", text)
-        text = f"its frequencies are those of {width} rotated components, not of {rope.width}"
-        some = whole.frequencies(last)[: rope.width // 2]
-        yield _Way(given, some, factor, "wrong RoPE width", text)
-    if rope.kind == "longrope":
-        text = "it uses the short factors of LongRoPE beyond the trained length, or the reverse"
-        for length in (1, 1 << 30):
-            yield _Way(given, rope.frequencies(length), factor, "LongRoPE factors swapped", text)
-    stretch = rope.parameters.get("factor")
-    if rope.scaled and isinstance(stretch, int | float):
-        text = f"positions are divided by the factor {stretch:g}, but the configuration says {kind}"
-        yield _Way(given, plain / stretch, ratio, "wrong RoPE scaling", text)
-    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
-        text = f"positions and frequencies are rounded to {name}"
-        yield _Way(given, own, factor, "positions rounded", text, dtype)
-
-
-def _other_positions(
-    facts: Pass, given: Tensor, own: Tensor, factor: float, counted: Tensor
-) -> Iterator[_Way]:
-    """Ways with other positions than those given."""
-    queries = given.shape[1]
-    places = torch.arange(queries, device=given.device)[None] + facts.past
-    text = "positions count padding: they are places in the padded batch"
-    candidates = [(places, text)]
-    if facts.documents is not None:
-        yield _Way(places, own, factor, "position_ids ignored", "it ignores position_ids")
-    if facts.past:
-        text = "positions of cached decoding start at 0 in each pass"
-        candidates.insert(0, (places - facts.past, text))
-    for step in (1, -1):
-        candidates.append((given + step, f"positions are shifted by {step:+d}"))
-        if facts.past:
-            text = f"positions of cached decoding are shifted by {step:+d}"
-            candidates.append((places + step, text))
-    document = _documents(facts, queries, given.device)
-    for positions, sentence in candidates:
-        shift = (positions - given).expand(given.shape)
-        if not bool((shift != 0).any()):
-            continue
-        # a shift of a whole text changes no score
-        starts = document.expand(given.shape)
-        if facts.documents is None:
-            starts = counted.int().argmax(1, keepdim=True).expand(given.shape)
-        same = (shift == shift.gather(1, starts)) | ~counted
-        harmless = not facts.past and bool(same.all())
-        yield _Way(positions, own, factor, "" if harmless else "positions", sentence)
-
-
-def _documents(facts: Pass, tokens: int, device: torch.device) -> Tensor:
-    """Index of the first token of each token's document, (1, L)."""
-    places = torch.arange(tokens, device=device)
-    if facts.documents is None:
-        return torch.zeros_like(places)[None]
-    starts = facts.documents[:-1]
-    return starts[torch.bucketize(places, facts.documents[1:].contiguous(), right=True)][None]
-
-
-def _ratio(
-    rope: Rope, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], counted: Tensor
-) -> float | None:
-    """By what rotated components are multiplied; None if it is not the same for all tokens."""
-    width = after[0].shape[-1]
-    for size in (rope.width, width):
-        for start in sorted({0, width - size} if size <= width else ()):
-            pairs = zip(before, after, strict=True)
-            ratios = [_ratio_of(x, y, counted, slice(start, start + size)) for x, y in pairs]
-            known = [ratio for ratio in ratios if ratio is not None]
-            if len(known) == 2:
-                return known[0]
-    return None
-
-
-def _ratio_of(x: Tensor, y: Tensor, counted: Tensor, part: slice) -> float | None:
+def _ratio_of(x: Tensor, y: Tensor, counted: Tensor, chosen: slice) -> float | None:
     """Ratio of the lengths of rotated and other vectors; None if it varies."""
-    lengths = [z.double()[..., part].transpose(1, 2)[counted].norm(dim=-1) for z in (x, y)]
-    if not lengths[0].numel():
+    before, after = (z.double()[..., chosen].transpose(1, 2)[counted].norm(dim=-1) for z in (x, y))
+    if not before.numel():
         return None
-    good = lengths[0] > 1e-3 * lengths[0].max()
-    ratio = (lengths[1] / lengths[0])[good]
+    ratio = (after / before)[before > 1e-3 * before.max()]
     steady = ratio.numel() and float(ratio.max() - ratio.min()) <= 0.03 * float(ratio.mean())
     return float(ratio.mean()) if steady else None
 
@@ -340,8 +309,6 @@ def _as_heads(found: Tensor, target: Tensor) -> Tensor | None:
     batch, heads, tokens, width = target.shape
     if found.numel() != target.numel():
         return None
-    if tuple(found.shape) == tuple(target.shape) and heads != tokens:
-        return found
     if found.dim() == 4 and found.shape[1] == heads and heads != tokens:
         return found.reshape(target.shape)
     return found.reshape(batch, tokens, heads, width).transpose(1, 2)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -25,28 +26,15 @@ from acutance.verification.expectation import (
     Comparison,
     Difference,
     Expectation,
+    ExpectedCall,
     Pass,
-    argument_differences,
-    counted_rows,
-    expectation_of,
-    expected_call,
     layer_index,
     windows_of,
 )
 from acutance.verification.gradients import check_gradients
 from acutance.verification.inputs import KINDS, Kind, as_inputs, kinds_for
-from acutance.verification.positions import (
-    PARTS,
-    check_rotation,
-    unrotated_heads,
-)
-from acutance.verification.record import (
-    Check,
-    Finding,
-    Verification,
-    advice_for,
-    named_layers,
-)
+from acutance.verification.positions import PARTS, Rotation, unrotated_heads
+from acutance.verification.record import Check, Finding, Verification, advice_for, named_layers
 
 #: Largest weight of padding keys: a mask of −10,000 leaves less.
 _PADDING = 1e-6
@@ -231,26 +219,23 @@ class Checker:
             self._problem(call.module, _UNKNOWN_DOCUMENTS)
             return
         expected = self._scaled_before(call, module, self._expectation(call, module))
-        if facts.is_text and not call.cross and not expected.masks:
+        if facts.is_text and not call.cross and expected.masks_problem:
             self._problem(call.module, f"masks not checked: {expected.masks_problem}")
         if not facts.is_text and not call.cross and expected.causal is not None:
             self._problem(call.module, "masks not checked: it does not read only token ids")
-        ours = expected_call(call, expected, facts)
-        seen, wanted = visible_keys(call), visible_keys(ours)
-        counted = counted_rows(wanted, call, facts)
-        found = argument_differences(call, ours, expected, seen, wanted, counted)
+        meant = ExpectedCall(call, expected, facts)
+        found = meant.differences()
         theirs = output()
-        found = found or self._against_others(call, seen, counted)
+        found = found or self._against_others(meant)
         with torch.no_grad():
-            agrees = self._compare_output(call, ours, theirs.detach(), counted, module, found)
-            rotation = partial(self._rotation, call, expected, module, counted)
-            self._compare("positions", call, rotation)
-            if expected.masks:
+            agrees = self._compare_output(meant, theirs.detach(), module, found)
+            self._compare("positions", call, partial(self._rotation, meant, module))
+            if not expected.masks_problem:
                 self._compare_cache(call, remade=hasattr(module, "expand_kv"))
         if self._gradients and not found and agrees:
-            sinks = getattr(module, "sinks", None)
+            wide, sinks = _widened(meant.ours), getattr(module, "sinks", None)
             with torch.enable_grad():
-                gradients = partial(check_gradients, call, _widened(ours), theirs, counted, sinks)
+                gradients = partial(check_gradients, call, wide, theirs, meant.counted, sinks)
                 self._compare("gradients", call, gradients)
 
     def _compare(
@@ -270,10 +255,9 @@ class Checker:
         if call.module not in self._expected:
             config = self._config if self._config is not None else getattr(module, "config", None)
             heads, width = call.query.shape[1], call.query.shape[-1]
-            index = layer_index(call.module)
-            expected = expectation_of(module, config, heads, width, index)
+            expected = Expectation(module, config, heads, width, layer_index(call.module))
             if expected.causal is False and self._is_masked_causally(call):
-                expected = replace(expected, causal=True)  # is_causal is about calls without a mask
+                expected.causal = True  # is_causal is about calls without a mask
             self._expected[call.module] = expected
         return self._expected[call.module]
 
@@ -285,20 +269,19 @@ class Checker:
         seen = visible_keys(call)
         return torch.equal(seen, seen.new_ones(queries, keys).tril().expand_as(seen))
 
-    def _against_others(
-        self, call: AttentionCall, seen: Tensor, counted: Tensor
-    ) -> list[Difference]:
+    def _against_others(self, meant: ExpectedCall) -> list[Difference]:
         """Whether rows see other keys than with the first implementation that read this input."""
+        call = meant.call
         keys = call.key.shape[2]
         chance = torch.Generator().manual_seed(0)
         weights = torch.rand(keys, generator=chance).to(call.query.device)
-        signature = seen.float() @ weights
+        signature = meant.seen.float() @ weights
         place = self._facts.inputs, self._facts.past, call.module
         name, first = self._seen.setdefault(place, (self._implementation, signature))
         if name == self._implementation or first.shape[2:] != signature.shape[2:]:
             return []
         apart = (first - signature).abs() > 1e-4 * keys
-        if not bool((apart & counted).any()):
+        if not bool((apart & meant.counted).any()):
             return []
         text = f"rows see other keys than with {name} attention on the same input"
         return [Difference("implementations differ", text)]
@@ -316,7 +299,9 @@ class Checker:
             ratio /= 1.0 if expected.rope is None else expected.rope.attention_factor
             if abs(ratio - scale) > 0.01 * scale:
                 return expected
-        return replace(expected, scale=None, folded=scale)
+        expected = copy(expected)
+        expected.scale, expected.folded = None, scale
+        return expected
 
     def _before(self, call: AttentionCall, module: Any) -> tuple[Tensor, Tensor] | None:
         """Queries and keys of the call's tokens as their projections or norms return them."""
@@ -324,21 +309,16 @@ class Checker:
         return unrotated_heads(self._parts.get(id(module), {}), call.query, key)
 
     def _compare_output(
-        self,
-        call: AttentionCall,
-        ours: AttentionCall,
-        theirs: Tensor,
-        counted: Tensor,
-        module: torch.nn.Module,
-        found: list[Difference],
+        self, meant: ExpectedCall, theirs: Tensor, module: torch.nn.Module, found: list[Difference]
     ) -> bool:
         """Whether the model's output agrees with the expected call's, in float64."""
-        wide = _widened(ours)
+        call, counted = meant.call, meant.counted
+        wide = _widened(meant.ours)
         rebuilt, stats = wide.rebuild(False)
         if rebuilt.shape != theirs.shape:
             self._problem(call.module, f"its output has shape {tuple(theirs.shape)}")
             return False
-        narrow = ours if found else replace(call, dropout_p=0.0)
+        narrow = meant.ours if found else replace(call, dropout_p=0.0)
         errors, limits = differences(narrow, rebuilt, stats.state.m, theirs, counted)
         error = float(errors.max()) if errors.numel() else 0.0
         worst = int((errors / limits).argmax()) if errors.numel() else 0
@@ -358,9 +338,8 @@ class Checker:
             return False  # it computes what it is given: the arguments are what is wrong
         cause = find_cause(wide, theirs, counted, module)
         if cause is not None:
-            text = f"the output agrees if {cause.agrees}: {cause.means}"
             for kind in cause.kind.split(" and "):
-                self._of_call("output", call, error, limit, Difference(kind, text))
+                self._of_call("output", call, error, limit, Difference(kind, cause.sentence))
         elif not found and call.unknown:
             text = f"output not checked: verify does not know {', '.join(call.unknown)}"
             self._problem(call.module, text)
@@ -369,15 +348,14 @@ class Checker:
             self._of_call("output", call, error, limit, Difference("unexplained", text))
         return False
 
-    def _rotation(
-        self, call: AttentionCall, expected: Expectation, module: Any, counted: Tensor
-    ) -> Comparison | None:
+    def _rotation(self, meant: ExpectedCall, module: Any) -> Comparison | None:
         """Compare the rotation of queries and keys with the configuration's; None if it has none.
 
         Raises:
             ValueError: if they cannot be compared.
         """
-        facts, rope = self._facts, expected.rope
+        call, expected, facts = meant.call, meant.expected, self._facts
+        rope = expected.rope
         if not facts.knows_masks(call) or facts.positions is None:
             if not facts.is_text and not call.cross and (rope or expected.rope_problem):
                 raise ValueError("they are not those of token ids")
@@ -394,10 +372,8 @@ class Checker:
             halves = before[1].norm() * expected.folded, key.norm() / rope.attention_factor
             both = bool((halves[0] - halves[1]).abs() <= 0.01 * halves[1])
             before = before[0] * expected.folded, before[1] * (expected.folded if both else 1.0)
-        shift = self._shifts.get(call.module)
-        found, shift = check_rotation(
-            expected, facts, before, (call.query, key), counted.any(1), shift
-        )
+        rotation = Rotation(expected, facts, before, (call.query, key), meant.counted.any(1))
+        found, shift = rotation.compare(self._shifts.get(call.module))
         if shift is not None:
             self._shifts[call.module] = shift
         return found
@@ -616,45 +592,30 @@ def _findings(measured: Sequence[Measured]) -> tuple[Finding, ...]:
         del groups[_IGNORED]
         mixed = [each for each in groups.get("documents mixed", ()) if each.inputs != "packed"]
         groups["documents mixed"] = mixed
-    found = []
+    findings = []
     for cause, group in groups.items():
-        if not group:
-            continue
-        worst = max(group, key=lambda each: each.error)
-        assert worst.difference is not None
-        found.append(
-            Finding(
-                cause,
-                tuple(dict.fromkeys(each.layer for each in group)),
-                tuple(dict.fromkeys(each.implementation for each in group)),
-                tuple(dict.fromkeys(each.inputs for each in group)),
-                worst.error,
-                worst.tolerance,
-                worst.difference.sentence,
-                advice_for(cause),
+        if group:
+            worst = max(group, key=lambda each: each.error)
+            assert worst.difference is not None
+            layers, implementations, inputs = (
+                tuple(dict.fromkeys(getattr(each, name) for each in group))
+                for name in ("layer", "implementation", "inputs")
             )
-        )
-    return tuple(sorted(found, key=lambda each: -each.error))
+            size, why = (worst.error, worst.tolerance), worst.difference.sentence
+            advice = advice_for(cause)
+            findings.append(Finding(cause, layers, implementations, inputs, *size, why, advice))
+    return tuple(sorted(findings, key=lambda finding: -finding.error))
 
 
 def _checks(measured: Sequence[Measured]) -> Iterator[Check]:
     """One check for each kind of comparison, implementation and kind of input."""
     groups: dict[tuple[str, str, str], list[Measured]] = {}
     for each in measured:
-        groups.setdefault((each.implementation, each.inputs, each.check), []).append(each)
-    for (implementation, inputs, name), group in groups.items():
+        groups.setdefault((each.check, each.implementation, each.inputs), []).append(each)
+    for names, group in groups.items():
         worst = max(group, key=lambda each: (each.difference is not None, each.error))
-        heads = {each.layer: each.heads for each in group}
-        yield Check(
-            name,
-            implementation,
-            inputs,
-            len(heads),
-            sum(heads.values()),
-            worst.error,
-            worst.tolerance,
-            worst.difference is None,
-        )
+        heads, ok = {each.layer: each.heads for each in group}, worst.difference is None
+        yield Check(*names, len(heads), sum(heads.values()), worst.error, worst.tolerance, ok)
 
 
 def _against(outputs: Mapping[tuple[str, str], Tensor], names: Sequence[str]) -> Iterator[Check]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from types import ModuleType
+from typing import ClassVar, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -66,11 +67,6 @@ class Weighting(ABC):
     source: ClassVar[str]
     distribution: ClassVar[bool] = False
     signed: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **attributes: Any) -> None:
-        super().__init_subclass__()
-        for name, value in attributes.items():
-            setattr(cls, name, value)
 
     def __call__(self, scores: Tensor, visible: Tensor | None = None) -> Tensor:
         """Weights of whole rows.
@@ -188,7 +184,7 @@ class Pointwise(Weighting):
 
 
 @dataclass(frozen=True)
-class Sigmoid(Weighting, name="sigmoid", source="Ramapuram et al. (2024), arXiv:2409.04431"):
+class Sigmoid(Weighting):
     r"""The sigmoid of each score, :math:`\sigma(s_j + b)`.
 
     Args:
@@ -203,6 +199,8 @@ class Sigmoid(Weighting, name="sigmoid", source="Ramapuram et al. (2024), arXiv:
         Ramapuram et al. (2024), arXiv:2409.04431.
     """
 
+    name: ClassVar[str] = "sigmoid"
+    source: ClassVar[str] = "Ramapuram et al. (2024), arXiv:2409.04431"
     bias: float | Tensor | None = field(default=None, compare=False)
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -225,7 +223,7 @@ class Sigmoid(Weighting, name="sigmoid", source="Ramapuram et al. (2024), arXiv:
 
 
 @dataclass(frozen=True)
-class ReLU(Pointwise, name="relu", source="Wortsman et al. (2023), arXiv:2309.08586"):
+class ReLU(Pointwise):
     r"""The positive part of each score, :math:`(s_j)_+`.
 
     Args:
@@ -239,6 +237,8 @@ class ReLU(Pointwise, name="relu", source="Wortsman et al. (2023), arXiv:2309.08
         Wortsman et al. (2023), arXiv:2309.08586.
     """
 
+    name: ClassVar[str] = "relu"
+    source: ClassVar[str] = "Wortsman et al. (2023), arXiv:2309.08586"
     normalize: Normalization = "n"
 
     def f(self, scores: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class ReLU(Pointwise, name="relu", source="Wortsman et al. (2023), arXiv:2309.08
 
 
 @dataclass(frozen=True)
-class ReLU2(Pointwise, name="relu2", source="Hua et al. (2022), arXiv:2202.10447"):
+class ReLU2(Pointwise):
     r"""The squared positive part of each score, :math:`(s_j)_+^2`.
 
     Args:
@@ -265,6 +265,8 @@ class ReLU2(Pointwise, name="relu2", source="Hua et al. (2022), arXiv:2202.10447
         Hua et al. (2022), arXiv:2202.10447; Su Jianlin, kexue.fm article 9889.
     """
 
+    name: ClassVar[str] = "relu2"
+    source: ClassVar[str] = "Hua et al. (2022), arXiv:2202.10447"
     normalize: Normalization = "n"
 
     def f(self, scores: Tensor) -> Tensor:
@@ -277,7 +279,7 @@ class ReLU2(Pointwise, name="relu2", source="Hua et al. (2022), arXiv:2202.10447
 
 
 @dataclass(frozen=True)
-class Power(Pointwise, name="power", source="Su Jianlin, kexue.fm article 9019"):
+class Power(Pointwise):
     r"""A power of each score's absolute value, :math:`|s_j|^k`.
 
     Args:
@@ -292,6 +294,8 @@ class Power(Pointwise, name="power", source="Su Jianlin, kexue.fm article 9019")
         Su Jianlin, kexue.fm article 9019.
     """
 
+    name: ClassVar[str] = "power"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9019"
     k: float = 2.0
     normalize: Normalization = "sum"
 
@@ -310,7 +314,7 @@ class Power(Pointwise, name="power", source="Su Jianlin, kexue.fm article 9019")
 
 
 @dataclass(frozen=True)
-class Identity(Pointwise, name="identity", source="Su Jianlin, kexue.fm article 9889", signed=True):
+class Identity(Pointwise):
     r"""The scores themselves, :math:`s_j / n` or :math:`s_j`.
 
     Args:
@@ -324,6 +328,9 @@ class Identity(Pointwise, name="identity", source="Su Jianlin, kexue.fm article 
         Su Jianlin, kexue.fm article 9889.
     """
 
+    name: ClassVar[str] = "identity"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
+    signed: ClassVar[bool] = True
     normalize: Normalization = "n"
 
     def __post_init__(self) -> None:
@@ -342,7 +349,7 @@ class Identity(Pointwise, name="identity", source="Su Jianlin, kexue.fm article 
 
 
 @dataclass(frozen=True)
-class L1(Weighting, name="l1", source="Su Jianlin, kexue.fm article 9889", signed=True, order=1):
+class L1(Weighting):
     r"""Scores divided by their l1 norm, :math:`s_j / \sum_k |s_k|`.
 
     Example:
@@ -353,7 +360,10 @@ class L1(Weighting, name="l1", source="Su Jianlin, kexue.fm article 9889", signe
         Su Jianlin, kexue.fm article 9889.
     """
 
-    order: ClassVar[int]
+    name: ClassVar[str] = "l1"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
+    signed: ClassVar[bool] = True
+    order: ClassVar[int] = 1
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Scores divided by their norm over the visible keys; a row of zeros stays zero."""
@@ -372,7 +382,7 @@ class L1(Weighting, name="l1", source="Su Jianlin, kexue.fm article 9889", signe
 
 
 @dataclass(frozen=True)
-class L2(L1, name="l2", order=2):
+class L2(L1):
     r"""Scores divided by their l2 norm, :math:`s_j / \sqrt{\sum_k s_k^2}`.
 
     Example:
@@ -383,6 +393,9 @@ class L2(L1, name="l2", order=2):
         Su Jianlin, kexue.fm article 9889.
     """
 
+    name: ClassVar[str] = "l2"
+    order: ClassVar[int] = 2
+
 
 #: Far below any score, and finite: the solvers subtract it.
 _HIDDEN = -1e9
@@ -390,8 +403,10 @@ _HIDDEN = -1e9
 _SORTED = 64
 
 
-class _Softmax(Weighting, distribution=True):
+class _Softmax(Weighting):
     """Exponentials over their sum, in which a sink may take part."""
+
+    distribution: ClassVar[bool] = True
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
         """The derivative of the weights p with respect to the scores s: diag p − p pᵀ.
@@ -403,7 +418,7 @@ class _Softmax(Weighting, distribution=True):
 
 
 @dataclass(frozen=True)
-class Softmax(_Softmax, name="softmax", source="Vaswani et al. (2017), arXiv:1706.03762"):
+class Softmax(_Softmax):
     r"""Exponentials that sum to one, :math:`p_j = e^{s_j/\tau} / \sum_k e^{s_k/\tau}`.
 
     Args:
@@ -420,6 +435,8 @@ class Softmax(_Softmax, name="softmax", source="Vaswani et al. (2017), arXiv:170
         Vaswani et al. (2017), arXiv:1706.03762.
     """
 
+    name: ClassVar[str] = "softmax"
+    source: ClassVar[str] = "Vaswani et al. (2017), arXiv:1706.03762"
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -431,7 +448,7 @@ class Softmax(_Softmax, name="softmax", source="Vaswani et al. (2017), arXiv:170
 
 
 @dataclass(frozen=True)
-class SoftmaxOne(_Softmax, name="softmax_one", source="Miller (2023), Attention is off by one"):
+class SoftmaxOne(_Softmax):
     r"""Softmax with an additional outcome of score 0, :math:`e^{s_j} / (1 + \sum_k e^{s_k})`.
 
     A row can attend to nothing: its weights sum to less than one.
@@ -444,13 +461,16 @@ class SoftmaxOne(_Softmax, name="softmax_one", source="Miller (2023), Attention 
         Miller (2023), Attention is off by one.
     """
 
+    name: ClassVar[str] = "softmax_one"
+    source: ClassVar[str] = "Miller (2023), Attention is off by one"
+
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax over the keys and a sink of score 0; only the keys' weights are returned."""
         return _softmax_with_sink(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
 
 @dataclass(frozen=True)
-class Sink(_Softmax, name="sink", source="Agarwal et al. (2025), arXiv:2508.10925"):
+class Sink(_Softmax):
     r"""Softmax over the keys and a sink, which has no value, of learned score b.
 
     .. math:: p_j = e^{s_j} \big/ \left(e^b + \textstyle\sum_k e^{s_k}\right)
@@ -470,6 +490,8 @@ class Sink(_Softmax, name="sink", source="Agarwal et al. (2025), arXiv:2508.1092
         Agarwal et al. (2025), gpt-oss model card, arXiv:2508.10925.
     """
 
+    name: ClassVar[str] = "sink"
+    source: ClassVar[str] = "Agarwal et al. (2025), arXiv:2508.10925"
     sinks: Tensor = field(compare=False)
 
     def __post_init__(self) -> None:
@@ -496,7 +518,7 @@ def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Exp(Weighting, name="exp", source="Su Jianlin, kexue.fm article 9889"):
+class Exp(Weighting):
     r"""Exponentials, plain or divided by their l2 norm.
 
     .. math:: e^{s_j} \quad\text{or}\quad e^{s_j} \big/ \sqrt{\textstyle\sum_k e^{2 s_k}}
@@ -512,6 +534,8 @@ class Exp(Weighting, name="exp", source="Su Jianlin, kexue.fm article 9889"):
         Su Jianlin, kexue.fm article 9889.
     """
 
+    name: ClassVar[str] = "exp"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
     normalize: Literal["none", "l2"] = "none"
 
     def __post_init__(self) -> None:
@@ -535,7 +559,7 @@ class Exp(Weighting, name="exp", source="Su Jianlin, kexue.fm article 9889"):
 
 
 @dataclass(frozen=True)
-class TopKSoftmax(_Softmax, name="topk_softmax", source="Gupta et al. (2021), arXiv:2106.06899"):
+class TopKSoftmax(_Softmax):
     r"""Softmax over the k largest scores of a row; of tied scores the earlier ones count.
 
     Args:
@@ -552,6 +576,8 @@ class TopKSoftmax(_Softmax, name="topk_softmax", source="Gupta et al. (2021), ar
         Gupta et al. (2021), arXiv:2106.06899.
     """
 
+    name: ClassVar[str] = "topk_softmax"
+    source: ClassVar[str] = "Gupta et al. (2021), arXiv:2106.06899"
     k: int = 32
 
     def __post_init__(self) -> None:
@@ -572,11 +598,8 @@ class TopKSoftmax(_Softmax, name="topk_softmax", source="Gupta et al. (2021), ar
         return torch.softmax(torch.where(selected, hidden, -torch.inf), -1)
 
 
-def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
-    """Weights by the entmax function ``name``, computed in float32 at least.
-
-    In half precision its search for the threshold does not converge.
-    """
+def _entmax() -> ModuleType:
+    """Import and return the entmax package; ImportError says how to install it if it is missing."""
     try:
         import entmax
     except ImportError as error:
@@ -584,14 +607,24 @@ def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) 
             "sparsemax and entmax weights need the entmax library; install it with: "
             + install("entmax")
         ) from error
+    return cast(ModuleType, entmax)
+
+
+def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
+    """Weights by the entmax function ``name``, computed in float32 at least.
+
+    In half precision its search for the threshold does not converge.
+    """
     precise = scores if scores.dtype == torch.float64 else scores.float()
-    weights: Tensor = getattr(entmax, name)(masked(precise, visible, _HIDDEN), dim=-1, **options)
+    solver = getattr(_entmax(), name)
+    weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
     return weights.to(scores.dtype)
 
 
-class _Entmax(Weighting, distribution=True):
+class _Entmax(Weighting):
     """Entmax weights, a distribution with exact zeros, for some α."""
 
+    distribution: ClassVar[bool] = True
     alpha: float
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -605,9 +638,7 @@ class _Entmax(Weighting, distribution=True):
 
 
 @dataclass(frozen=True)
-class Sparsemax(
-    _Entmax, name="sparsemax", source="Martins & Astudillo (2016), arXiv:1602.02068", alpha=2.0
-):
+class Sparsemax(_Entmax):
     r"""The distribution nearest to the scores in Euclidean distance; most weights are exactly 0.
 
     Raises:
@@ -621,15 +652,17 @@ class Sparsemax(
         Martins & Astudillo (2016), arXiv:1602.02068.
     """
 
+    name: ClassVar[str] = "sparsemax"
+    source: ClassVar[str] = "Martins & Astudillo (2016), arXiv:1602.02068"
+    alpha: ClassVar[float] = 2.0  # type: ignore[misc]
+
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Project the scores of the visible keys onto the probability distributions."""
         return _solve("sparsemax", scores, visible, k=_SORTED)
 
 
 @dataclass(frozen=True)
-class Entmax15(
-    _Entmax, name="entmax15", source="Peters et al. (2019), arXiv:1905.05702", alpha=1.5
-):
+class Entmax15(_Entmax):
     r"""Entmax with α = 1.5, between softmax and sparsemax.
 
     Raises:
@@ -643,13 +676,17 @@ class Entmax15(
         Peters et al. (2019), arXiv:1905.05702.
     """
 
+    name: ClassVar[str] = "entmax15"
+    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
+    alpha: ClassVar[float] = 1.5  # type: ignore[misc]
+
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Entmax weights of the visible keys, exact, by sorting the scores."""
         return _solve("entmax15", scores, visible, k=_SORTED)
 
 
 @dataclass(frozen=True)
-class Entmax(_Entmax, name="entmax", source="Peters et al. (2019), arXiv:1905.05702"):
+class Entmax(_Entmax):
     r"""Entmax of any α above 1, found by bisection; α = 2 is sparsemax.
 
     Args:
@@ -667,6 +704,8 @@ class Entmax(_Entmax, name="entmax", source="Peters et al. (2019), arXiv:1905.05
         Peters et al. (2019), arXiv:1905.05702.
     """
 
+    name: ClassVar[str] = "entmax"
+    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
     alpha: float = 1.5
 
     def __post_init__(self) -> None:

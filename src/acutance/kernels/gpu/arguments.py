@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -252,13 +253,13 @@ class Launcher:
     ) -> None:
         self._kernel, self._tiles, self._fixed = kernel, tiles, fixed
 
-    def __call__(self, blocks: Any, **arguments: Any) -> None:
+    def __call__(self, blocks: Any, arguments: Mapping[str, Any]) -> None:
         """Launch the kernel.
 
         Args:
             blocks: function from the tile sizes (``BLOCK_M`` and ``BLOCK_N`` by name) to the number
                 of programs.
-            **arguments: of the kernel, other than the tile sizes.
+            arguments: keyword arguments of the kernel other than the tile sizes.
         """
         if interpreted():
             self._kernel[(blocks(SMALL),)](**arguments, **SMALL)
