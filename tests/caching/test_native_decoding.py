@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acutance import HeadPlan
 from acutance.caching.run_plan import PlannedLayer
-from acutance.caching.stores import Attend, restore
+from acutance.caching.stores import Attend, Channel, restore
 from acutance.kernels import library, ragged
 from acutance.testing import score_error
 
@@ -175,6 +175,20 @@ def test_long_heads_are_shared_out(threads: int) -> None:
     layer.add(heads, *tokens.next(2, 5000)[1:])
     assert layer.get_seq_length() == 5000
     check_decoding(layer, tokens, heads, 2, 3, 32)
+
+
+@native
+def test_packed_heads_take_a_token_in_place_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than 64 tokens that are not packed have room for one more."""
+    heads, taken = (QUANTISED[1], QUANTISED[4], FULL), []
+    admit = Channel.admit
+    monkeypatch.setattr(Channel, "admit", lambda self: taken.append(self) or admit(self))
+    tokens, layer = Tokens(heads, 2, (32, 64), torch.bfloat16), PlannedLayer(32, 100)
+    layer.attend(heads, *tokens.next(2, 220), None, Attend())
+    check_decoding(layer, tokens, heads, 2, 40, 32)
+    assert len({id(channel) for channel in taken}) == 2 * len(heads)
 
 
 @native

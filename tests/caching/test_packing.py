@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from acutance.caching.stores import pack, quantise, unpack
+from acutance.caching.stores import dequantise, pack, quantise, unpack
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -25,7 +25,7 @@ def test_a_number_is_off_by_half_a_step_of_its_group(
     x = torch.randn(2, 3, 16, 8) + shift
     x[..., 2] *= 30  # one large channel
     packed = quantise(x, bits, channels)
-    restored = packed.restore(torch.float32).view_as(x)
+    restored = dequantise(*packed, bits, torch.float32).view_as(x)
     groups = x.unflatten(-1, (8, 1) if channels is None else (-1, channels))
     dim = -3 if channels is None else -1
     least, most = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
@@ -39,5 +39,7 @@ def test_a_number_is_off_by_half_a_step_of_its_group(
 @pytest.mark.parametrize("channels", [None, 8])
 def test_equal_numbers_stay(channels: int | None) -> None:
     x = torch.full((1, 16, 8), 0.5)
-    assert torch.allclose(quantise(x, 2, channels).restore(torch.float32), x[0], atol=1e-3)
-    assert torch.equal(quantise(x * 0, 2, channels).restore(torch.bfloat16), x[0].bfloat16() * 0)
+    restored = dequantise(*quantise(x, 2, channels), 2, torch.float32)
+    assert torch.allclose(restored, x[0], atol=1e-3)
+    zeros = dequantise(*quantise(x * 0, 2, channels), 2, torch.bfloat16)
+    assert torch.equal(zeros, x[0].bfloat16() * 0)

@@ -12,7 +12,7 @@ import pytest
 
 from acutance import CachePlan, HeadPlan
 from acutance.caching.find_plan import budget
-from acutance.caching.plan_record import read_costs
+from acutance.caching.frontier import read_costs
 from acutance.report.html_page.packing import unpack
 from acutance_lab import texts
 from acutance_lab.trained import decoder, directory

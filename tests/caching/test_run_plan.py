@@ -10,7 +10,7 @@ from torch import Tensor
 
 import acutance
 from acutance import CachePlan
-from acutance.caching.stores import quantise
+from acutance.caching.stores import dequantise, quantise
 from tests.contract.caching.conftest import build
 from tests.contract.caching.test_run_plan import (
     PLANS,
@@ -35,12 +35,12 @@ def reference(plan: CachePlan, layers: dict[int, str]) -> Any:
                     group = slice(g * plan.group, (g + 1) * plan.group)
                     if one.key_bits < 16:
                         packed = quantise(k[:, None, group], one.key_bits, None)
-                        k[:, group] = packed.restore(k.dtype)
+                        k[:, group] = dequantise(*packed, one.key_bits, k.dtype)
                     if one.value_bits < 16:
                         width = value.shape[3]
                         channels = plan.group if width % plan.group == 0 else width
                         packed = quantise(v[:, None, group], one.value_bits, channels)
-                        v[:, group] = packed.restore(v.dtype)
+                        v[:, group] = dequantise(*packed, one.value_bits, v.dtype)
                 j = torch.arange(n)
                 if one.kind == "streaming":
                     kept = (j < one.first) | (j > i - one.recent)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,18 +18,20 @@ from acutance.caching.frontier import Budget, Point
 from acutance.caching.head_plan import FULL, HeadPlan, LayerShape, value_groups
 from acutance.caching.plan import CachePlan
 from acutance.caching.planted import recall
+from acutance.caching.stores import dequantise, quantise
 from acutance.calibration.apply_law import apply
-from acutance.calibration.gradients import Alternative, read_gates
+from acutance.calibration.gradients import Alternative, gate_slopes
 from acutance.calibration.loss_table import (
     Advance,
     LossTable,
-    Reader,
     Reading,
     Saving,
     Unit,
+    Windows,
     difference,
     margin,
     mean_loss,
+    read_units,
     read_windows,
 )
 from acutance.calibration.losses import AnyLoss
@@ -83,7 +87,7 @@ class HeadReach:
 
 
 def read_reach(
-    read: Reader,
+    read: Windows,
     units: Sequence[Unit],
     shapes: Mapping[str, LayerShape],
     saving: Saving | None = None,
@@ -113,10 +117,10 @@ def read_reach(
 
     settings = {**read.settings, "statistics": f"{_ROWS} rows"}
     numbers = []
-    with LossTable(settings, saving or Saving(), name=_REACH) as table:
+    with LossTable(settings, saving or Saving()) as table:
         for unit in units:
             make = partial(statistics, unit)
-            numbers.append(table.get("statistics", unit.number, make).values)
+            numbers.append(table.get("statistics", unit.number, make).gradient)
             advance(unit.tokens)
     mean = torch.stack(numbers).mean(0).view(-1, octaves + 2).tolist()
     places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
@@ -131,17 +135,18 @@ def _by_key_head(summary: HeadSummary, shapes: Mapping[str, LayerShape], octaves
     assert summary.distances is not None
     behind = summary.distances.padded(octaves).mass[:, 0, :octaves]
     columns = [behind, summary.mean("first_weight")[:, None], summary.mean("keys_95")[:, None]]
-    every = torch.cat([column.double() for column in columns], 1).nan_to_num(0.0)
-    index = {
-        (summary.layers[layer].module, head): at for at, (layer, head) in enumerate(summary.places)
+    of_queries = torch.cat([column.double() for column in columns], 1).nan_to_num(0.0)
+    first = {
+        summary.layers[layer].module: row
+        for row, (layer, head) in enumerate(summary.places)
+        if head == 0
     }
     rows = []
     for name, shape in shapes.items():
-        group = shape.queries_per_key
-        for head in range(shape.heads):
-            some = every[[index[name, head * group + i] for i in range(group)]]
-            rows.append(torch.cat([some[:, :-1].mean(0), some[:, -1:].amax(0)]))
-    return torch.stack(rows)
+        layer = of_queries[first[name] : first[name] + shape.query_heads]
+        by_key = layer.unflatten(0, (shape.heads, -1))
+        rows.append(torch.cat([by_key[..., :-1].mean(1), by_key[..., -1:].amax(1)], 1))
+    return torch.cat(rows)
 
 
 def propose(
@@ -154,52 +159,41 @@ def propose(
     Args:
         options: of each key head, with what the derivatives say that they cost.
         reach: how far back each key head reads.
-        targets: bytes of whole caches.
+        targets: bytes of whole caches, falling.
 
     Returns:
         For each plan the rule and what every key head keeps.
     """
-    proposals = [("gradient", heads) for heads in cheapest(options, targets)]
-    first = [option.plan for option in next(iter(options.values()))]
-    if any(plan.kind == "streaming" for plan in first):
-        rests = [plan for plan in first if plan.kind == "full"]
-        for rule in RULES:
-            by_rest = [cheapest(_by_rule(rule, reach, options, rest), targets) for rest in rests]
-            for target, plans in zip(targets, zip(*by_rest, strict=True), strict=True):
-                proposals.append((rule, min(plans, key=partial(_order, options, target))))
-    different = []
-    for proposal in proposals:
-        if proposal not in different:
-            different.append(proposal)
-    return different
 
-
-def _order(
-    options: Mapping[Place, Sequence[Option]], target: int, plan: Mapping[Place, HeadPlan]
-) -> tuple[bool, float]:
-    """The key by which plans within a target come first, by their costs, then larger ones."""
-    chosen = [
-        option for place, some in options.items() for option in some if option.plan == plan[place]
-    ]
-    size = sum(option.bytes for option in chosen)
-    return (True, size) if size > target else (False, sum(option.cost for option in chosen))
-
-
-def _by_rule(
-    rule: str,
-    reach: Mapping[Place, HeadReach],
-    options: Mapping[Place, Sequence[Option]],
-    rest: HeadPlan,
-) -> dict[Place, list[Option]]:
-    """The options of every key head by a rule: ``rest`` for nothing, and streaming."""
-    return {
-        place: [
-            Option(one.plan, one.bytes, _cost(rule, reach[place], one.plan))
-            for one in some
-            if one.plan == rest or one.plan.kind == "streaming"
+    def order(heads: Mapping[Place, HeadPlan], target: int) -> tuple[bool, float]:
+        """Plans within the target come first, by their costs, then larger ones."""
+        chosen = [
+            option
+            for place, choices in options.items()
+            for option in choices
+            if option.plan == heads[place]
         ]
-        for place, some in options.items()
-    }
+        size = sum(option.bytes for option in chosen)
+        return (True, size) if size > target else (False, sum(option.cost for option in chosen))
+
+    proposals = [("gradient", heads) for heads in cheapest(options, targets)]
+    plans = [option.plan for option in next(iter(options.values()))]
+    rests = [plan for plan in plans if plan.kind == "full"]  # what heads keep that do not stream
+    for rule in RULES if len(rests) < len(plans) else ():
+        by_rest = []
+        for rest in rests:
+            by_rule = {
+                place: [
+                    replace(option, cost=_cost(rule, reach[place], option.plan))
+                    for option in choices
+                    if option.plan == rest or option.plan.kind == "streaming"
+                ]
+                for place, choices in options.items()
+            }
+            by_rest.append(cheapest(by_rule, targets))
+        for target, *candidates in zip(targets, *by_rest, strict=True):
+            proposals.append((rule, min(candidates, key=partial(order, target=target))))
+    return [pair for index, pair in enumerate(proposals) if pair not in proposals[:index]]
 
 
 def _cost(rule: str, head: HeadReach, plan: HeadPlan) -> float:
@@ -244,15 +238,15 @@ def hull(options: Sequence[Option]) -> list[Option]:
     """
     lower: list[Option] = []
     best: dict[int, Option] = {}
-    for one in options:
-        if one.bytes not in best or one.cost < best[one.bytes].cost:
-            best[one.bytes] = one
-    for one in sorted(best.values(), key=lambda option: -option.bytes):
-        while lower and lower[-1].cost >= one.cost:
+    for option in options:
+        if option.bytes not in best or option.cost < best[option.bytes].cost:
+            best[option.bytes] = option
+    for option in sorted(best.values(), key=lambda option: -option.bytes):
+        while lower and lower[-1].cost >= option.cost:
             lower.pop()
-        while len(lower) > 1 and _rate(lower[-2], lower[-1]) >= _rate(lower[-1], one):
+        while len(lower) > 1 and _rate(lower[-2], lower[-1]) >= _rate(lower[-1], option):
             lower.pop()
-        lower.append(one)
+        lower.append(option)
     return lower
 
 
@@ -272,30 +266,28 @@ def cheapest(
 
     Args:
         options: those of each key head.
-        targets: bytes of whole caches.
+        targets: bytes of whole caches, falling.
 
     Returns:
         For each target what every key head keeps; the smallest plan if the target is below it.
     """
-    hulls = {place: hull(some) for place, some in options.items()}
-    now = dict.fromkeys(hulls, 0)
-    total = sum(some[0].bytes for some in hulls.values())
-    steps = sorted(
-        (_rate(some[at], some[at + 1]), index, at)
-        for index, some in enumerate(hulls.values())
-        for at in range(len(some) - 1)
-    )
-    places, order = list(hulls), sorted(set(targets), reverse=True)
-    plans: dict[int, dict[Place, HeadPlan]] = {}
-    for target in order:
+    hulls = {place: hull(choices) for place, choices in options.items()}
+    kept = {place: along[0] for place, along in hulls.items()}
+    total = sum(option.bytes for option in kept.values())
+    steps = [
+        (_rate(more, fewer), place, fewer)
+        for place, along in hulls.items()
+        for more, fewer in pairwise(along)
+    ]
+    steps.sort(key=itemgetter(0))
+    plans = []
+    for target in targets:
         while total > target and steps:
-            _, index, at = steps.pop(0)
-            place = places[index]
-            some = hulls[place]
-            total -= some[at].bytes - some[at + 1].bytes
-            now[place] = at + 1
-        plans[target] = {place: hulls[place][at].plan for place, at in now.items()}
-    return [plans[target] for target in targets]
+            _, place, fewer = steps.pop(0)
+            total -= kept[place].bytes - fewer.bytes
+            kept[place] = fewer
+        plans.append({place: option.plan for place, option in kept.items()})
+    return plans
 
 
 #: What key heads may keep instead of everything, unless the caller says otherwise.
@@ -309,7 +301,7 @@ PLANS = (
 )
 #: Shares of the full cache at which the frontier is measured.
 SHARES = (0.75, 0.5, 0.35, 0.25)
-#: Names of the tables of derivatives and of statistics, in the file of the losses.
+#: Ends of the names of the files that keep derivatives and statistics, beside that of the losses.
 _COSTS, _REACH = ".costs", ".reach"
 #: Windows in which spans are planted, at most, and their tokens, at least: eight spans of 24 and
 #: their repetitions.
@@ -360,7 +352,8 @@ def budget(
             keys in 4 bits and values in 2.
         shares: shares at which the frontier is measured; ``keep`` is added.
         loss: as for :func:`acutance.judge`.
-        save: file that keeps what was measured, to continue from.
+        save: file that keeps the measured losses, to continue from. Derivatives are in the same
+            file with ``.costs`` at the end, statistics in that with ``.reach``.
         resume: continue from what ``save`` holds.
         overwrite: replace what ``save`` holds.
         advance: called after each run of the model with its tokens, the pass (1 for derivatives, 2
@@ -387,7 +380,7 @@ def budget(
     """
     shares = _check(keep, max_loss, shares, plans)
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, names=("", _COSTS, _REACH))
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, endings=("", _COSTS, _REACH))
     whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]
@@ -404,15 +397,20 @@ def budget(
         if advance is not None:
             advance(tokens, part, 3)
 
-    costs = read_gates(
-        read_windows(model, [turn.batch for unit in fitting for turn in unit.turns], None, loss),
-        saving,
+    costs = gate_slopes(
+        model,
+        [turn.batch for unit in fitting for turn in unit.turns],
         [_alternative(plan) for plan in plans],
         key_heads=True,
-        name=_COSTS,
+        loss=loss,
+        save=saving.beside(_COSTS).path,
+        resume=resume,
+        overwrite=overwrite,
         advance=lambda tokens, *_: told(tokens, 1),
     )
-    reach = read_reach(read, fitting, whole.shapes, saving, lambda tokens: told(tokens, 2))
+    reach = read_reach(
+        read, fitting, whole.shapes, saving.beside(_REACH), lambda tokens: told(tokens, 2)
+    )
     options: dict[Place, list[Option]] = {}
     for gate in costs:
         shape = whole.shapes[gate.module]
@@ -433,8 +431,8 @@ def budget(
     measured = {}
     with LossTable(settings, saving, "search for a plan to resume") as table:
         for words, candidate in {"": None, **different}.items():
-            measured[words] = read.read(
-                deciding, table, words, partial(_loss, read, candidate),
+            measured[words] = read_units(
+                read, deciding, table, words, partial(_loss, read, candidate),
                 lambda tokens: told(tokens, 3),
             )  # fmt: skip
     points = []
@@ -505,16 +503,14 @@ def _check(
 
 def _fitting(plans: Sequence[HeadPlan] | None, n: int) -> tuple[HeadPlan, ...]:
     """The plans, or those of :data:`PLANS` that keep less than n keys or round them."""
-    short = [plan.kind != "streaming" or plan.first + plan.recent < n for plan in plans or PLANS]
-    if plans is None:
-        return tuple(plan for plan, fits in zip(PLANS, short, strict=True) if fits)
-    if not all(short):
-        wrong = plans[short.index(False)]
+    choices = PLANS if plans is None else tuple(plans)
+    longer = [plan for plan in choices if plan.kind == "streaming" and plan.keys(n) == n]
+    if plans is not None and longer:
         raise ValueError(
-            f"plans must keep fewer keys than a window has, got first={wrong.first} and "
-            f"recent={wrong.recent} for windows of {n} tokens"
+            f"plans must keep fewer keys than a window has, got first={longer[0].first} and "
+            f"recent={longer[0].recent} for windows of {n} tokens"
         )
-    return tuple(plans)
+    return tuple(plan for plan in choices if plan not in longer)
 
 
 def _alternative(plan: HeadPlan) -> Window | Alternative:
@@ -529,7 +525,7 @@ def _alternative(plan: HeadPlan) -> Window | Alternative:
 # -- the losses of plans ---------------------------------------------------------------------------
 
 
-def _loss(read: Reader, plan: CachePlan | None, batch: dict[str, Any]) -> Reading:
+def _loss(read: Windows, plan: CachePlan | None, batch: dict[str, Any]) -> Reading:
     """The loss of a batch under a plan, as a mask where a mask expresses it."""
     kept = set() if plan is None else {head for heads in plan.layers.values() for head in heads}
     context: AbstractContextManager[Any] = nullcontext()
@@ -561,41 +557,9 @@ def _choose(
     return min(fitting, key=lambda point: point.delta)
 
 
-def rounded(x: Tensor, bits: int, *, along: str, group: int = 32) -> Tensor:
-    r"""Round keys or values to :math:`2^b` levels between the least and the largest of each group.
-
-    Args:
-        x: (..., S, D).
-        bits: b; 16 changes nothing.
-        along: ``"tokens"``, where ``group`` tokens share a scale for each channel, or
-            ``"channels"``, where ``group`` channels of a token do. A last group may be smaller.
-        group: numbers that share a scale.
-
-    Returns:
-        The rounded numbers, shaped as ``x``; an error is at most half a step.
-
-    Example:
-        >>> rounded(torch.tensor([[0.0, 1.0, 2.4, 3.0]]), 2, along="channels")
-        tensor([[0., 1., 2., 3.]])
-    """
-    if bits == 16:
-        return x
-    dim = -2 if along == "tokens" else -1
-    parts = [_levels(part, 2**bits - 1, dim) for part in x.split(group, dim)]
-    return torch.cat(parts, dim)
-
-
-def _levels(x: Tensor, steps: int, dim: int) -> Tensor:
-    """The nearest of steps + 1 evenly spaced levels between the extremes along a dimension."""
-    least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    step = (most - least) / steps
-    safe = torch.where(step > 0, step, 1.0)
-    return least + ((x - least) / safe).round() * step
-
-
 @dataclass(frozen=True)
 class Rounded:
-    """All keys and values rounded, keys by channel and values by token.
+    """All keys and values rounded as the cache rounds them, keys by channel and values by token.
 
     The newest tokens are rounded too, which a cache leaves as they are, so the cost is a little
     too high.
@@ -618,12 +582,22 @@ class Rounded:
 
     def output(self, call: AttentionCall) -> Tensor:
         """The output of a call with rounded keys and values, (B, Hq, L, Ev)."""
-        key = rounded(call.key, self.key_bits, along="tokens", group=self.group)
         width = call.value.shape[3]
-        channels = width // value_groups(width, self.group)
-        value = rounded(call.value, self.value_bits, along="channels", group=channels)
+        key = self._rounded(call.key, self.key_bits, None)
+        value = self._rounded(call.value, self.value_bits, width // value_groups(width, self.group))
         output: Tensor = replace(call, key=key, value=value).rebuild(False)[0]
         return output
+
+    def _rounded(self, x: Tensor, bits: int, channels: int | None) -> Tensor:
+        """Keys or values (B, H, S, D), ``channels`` as in :func:`quantise`."""
+        if bits == 16:
+            return x
+        tokens = x.shape[2]
+        more = -tokens % self.group  # the last one again fills the last group
+        groups = torch.cat([x, x[:, :, -1:].expand(-1, -1, more, -1)], 2).unflatten(
+            2, (-1, self.group)
+        )
+        return dequantise(*quantise(groups, bits, channels), bits, x.dtype)[:, :, :tokens]
 
 
 @dataclass(frozen=True)

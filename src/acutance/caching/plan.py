@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -175,10 +175,9 @@ class CachePlan:
 
     def full_bytes(self, n: int, itemsize: int = 2) -> int:
         """Bytes of the full cache, not quantised, of n tokens."""
-        shapes = Counter(self.shapes.values())
         return sum(
             count * shape.heads * FULL.bytes(n, shape, itemsize=itemsize)
-            for shape, count in shapes.items()
+            for shape, count in Counter(self.shapes.values()).items()
         )
 
     def share(self, n: int) -> float:
@@ -222,9 +221,9 @@ class CachePlan:
         """
         if self.title:
             return self.title
-        heads = [one for some in self.layers.values() for one in some]
-        rounded = Counter(one.symbol for one in heads if one.quantised)
-        kinds = Counter(one.kind for one in heads if not one.quantised)
+        heads = [head for layer in self.layers.values() for head in layer]
+        rounded = Counter(head.symbol for head in heads if head.quantised)
+        kinds = Counter(head.kind for head in heads if not head.quantised)
         counts = [f"{kinds['full']} full"] if kinds["full"] else []
         counts += [f"{rounded[bits]} in {bits}s" for bits in sorted(rounded, reverse=True)]
         counts += [f"{kinds[kind]} {kind}" for kind in get_args(Kind)[1:] if kinds[kind]]
@@ -469,15 +468,14 @@ def _export_kvpress(plan: CachePlan) -> _Export:
 
 def _export_duo_attention(plan: CachePlan) -> _Export:
     """DuoAttention's table of full-attention heads, with the sizes of streaming heads."""
-    counts = sorted({len(heads) for heads in plan.layers.values()})
+    counts = {len(heads) for heads in plan.layers.values()}
     if len(counts) > 1:
         raise PlanError(
             "DuoAttention's table needs the same number of key heads in all layers, and this "
-            f"plan's layers have {' or '.join(map(str, counts))}"
+            f"plan's layers have {_either(counts)}"
         )
-    streaming = [one for heads in plan.layers.values() for one in heads if one.kind == "streaming"]
-    first = max((head.first for head in streaming), default=0)
-    recent = max((head.recent for head in streaming), default=1)
+    first = max(head.first for heads in plan.layers.values() for head in heads)
+    recent = max(1, *(head.recent for heads in plan.layers.values() for head in heads))
     table = "".join(
         "\t".join("1.0" if head.kind == "full" else "0.0" for head in heads) + "\n"
         for heads in plan.layers.values()
@@ -499,11 +497,11 @@ def _export_duo_attention(plan: CachePlan) -> _Export:
 def _export_layer_types(plan: CachePlan) -> _Export:
     """``layer_types`` and ``sliding_window`` of a transformers configuration, as JSON."""
     sliding = {
-        name: heads
+        name
         for name, heads in plan.layers.items()
         if all(head.kind == "streaming" for head in heads)
     }
-    recent = max((head.recent for heads in sliding.values() for head in heads), default=1)
+    recent = max((head.recent for name in sliding for head in plan.layers[name]), default=1)
     types = ["sliding_attention" if name in sliding else "full_attention" for name in plan.layers]
     record = {
         "layer_types": types,
@@ -603,7 +601,7 @@ press = CachePlanPress()
 
 #: Bytes of a table.
 _LARGEST = 16 << 20
-_OPTION = re.compile(r"(threshold|sparsity|first|recent)=([^,=]*)")
+_OPTION = re.compile(r",(threshold|sparsity|first|recent)=([^,=]*)$")
 
 
 @dataclass(frozen=True)
@@ -622,8 +620,8 @@ class ForeignPlan:
     def words(self) -> str:
         """A text with a digest of the plan; different plans have different ones."""
         record = [
-            asdict(part) if isinstance(part, HeadPlan) else [asdict(one) for one in part]
-            for part in self.layers
+            asdict(kept) if isinstance(kept, HeadPlan) else [asdict(head) for head in kept]
+            for kept in self.layers
         ]
         return f"imported plan {hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]}"
 
@@ -633,24 +631,21 @@ class ForeignPlan:
         Raises:
             PlanError: if the model has other layers or key heads, or no cache to plan.
         """
-        whole = CachePlan.of(model)
-        counts = [len(heads) for heads in whole.layers.values()]
-        wanted = [None if isinstance(kept, HeadPlan) else len(kept) for kept in self.layers]
-        if len(wanted) != len(counts) or any(
-            heads not in (None, count) for heads, count in zip(wanted, counts, strict=True)
-        ):
-            heads = sorted({count for count in wanted if count is not None})
-            mine = f" of {_either(heads)} key heads" if heads else ""
-            theirs = f" of {_either(sorted(set(counts)))}" if heads else ""
+        full = CachePlan.of(model)
+        layers = {
+            name: (kept,) * len(heads) if isinstance(kept, HeadPlan) else kept
+            for (name, heads), kept in zip(full.layers.items(), self.layers, strict=False)
+        }
+        counts = [len(heads) for heads in full.layers.values()]
+        if len(self.layers) != len(counts) or counts != [*map(len, layers.values())]:
+            named = [len(kept) for kept in self.layers if not isinstance(kept, HeadPlan)]
+            mine = f" of {_either(named)} key heads" if named else ""
+            theirs = f" of {_either(counts)}" if named else ""
             raise PlanError(
                 f"{self.name} is for a model of {len(self.layers)} layers{mine}, but "
                 f"{class_name(model)} has {len(counts)} layers{theirs}"
             )
-        layers = {
-            name: (part,) * len(heads) if isinstance(part, HeadPlan) else part
-            for (name, heads), part in zip(whole.layers.items(), self.layers, strict=True)
-        }
-        return CachePlan(whole.model, whole.shapes, layers)
+        return replace(full, layers=layers)
 
     def applied(self, model: torch.nn.Module) -> AppliedPlan:
         """Run a model under the plan, see :meth:`acutance.CachePlan.applied`."""
@@ -702,7 +697,7 @@ def read_foreign(text: str) -> ForeignPlan | None:
     if not colon or name not in IMPORTS or os.path.exists(text):
         return None
     path, options = rest, {}
-    while match := re.search(rf",{_OPTION.pattern}$", path):
+    while match := _OPTION.search(path):
         path = path[: match.start()]
         options[match[1]] = match[2]
     try:
@@ -729,7 +724,7 @@ def _import_duo_attention(path: Path, options: dict[str, str]) -> _Layers:
                 ",first=N,recent=N"
             )
         record = _json(settings)
-        sizes = {part: record.get(part) if one is None else one for part, one in sizes.items()}
+        sizes = {name: record.get(name) if size is None else size for name, size in sizes.items()}
     first = check_count("first", _whole("first", sizes["sink_size"]), 0)
     recent = check_count("recent", _whole("recent", sizes["recent_size"]), 1)
     values = _values(table)
@@ -760,7 +755,7 @@ def _values(path: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
     if not rows or len({len(row) for row in rows}) > 1:
         raise PlanError(
             f"{path.name} must have one line for each layer, all of as many key heads, got lines "
-            f"of {_either(sorted({len(row) for row in rows})) or 'none'}"
+            f"of {_either(len(row) for row in rows) or 'none'}"
         )
     values = np.array(rows)
     if not np.isfinite(values).all():
@@ -821,6 +816,6 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def _either(numbers: list[int]) -> str:
+def _either(numbers: Iterable[int]) -> str:
     """``2 or 3``."""
-    return " or ".join(map(str, numbers))
+    return " or ".join(map(str, sorted(set(numbers))))

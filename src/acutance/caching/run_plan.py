@@ -7,8 +7,8 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +39,13 @@ _IN_FORCE: list[AppliedPlan] = []
 
 
 class _Pending(threading.local):
-    """The layer whose new keys this thread's next attention call reads."""
+    """The layer, and its new keys, that this thread's next attention call reads."""
 
     layer: PlannedLayer | None = None
+    key: Tensor | None = None
 
 
 _PENDING = _Pending()
-
-
-def take_pending(key: Tensor) -> PlannedLayer | None:
-    """The layer whose new keys these are; None if they come from no planned cache.
-
-    Raises:
-        ValueError: if the cache received other keys than the attention call.
-    """
-    layer, _PENDING.layer = _PENDING.layer, None
-    if layer is not None and layer.new_key is not key:
-        raise ValueError(
-            "its keys are changed after they enter the cache, which a cache plan cannot follow"
-        )
-    if layer is not None:
-        layer.new_key = None
-    return layer
-
-
-def forget_pending() -> None:
-    """At the start of a pass: forget what an interrupted one left."""
-    _PENDING.layer = None
 
 
 class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -86,7 +66,6 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._kind: torch.dtype | None = None  # of what is stored
         self._places: dict[HeadPlan, list[int]] = {}  # key heads of each group
         self._stores: list[dict[HeadPlan, Store]] = []  # one, or one for each sequence
-        self.new_key: Tensor | None = None
 
     # -- what transformers asks -------------------------------------------------------------------
 
@@ -104,7 +83,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             ApplyError: if no plan is applied that makes attention read the cache.
         """
         if not _IN_FORCE or _PENDING.layer is not None:
-            _PENDING.layer = None
+            _PENDING.layer = _PENDING.key = None
             raise ApplyError(
                 "a PlannedCache is read only while its plan is applied: run the model inside "
                 "acutance.apply(model, plan)"
@@ -112,7 +91,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._length += key_states.shape[2]
-        self.new_key, _PENDING.layer = key_states, self
+        _PENDING.layer, _PENDING.key = self, key_states
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -150,12 +129,11 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep the sequences of these indices, in this order."""
         if not self._stores:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            if len(self._stores) == 1:
-                self._stores = [self._selected(0, indices.to(self.device))]
-            else:
-                one = torch.zeros(1, dtype=torch.int64, device=self.device)
-                self._stores = [self._selected(int(index), one) for index in indices]
+        if len(self._stores) == 1:
+            self._select([(0, indices.to(self.device))])
+        else:
+            first = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._select([(int(index), first) for index in indices])
         self._batch = len(indices)
 
     def offload(self) -> None:
@@ -197,16 +175,22 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         if len(self._stores) == 1 and real is None:
             return self._by_groups(self._stores[0], query, key, value, attend)
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
-        for place, stores in enumerate(self._stores):
-            one = slice(place, place + 1)
-            if real is None:
-                tokens = torch.arange(key.shape[2], device=key.device)
-            else:
-                tokens = real[place].nonzero()[:, 0]
-            if len(tokens):
-                q, k, v = (part[one][:, :, tokens] for part in (query, key, value))
-                output[one, :, tokens] = self._by_groups(stores, q, k, v, attend)
+        for index, (stores, tensors) in enumerate(self._by_sequence(query, key, value)):
+            tokens: Any = slice(None) if real is None else real[index].nonzero()[:, 0]
+            if real is None or len(tokens):
+                q, k, v = (tensor[:, :, tokens] for tensor in tensors)
+                output[index : index + 1, :, tokens] = self._by_groups(stores, q, k, v, attend)
         return output
+
+    def _by_sequence(
+        self, *tensors: Tensor
+    ) -> Iterator[tuple[dict[HeadPlan, Store], Sequence[Tensor]]]:
+        """The stores with their sequences of tensors (B, ...)."""
+        if len(self._stores) == 1:
+            yield self._stores[0], tensors
+            return
+        for index, stores in enumerate(self._stores):
+            yield stores, [tensor[index : index + 1] for tensor in tensors]
 
     def _by_groups(
         self,
@@ -225,9 +209,9 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         for plan, store in stores.items():
             index = self._places[plan]
             group = some(queries, index).flatten(1, 2)
-            part = store.attend(group, some(key, index), some(value, index), attend)
+            result = store.attend(group, some(key, index), some(value, index), attend)
             at = slice(index[0], index[-1] + 1) if is_range(index) else index
-            by_head[:, at] = part.unflatten(1, (len(index), shape[1]))
+            by_head[:, at] = result.unflatten(1, (len(index), shape[1]))
         return output
 
     def add(self, heads: Sequence[HeadPlan], key: Tensor, value: Tensor) -> None:
@@ -242,25 +226,27 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key, value)
         self._length += key.shape[2]
         self._prepare(heads, key, None)
-        for place, stores in enumerate(self._stores):
-            one = slice(None) if len(self._stores) == 1 else slice(place, place + 1)
+        for stores, (k, v) in self._by_sequence(key, value):
             for plan, store in stores.items():
-                index = self._places[plan]
-                store.add(some(key[one], index), some(value[one], index))
+                store.add(some(k, self._places[plan]), some(v, self._places[plan]))
 
-    def held(self) -> list[list[HeldHeads]]:
+    def held(self, *new: Tensor) -> list[list[HeldHeads]]:
         """What heads hold of each sequence, in one entry if none has padding.
 
         It is valid until the next token is stored.
+
+        Args:
+            new: keys and values (B, H, 1, D) that :meth:`Store.admit` adds first.
         """
-        return [
-            [
-                HeldHeads(self._places[plan], *found)
-                for plan, store in stores.items()
-                if (found := store.held()) is not None
-            ]
-            for stores in self._stores
-        ]
+        held: list[list[HeldHeads]] = []
+        for stores, tensors in self._by_sequence(*new):
+            held.append([])
+            for plan, store in stores.items():
+                index = self._places[plan]
+                stored = store.admit(tensors[0], tensors[1], index) if new else store.held()
+                if stored is not None:
+                    held[-1].append(HeldHeads(index, *stored))
+        return held
 
     def _prepare(self, heads: Sequence[HeadPlan], key: Tensor, real: Tensor | None) -> None:
         """Make the stores: one for all sequences, or one for each where there is padding."""
@@ -270,18 +256,16 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if not self._stores:
             self._batch, self._kind = len(key), key.dtype
-            self._places = {
-                one: [head for head, other in enumerate(heads) if other == one]
-                for one in dict.fromkeys(heads)
-            }
+            self._places = {plan: [] for plan in heads}
+            for head, plan in enumerate(heads):
+                self._places[plan].append(head)
             self._stores = [
                 {plan: store_for(plan, self._group, self._residual) for plan in self._places}
                 for _ in range(1 if real is None else len(key))
             ]
         elif real is not None and len(self._stores) == 1 and len(key) > 1:
-            with torch.inference_mode(False), torch.no_grad():  # they are written to later
-                indices = torch.arange(len(key), device=key.device)
-                self._stores = [self._selected(0, index[None]) for index in indices]
+            indices = torch.arange(len(key), device=key.device)
+            self._select([(0, index[None]) for index in indices])
 
     def _decoded(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor | None:
         """:meth:`attend` for one token of each sequence, in one call of the native kernel.
@@ -293,46 +277,33 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         if (
             attend.softcap
             or attend.dropout
+            or not self._kind == query.dtype == key.dtype == value.dtype
             or not ragged.supports(query, width, self._group, channels)
         ):
             return None
-        if not self._kind == query.dtype == key.dtype == value.dtype:
-            return None
-        held: list[list[HeldHeads]] = []
-        for place, stores in enumerate(self._stores):
-            held.append([])
-            k, v = key, value
-            if len(self._stores) > 1:
-                k, v = key[place : place + 1], value[place : place + 1]
-            for plan, store in stores.items():
-                index = self._places[plan]
-                found = store.admit(k, v, index)
-                if found is not None:
-                    held[-1].append(HeldHeads(index, *found))
         scale = query.shape[3] ** -0.5 if attend.scale is None else attend.scale
         return ragged.attend(
-            query, key, value, held, scale=scale, tokens=self._group, channels=channels
-        )
+            query, key, value, self.held(key, value), scale=scale, tokens=self._group,
+            channels=channels,
+        )  # fmt: skip
 
-    def _selected(self, place: int, indices: Tensor) -> dict[HeadPlan, Store]:
-        """Copies of the stores at ``place`` with these sequences."""
-        return {plan: store.select(indices) for plan, store in self._stores[place].items()}
+    def _select(self, picks: Sequence[tuple[int, Tensor]]) -> None:
+        """Replace the stores by copies: for each number of one, these sequences of it."""
+        with torch.inference_mode(False), torch.no_grad():  # they are written to later
+            self._stores = [
+                {plan: store.select(indices) for plan, store in self._stores[number].items()}
+                for number, indices in picks
+            ]
 
     def real_counts(self, batch: int) -> list[int]:
         """Stored tokens of each sequence, without padding."""
-        if not self._stores:
-            return [0] * batch
-        counts = [next(iter(stores.values())).n for stores in self._stores]
+        counts = [next(iter(stores.values())).n for stores in self._stores] or [0]
         return counts * (batch if len(counts) == 1 else 1)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that hold keys and values."""
-        return [
-            tensor
-            for stores in self._stores
-            for store in stores.values()
-            for tensor in store.tensors()
-        ]
+        stores = (store for stores in self._stores for store in stores.values())
+        return [tensor for store in stores for tensor in store.tensors()]
 
 
 class PlannedCache(Cache):  # type: ignore[misc]
@@ -416,7 +387,7 @@ class AppliedPlan(AppliedChange):
             args: of the call.
             kwargs: of the call.
         """
-        forget_pending()
+        _PENDING.layer = _PENDING.key = None  # of a pass that was interrupted
         given = dict(zip(names, args, strict=False)) | kwargs
         held = (name for name in CACHE_ARGUMENTS if given.get(name) is not None)
         argument = next(held, declared)
@@ -437,9 +408,9 @@ class AppliedPlan(AppliedChange):
                 f"{argument} must be a cache of this plan, an empty DynamicCache or None, got a "
                 f"{what}"
             )
-        place, planned = names.index(declared), PlannedCache(self.plan)
-        if place < len(args):
-            return (*args[:place], planned, *args[place + 1 :]), kwargs
+        position, planned = names.index(declared), PlannedCache(self.plan)
+        if position < len(args):
+            return (*args[:position], planned, *args[position + 1 :]), kwargs
         return args, {**kwargs, argument: planned}
 
     def _warn_of_length(self, given: dict[str, Any], cache: Any) -> None:
@@ -456,10 +427,6 @@ class AppliedPlan(AppliedChange):
                 stacklevel=2,
             )
             self._searched = None
-
-    def mute(self) -> AbstractContextManager[None]:
-        """Context of a call that runs under the plan, whatever kernel it calls."""
-        return self._running
 
     def _on_kernel_call(self, call: calls.FunctionCall, run: Callable[[], Any]) -> Any:
         """Raise ApplyError for a kernel that the model calls without transformers' interface."""
@@ -494,7 +461,7 @@ class AppliedPlan(AppliedChange):
             except ValueError as error:
                 raise ApplyError(f"the plan cannot be applied to {name}: {error}") from error
             self.calls[name] = self.calls.get(name, 0) + 1
-        with self.mute():
+        with self._running:  # whatever kernel it calls
             return run()
 
     def _layer(self, name: str, call: InterfaceCall, query: Tensor, key: Tensor) -> PlannedLayer:
@@ -505,7 +472,12 @@ class AppliedPlan(AppliedChange):
         """
         if name not in self.plan.layers:
             raise ValueError("the plan has no such layer")
-        layer, given = take_pending(key), call.kwargs
+        layer, stored, given = _PENDING.layer, _PENDING.key, call.kwargs
+        _PENDING.layer = _PENDING.key = None
+        if layer is not None and stored is not key:
+            raise ValueError(
+                "its keys are changed after they enter the cache, which a cache plan cannot follow"
+            )
         if given.get("position_bias") is not None or given.get("s_aux") is not None:
             raise ValueError("its scores have a bias or learned sinks")
         if given.get("cache") is not None or given.get("sliding_window") is not None:

@@ -52,8 +52,8 @@ class PlanOptions(cli.ModelOptions):
 @cli.command(PlanOptions, {cli.READ: "model", cli.WRITE: "export"})
 def plan(options: PlanOptions) -> None:
     """Show what each key head keeps in the cache under a plan, and convert it for other tools."""
+    from acutance.caching.frontier import plan_table, read_costs
     from acutance.caching.plan import TABLE, check_export, export_plan
-    from acutance.caching.plan_record import plan_table, read_costs
 
     exports = options.export or {}
     exported = {"--out": options.out}

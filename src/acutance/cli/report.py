@@ -68,8 +68,8 @@ def _plan_beside(path: Path, summary: "HeadSummary") -> tuple[dict[str, Any], An
     Raises:
         ValueError: if it cannot be read or is of another model than the summary.
     """
+    from acutance.caching.frontier import plan_record, plan_table, read_costs
     from acutance.caching.plan import CachePlan
-    from acutance.caching.plan_record import plan_record, plan_table, read_costs
 
     found, costs = CachePlan.load(path), read_costs(path)
     n = _PLAN_AT if costs is None else costs.n

@@ -36,22 +36,6 @@ STRUCTURE: dict[str, StructureMetric] = {
 }  # fmt: skip
 
 
-def structure_metric(name: str) -> StructureMetric:
-    """Look up an entry of :data:`STRUCTURE` by name.
-
-    Raises:
-        ValueError: if there is none; the message names the nearest.
-
-    Example:
-        >>> structure_metric("mass_self").meaning
-        "weight on the query's own position"
-    """
-    entry = describe(name)
-    if not isinstance(entry, StructureMetric):
-        raise ValueError(f"{name!r} is one of METRICS, not of STRUCTURE: {', '.join(STRUCTURE)}")
-    return entry
-
-
 def describe(name: str) -> Description:
     """Look up an entry of :data:`acutance.METRICS` or :data:`STRUCTURE` by name.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,14 +29,16 @@ from acutance.masks import (
 )
 from acutance.shapes import (
     cast_inputs,
+    check_count,
     check_flags,
     check_inputs,
     check_number,
     check_softcap,
     check_tensor,
     describe,
+    did_you_mean,
 )
-from acutance.structure.metrics import STRUCTURE, structure_metric
+from acutance.structure.metrics import STRUCTURE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,7 +80,10 @@ class StructureStatistics:
     peak: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        value: Tensor = getattr(self, structure_metric(name).name)
+        if name not in STRUCTURE:
+            hint = did_you_mean(name, list(STRUCTURE), f": choose from {', '.join(STRUCTURE)}")
+            raise ValueError(f"there is no structure metric named {name!r}{hint}")
+        value: Tensor = getattr(self, name)
         return value
 
 
@@ -157,10 +163,7 @@ def statistics(
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     query, key, _ = check_inputs(query, key, None, enable_gqa)
-    if isinstance(critical_every, bool) or not isinstance(critical_every, int):
-        raise TypeError(f"critical_every must be an integer, got {critical_every!r}")
-    if critical_every < 0:
-        raise ValueError(f"critical_every must be at least 0, got {critical_every}")
+    check_count("critical_every", critical_every, 0)
     masking = check_masking(query, key, attn_mask, is_causal, **masks)
     scale = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
     softcap = check_softcap(softcap, query.dtype)
@@ -352,8 +355,7 @@ class Block(NamedTuple):
 
     def largest(self) -> Tensor:
         """Largest score of each row, (…, rows); −inf for rows that see no key."""
-        s = self.scores
-        return s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+        return self.scores.amax(-1)
 
     def exponentials(self, top: Tensor) -> tuple[Tensor, Tensor]:
         """Unnormalised weights (…, rows, width) and their normaliser (…, rows).
@@ -402,12 +404,14 @@ def _regions(masking: Masking) -> Iterator[Region]:
     batches = 1
     if heads == masking.heads and rows == masking.queries:
         batches = max(1, whole // max(1, rows * masking.group * heads))
-    for b in range(0, masking.batch, batches):
-        batch = slice(b, min(b + batches, masking.batch))
-        for h in range(0, masking.heads, max(1, heads)):
-            head = slice(h, min(h + heads, masking.heads))
-            for i in range(0, masking.queries, max(1, rows)):
-                yield Region(batch, head, slice(i, min(i + rows, masking.queries)))
+    sizes = (masking.batch, batches), (masking.heads, heads), (masking.queries, rows)
+    for slices in product(*(_slices(size, step) for size, step in sizes)):
+        yield Region(*slices)
+
+
+def _slices(size: int, step: int) -> list[slice]:
+    """Slices of at most ``step`` that cover a size."""
+    return [slice(i, min(i + step, size)) for i in range(0, size, max(1, step))]
 
 
 def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
@@ -462,28 +466,23 @@ def last_visible(masking: Masking) -> Tensor:
     shape = (masking.batch, masking.queries)
     last = torch.full(shape, -1, dtype=torch.int64, device=masking.device)
     rows = max(1, (1 << 22) // max(1, masking.keys * masking.heads * masking.group))
-    whole = slice(0, masking.heads)
+    heads = slice(0, masking.heads)
     for b in range(masking.batch):
         for start in range(0, masking.queries, rows):
             row = slice(start, min(start + rows, masking.queries))
-            region = Region(slice(b, b + 1), whole, row)
+            region = Region(slice(b, b + 1), heads, row)
             for tile in masking.tiles(region, max(1, masking.keys)):
                 last[b, row] = tile.stop - 1
-                if tile.hidden is not None and tile.hidden.stop == tile.width:
-                    last[b, row] = _last(tile, tile.hidden.mask, tile.hidden.start)
+                hidden = tile.hidden
+                if hidden is None or hidden.stop < tile.width:
+                    continue
+                # the last column is hidden from some rows; those before the mask are all visible
+                seen = torch.logical_not(hidden.mask).flatten(0, 2).any(0)
+                backwards = seen.flip(-1).to(torch.uint8).argmax(-1)
+                before = tile.start + hidden.start - 1 if hidden.start else -1
+                masked = tile.start + hidden.start + seen.shape[-1] - 1 - backwards
+                last[b, row] = torch.where(seen.any(-1), masked, before)
     return last
-
-
-def _last(tile: Tile, hidden: Tensor, start: int) -> Tensor:
-    """Index of the last key that each row sees, if the tile's last column is hidden from it.
-
-    ``hidden`` (…, rows, columns) is True on hidden keys of the tile's columns from ``start`` on;
-    earlier columns are visible. −1 for rows that see no key.
-    """
-    seen = torch.logical_not(hidden).flatten(0, 2).any(0)
-    backwards = seen.flip(-1).to(torch.uint8).argmax(-1)
-    before = tile.start + start - 1 if start else -1  # columns left of the mask are all visible
-    return torch.where(seen.any(-1), tile.start + start + seen.shape[-1] - 1 - backwards, before)
 
 
 #: How far from its query the largest weight of a row is looked for.
@@ -524,7 +523,7 @@ def _measure(block: Block, places: Places) -> dict[str, Tensor]:
     columns, column = slice(block.start, block.start + width), torch.arange(width, device=s.device)
     at = None if positions is None else _cut(positions, batch)[:, None, None, row] - block.start
     values: dict[str, Tensor] = {}
-    if every and width:
+    if every:
         values["critical_ratio"] = _critical(s, row.start, every)
     top = block.largest()
     if at is not None:
@@ -559,7 +558,7 @@ def _measure(block: Block, places: Places) -> dict[str, Tensor]:
     running = e.new_ones(1, 1, 1, 1, width) if seen is None else seen.to(e.dtype)
     running = running.cumsum(-1).expand(*torch.broadcast_shapes(running.shape[:-1], at.shape), -1)
     even = _octave_sums(running, at, octaves)
-    values["even"] = even / running[..., -1:].unsqueeze(-1).clamp(min=1.0) if width else even
+    values["even"] = even / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
     away = (column - at.unsqueeze(-1)).abs()
     values["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
     return values
@@ -572,8 +571,6 @@ def _at_key(e: Tensor, seen: Tensor | None, column: Tensor) -> Tensor:
     """
     width = e.shape[-1]
     inside = (column >= 0) & (column < width)
-    if width == 0:
-        return torch.full(e.shape[:-1], torch.nan, dtype=e.dtype, device=e.device)
     place = column.clamp(0, width - 1).unsqueeze(-1)
     if seen is not None:
         size = torch.broadcast_shapes(seen.shape[:-1], place.shape[:-1])
@@ -594,8 +591,6 @@ def _octave_sums(running: Tensor, at: Tensor, octaves: int) -> Tensor:
     Returns:
         (…, 2, octaves): keys up to the query's position, and later keys.
     """
-    if running.shape[-1] == 0:
-        return running.new_zeros(*running.shape[:-1], 2, octaves)
     step = 1 << torch.arange(octaves, device=running.device)
     behind = at.unsqueeze(-1) + 1 - step  # the first column of each octave
     ahead = at.unsqueeze(-1) + step  # the column after each octave
@@ -620,8 +615,6 @@ def _peak(s: Tensor, top: Tensor, at: Tensor) -> Tensor:
     of several is returned if the others are further away. ``s`` are the scores (…, rows, keys),
     ``top`` their maximum over the keys, and ``at`` the column of each query.
     """
-    if s.shape[-1] == 0:
-        return torch.full(s.shape[:-1], NO_PEAK, device=s.device)
     column = at.unsqueeze(-1) + torch.arange(-PEAKS, PEAKS + 1, device=s.device)
     place = column.clamp(0, s.shape[-1] - 1).expand(*s.shape[:-1], -1)
     largest = (s.gather(-1, place) == top.unsqueeze(-1)) & (column == place)

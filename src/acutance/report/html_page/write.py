@@ -91,7 +91,7 @@ def html(
             a line.
         judged: a comparison of losses, as in the JSON of ``acutance judge``, with ``sentences``;
             adds a table.
-        plan: a cache plan, from :func:`acutance.caching.plan_record.plan_record`; the map
+        plan: a cache plan, from :func:`acutance.caching.frontier.plan_record`; the map
             begins with it, and the panel says what each head keeps.
 
     Example:
