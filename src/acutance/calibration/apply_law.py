@@ -27,7 +27,7 @@ from acutance.capture.find_layers import (
     is_windowed_inside,
     uses_interface,
 )
-from acutance.capture.function_mode import FunctionMode, SoftmaxCall
+from acutance.capture.function_mode import FunctionMode
 from acutance.capture.handwritten.tracker import FEWEST, Softmax, Tracker
 from acutance.capture.head_axis import could_be_over_keys, fold
 from acutance.capture.intercept import Interception, classes_are_library, eager, forget_compiled
@@ -658,20 +658,21 @@ class Applied(Interception, AppliedChange):
 
     # -- softmaxes in the model's own code --------------------------------------------------------
 
-    def on_softmax(self, call: SoftmaxCall) -> Tensor:
+    def on_softmax(self, softmax: Softmax, tracker: Tracker) -> Tensor:
         """Run a softmax with the products in its scores scaled.
 
         A softmax whose scores cannot be scaled is watched: using it as attention raises.
         """
         self.note_attention()
-        scores, dim, known, plan = call.scores, call.dim, call.known, self.plan_to_change()
-        if scores is None or dim is None:
-            return call.compute()
+        scores, dim, plan = softmax.base, softmax.dim, self.plan_to_change()
+        if scores is None:
+            return softmax.compute()
+        known = tracker.of(scores)
         active = known is not None and known.active
         dense = scores.layout is torch.strided and not scores.is_nested
         rank = scores.dim() >= (2 if active else FEWEST)
         if not (rank and scores.is_floating_point() and dense and scores.numel() > 0):
-            return call.compute()
+            return softmax.compute()
         heads = None if plan is None else self.modules.heads_running()
         changed, reason = None, ""
         if plan is not None and (active or could_be_over_keys(scores, dim, heads)):
@@ -683,10 +684,11 @@ class Applied(Interception, AppliedChange):
                 reason = f"its scores {known.problem}"
             else:
                 changed = self._changed_scores(plan, scores, heads, known.narrow)
-        result = call.compute(changed)
-        call.tracker.mark_weights(result)
+        result = softmax.compute(changed)
+        tracker.mark_weights(result)
         if plan is not None and reason:
-            call.remember(result, plan.name, reason)
+            softmax.module, softmax.unreadable_reason = plan.name, reason
+            tracker.add(softmax, result)
         return result
 
     def _changed_scores(
@@ -724,11 +726,11 @@ class Applied(Interception, AppliedChange):
 
     def on_product(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
         """Raise for a matrix product with the softmax of scores that could not be scaled."""
-        raise self.unreachable(softmax.module or "", softmax.unreadable_reason + _HINT)
+        raise self.unreachable(softmax.module, softmax.unreadable_reason + _HINT)
 
     def on_unused(self, softmax: Softmax) -> None:
         """Note a softmax that no product used: it may still be attention."""
-        self.skip(softmax.module or "", f"{softmax.unreadable_reason}{_UNUSED}")
+        self.skip(softmax.module, f"{softmax.unreadable_reason}{_UNUSED}")
 
     def on_functions_end(self, tracker: Tracker) -> None:
         """Note softmaxes that no product used."""

@@ -24,8 +24,6 @@ from acutance.capture.handwritten.tracker import (
     SOFTMAX,
     Softmax,
     Tracker,
-    scores_of,
-    version_of,
 )
 from acutance.capture.intercept import ATTENTION_FUNCTIONS, EXP, leave
 from acutance.capture.kernel_functions.calls import operator_call
@@ -61,7 +59,7 @@ class FunctionMode(TorchFunctionMode):
 
     Args:
         owner: the :class:`~acutance.capture.intercept.Interception`. It has methods
-            ``on_function_call(call, run)`` for carriers and ``on_softmax(call)`` for softmaxes,
+            ``on_function_call(call, run)`` for carriers and ``on_softmax(softmax, tracker)``,
             which return the results; ``on_product(softmax, doubt)`` for a softmax that a matrix
             product uses, ``on_unused(softmax)`` for one that is freed unused,
             ``on_written_out()`` for a product of weights that were computed without a softmax,
@@ -114,7 +112,7 @@ class FunctionMode(TorchFunctionMode):
         if kind == "operator":
             return self._operator(func, args, arguments)
         if kind == "softmax":
-            return self.owner.on_softmax(SoftmaxCall(self, func, args, arguments))
+            return self.owner.on_softmax(Softmax(func, args, arguments), self.tracker)
         if kind in (None, "follow", "exp"):
             return self.tracker.call(func, args, arguments)
         call = kind(func, args, arguments)
@@ -142,8 +140,8 @@ class FunctionMode(TorchFunctionMode):
             call = SdpaCall(func, args, kwargs)
             return self.owner.on_function_call(call, call.compute)
         if aten_name in OPERATORS or aten_name in LOG_OPERATORS:
-            softmax = SoftmaxCall(self, func, args, kwargs, log=aten_name in LOG_OPERATORS)
-            return self.owner.on_softmax(softmax)
+            softmax = Softmax(func, args, kwargs, log=aten_name in LOG_OPERATORS)
+            return self.owner.on_softmax(softmax, self.tracker)
         attends = ("attention" in name or "attn" in name) and "backward" not in name
         if (module := self.owner.modules.running()) is not None:
             self.owner.note_function()
@@ -160,82 +158,5 @@ class FunctionMode(TorchFunctionMode):
         Log-probabilities that nobody exponentiates are those of an output, not weights.
         """
         weights = softmax.over_keys and not softmax.log
-        if weights and softmax.scores.dim() == 4 and softmax.module is not None:
+        if weights and softmax.scores.dim() == 4:
             self.owner.on_unused(softmax)
-
-
-class SoftmaxCall:
-    """One call of a softmax by hand, which is attention if a matrix product uses its result.
-
-    Args:
-        mode: the mode that saw it.
-        function: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        log: whether it gives the logarithm of the weights; None where its function says so.
-
-    Attributes:
-        function: as given.
-        tracker: the mode's.
-        scores: its input; None if it cannot be read.
-        dim: the normalised dimension; None likewise.
-        known: how the scores were computed from products; None if they were not.
-    """
-
-    def __init__(
-        self,
-        mode: FunctionMode,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        log: bool | None = None,
-    ) -> None:
-        self.tracker, self.function, self._args, self._kwargs = mode.tracker, function, args, kwargs
-        self._log = function in LOG_SOFTMAX if log is None else log
-        self.scores: Tensor | None
-        self.dim: int | None
-        if function in NOISY:  # (logits, tau, hard, eps, dim)
-            self.scores = args[0] if args else kwargs.get("logits")
-            self.dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
-        else:
-            self.scores, self.dim = scores_of(args, kwargs)
-        self._version = version_of(self.scores)
-        self.known = None if self.scores is None else mode.tracker.of(self.scores)
-
-    def compute(self, changed: Tensor | None = None) -> Tensor:
-        """Its result, or that of changed scores."""
-        args, kwargs = self._args, self._kwargs
-        if changed is not None:
-            kwargs = {name: value for name, value in kwargs.items() if value is not self.scores}
-            args = (changed, *args[1:])
-        result: Tensor = self.function(*args, **kwargs)
-        return result
-
-    def remember(
-        self, result: Tensor, module: str, reason: str = "", *, over_keys: bool = True
-    ) -> None:
-        """Follow the result until a matrix product uses it.
-
-        Args:
-            result: of the softmax.
-            module: name of the module.
-            reason: why its rows cannot be read or changed.
-            over_keys: whether the normalised dimension could be keys.
-        """
-        assert self.scores is not None
-        assert self.dim is not None
-        with torch._C.DisableTorchFunction():
-            scores, version = self.scores, self._version
-            if self.function is F.softmin:  # the softmax of what is negated, in its own memory
-                scores = -scores
-                version = version_of(scores)
-            self.tracker.add(
-                scores,
-                result,
-                module,
-                dim=self.dim,
-                version=version,
-                log=self._log,
-                unreadable_reason=reason,
-                over_keys=over_keys,
-            )

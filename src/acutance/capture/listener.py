@@ -28,7 +28,7 @@ from acutance.capture.find_layers import (
     computes_attention,
     heads_of,
 )
-from acutance.capture.function_mode import FunctionMode, SoftmaxCall
+from acutance.capture.function_mode import FunctionMode
 from acutance.capture.handwritten.tracker import NOISY, Softmax, Tracker, products_of
 from acutance.capture.head_axis import HeadAxes, could_be_over_keys, fold, heads_at_once
 from acutance.capture.intercept import (
@@ -421,32 +421,32 @@ class Listener(Interception):
 
     # -- softmaxes in the model's own code --------------------------------------------------------
 
-    def on_softmax(self, call: SoftmaxCall) -> Tensor:
+    def on_softmax(self, softmax: Softmax, tracker: Tracker) -> Tensor:
         """Run a softmax and remember it until a matrix product uses its result."""
-        module, scores, dim = self.modules.running(), call.scores, call.dim
+        module, scores, dim = self.modules.running(), softmax.base, softmax.dim
         if module is not None:
             self.note_function()
         with self.mute():
-            result = call.compute()
+            result = softmax.compute()
         if scores is None or dim is None or module is None or scores.dim() == 0:
             return result
         if scores.is_nested:
             self.unreadable(module, "its softmax is of a nested tensor")
         elif scores.layout is torch.strided and result.layout is torch.strided:
             over_keys = could_be_over_keys(scores, dim, self.modules.heads_running())
-            reason = ""
-            if call.function in NOISY:
-                reason = f"{call.function.__name__} adds noise to its scores"
+            if softmax.function in NOISY:
+                softmax.unreadable_reason = f"{softmax.function.__name__} adds noise to its scores"
             elif not over_keys:
-                reason = (
+                softmax.unreadable_reason = (
                     f"a matrix product uses its softmax over dimension {dim % scores.dim()} of "
                     f"{tuple(scores.shape)}, and only softmaxes over the last are read: report "
                     "what it computes with acutance.tap"
                 )
+            softmax.module, softmax.over_keys = module, over_keys
             if over_keys or scores.shape[-1] > 1:  # or one weight each: taps of a kernel, a pooling
-                call.remember(result, module, reason, over_keys=over_keys)
+                tracker.add(softmax, result)
             if over_keys and self.products:
-                call.tracker.mark_weights(result)
+                tracker.mark_weights(result)
         return result
 
     def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
@@ -486,7 +486,6 @@ class Listener(Interception):
 
     def on_unused(self, softmax: Softmax) -> None:
         """List a softmax that no product used: it may still be attention."""
-        assert softmax.module is not None
         self.unreadable(softmax.module, f"{NO_PRODUCT} {tuple(softmax.scores.shape)}")
 
     def on_functions_end(self, _: Tracker) -> None:

@@ -107,24 +107,24 @@ class Scores:
 
 
 class Softmax:
-    """A softmax that no product has used yet.
+    """One call of a softmax, which is attention if a matrix product uses its result.
 
     Args:
-        scores: its input.
-        result: what it returned.
-        module: name of the module.
-        dim: the normalised dimension, of either sign.
-        version: write count of the input before the softmax; None for the present one.
-        log: whether the result is the logarithm of the weights.
+        function: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        log: whether its result is the logarithm of the weights; None where its name says so.
+
+    Attributes:
+        function: as given.
+        base: its input; None if it cannot be read.
+        dim: the normalised dimension; None likewise.
+        log: whether the result is still the logarithm of the weights.
+        module: name of the module under which it is followed.
         unreadable_reason: why its rows cannot be read; empty if they can.
         over_keys: whether the normalised dimension could be keys. If not, any product that uses the
             softmax is reported.
-
-    Attributes:
         scores: its input, with the normalised dimension moved last.
-        base: its input as it was.
-        dim, module, version, unreadable_reason, over_keys: as given.
-        log: whether the result is still the logarithm of the weights.
         dtype: dtype of the result; transformers requests float32 whatever the scores' dtype.
         last: whether the normalised dimension was the last.
         layout: strides and sizes of the result.
@@ -134,29 +134,57 @@ class Softmax:
         rearranged: whether a copy may have moved its dimensions.
         product_axes: what the product that uses it says about its dimensions.
         left_out: number of keys that the product that uses it leaves out.
+
+    Example:
+        >>> Softmax(torch.softmax, (torch.zeros(2, 3), torch.tensor(1)), {}).dim
+        1
     """
 
     def __init__(
         self,
-        scores: Tensor,
-        result: Tensor,
-        module: str | None,
-        *,
-        dim: int,
-        version: int | None = None,
-        log: bool = False,
-        unreadable_reason: str = "",
-        over_keys: bool = True,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        log: bool | None = None,
     ) -> None:
-        self.base, self.module, self.dim, self.log = scores, module, dim % scores.dim(), log
-        self.unreadable_reason, self.over_keys = unreadable_reason, over_keys
-        self.scores, self.last = scores.movedim(dim, -1), self.dim == scores.dim() - 1
-        self.version = version_of(scores) if version is None else version
-        self.dtype, self.layout = result.dtype, layout_of(result)
-        self.inplace = result.numel() > 0 and result.data_ptr() == scores.data_ptr()
+        self.function, self._args, self._kwargs = function, args, kwargs
+        self.log = function in LOG_SOFTMAX if log is None else log
+        self.base: Any
+        self.dim: Any
+        if function in NOISY:  # (logits, tau, hard, eps, dim)
+            self.base = args[0] if args else kwargs.get("logits")
+            self.dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
+        else:
+            self.base = args[0] if args else kwargs.get("input", kwargs.get("self"))
+            self.dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(self.base, Tensor) and isinstance(self.dim, SupportsIndex):
+                self.dim = operator.index(self.dim)
+            else:
+                self.base = self.dim = None
+        self._version = version_of(self.base)
+        self.module, self.unreadable_reason, self.over_keys = "", "", True
         self.aliases: set[int] = set()
         self.dropped = self.rearranged = False
         self.product_axes, self.left_out = ProductAxes(), 0
+
+    def compute(self, changed: Tensor | None = None) -> Tensor:
+        """Its result, or that of changed scores."""
+        args, kwargs = self._args, self._kwargs
+        if changed is not None:
+            kwargs = {name: value for name, value in kwargs.items() if value is not self.base}
+            args = (changed, *args[1:])
+        result: Tensor = self.function(*args, **kwargs)
+        return result
+
+    def ran(self, result: Tensor) -> None:
+        """Note its result, once it is to be followed."""
+        if self.function is F.softmin:  # the softmax of what is negated, in memory of its own
+            self.base = -self.base
+            self._version = version_of(self.base)
+        self.dim %= self.base.dim()
+        self.scores, self.last = self.base.movedim(self.dim, -1), self.dim == self.base.dim() - 1
+        self.dtype, self.layout = result.dtype, layout_of(result)
+        self.inplace = result.numel() > 0 and result.data_ptr() == self.base.data_ptr()
 
     def note_product(self, product: Product, weights: Tensor) -> None:
         """Record queries, heads and keys left out, from a product that uses the softmax."""
@@ -167,7 +195,7 @@ class Softmax:
 
     def overwritten(self) -> bool:
         """Whether the scores were overwritten after the softmax."""
-        return self.inplace or (self.version != -1 and self.base._version != self.version)
+        return self.inplace or (self._version != -1 and self.base._version != self._version)
 
     def doubt(self, weights: Tensor) -> str | None:
         """Why the weights in a product are not the softmax of the scores; None if they are."""
@@ -294,12 +322,13 @@ class Tracker:
         """Register a softmax's result: products with it are outputs, not scores."""
         self._mark(tensor, Scores(weights=True, problem="go through softmax"))
 
-    def add(
-        self, scores: Tensor, result: Tensor, module: str | None, *, dim: int, **fields: Any
-    ) -> None:
-        """Register a softmax, if it has three dimensions or more; arguments of :class:`Softmax`."""
-        if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 0:
-            self._alias(result, Softmax(scores, result, module, dim=dim, **fields))
+    def add(self, softmax: Softmax, result: Tensor) -> None:
+        """Follow the result of a softmax, if it has three dimensions or more."""
+        scores = softmax.base
+        if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[softmax.dim] > 0:
+            with torch._C.DisableTorchFunction():
+                softmax.ran(result)
+                self._alias(result, softmax)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function, and follow what it computes from products and softmaxes."""
@@ -638,22 +667,6 @@ def version_of(scores: object) -> int:
     """Number of writes to a tensor; −1 if PyTorch does not count them."""
     counted = isinstance(scores, Tensor) and not scores.is_inference()
     return scores._version if counted else -1  # type: ignore[attr-defined]
-
-
-def scores_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Tensor, int] | tuple[None, None]:
-    """The input and dimension of a softmax call; (None, None) if they cannot be read.
-
-    Example:
-        >>> scores_of((torch.zeros(2, 3), torch.tensor(1)), {})[1]
-        1
-    """
-    scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not isinstance(scores, Tensor) or not isinstance(dim, SupportsIndex):
-        return None, None
-    return scores, operator.index(dim)
 
 
 def _dims_by_stride(steps: Sequence[int]) -> list[int]:
