@@ -48,7 +48,8 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
 
     def use(reading: Callable[..., Any]) -> None:
         def read_by_test(call: InterfaceCall, name: str) -> Any:
-            rest = name, call.args, call.kwargs
+            tensors = call.query, call.key, call.value, call.mask
+            rest = name, (call.module, *tensors), call.kwargs
             return reading(read, call.function, call.implementation, *rest)
 
         monkeypatch.setattr(InterfaceCall, "read", read_by_test)

@@ -83,8 +83,8 @@ def cache_shapes(model: torch.nn.Module) -> dict[str, LayerShape]:
     shapes: dict[torch.nn.Module, LayerShape] = {}
 
     def note(call: InterfaceCall, run: Callable[[], Any]) -> Any:
-        module, query, key, value, _ = call.positional()
-        shapes[module] = LayerShape(key.shape[1], query.shape[1], key.shape[3], value.shape[3])
+        query, key, value = call.query, call.key, call.value
+        shapes[call.module] = LayerShape(key.shape[1], query.shape[1], key.shape[3], value.shape[3])
         return run()
 
     device = next((part.device for part in inner.parameters()), None)

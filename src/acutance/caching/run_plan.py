@@ -444,8 +444,8 @@ class AppliedPlan(AppliedChange):
         Raises:
             ApplyError: if it cannot run under the plan.
         """
-        module, query, key, value, mask = call.positional()
-        name = self._names.get(id(module))
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        name = self._names.get(id(call.module))
         if name is not None:
             try:
                 layer = self._layer(name, call, query, key)
@@ -482,9 +482,9 @@ class AppliedPlan(AppliedChange):
             raise ValueError("its scores have a bias or learned sinks")
         if given.get("cache") is not None or given.get("sliding_window") is not None:
             raise ValueError("it has a sliding window or a paged cache of its own")
-        if call["attention_mask"] is None and query.shape[2] > 1:
+        if call.mask is None and query.shape[2] > 1:
             causal = given.get("is_causal")
-            causal = getattr(call["module"], "is_causal", True) if causal is None else causal
+            causal = getattr(call.module, "is_causal", True) if causal is None else causal
             if call.kind == "eager" or not causal:
                 raise ValueError("it is not causal")
         if layer is None:
@@ -521,7 +521,7 @@ class PlannedCall(NamedTuple):
     def run(self, call: InterfaceCall) -> tuple[Tensor, None]:
         """The output (B, L, Hq, Ev) and None for the weights."""
         with torch._C.DisableTorchFunction():
-            output = self.attend(call.positional()[1])
+            output = self.attend(call.query)
         return output.transpose(1, 2).contiguous(), None
 
     def read(self, name: str) -> AttentionCall:

@@ -522,7 +522,7 @@ class Applied(Interception, AppliedChange):
             ApplyError: if the law does not fit the call.
         """
         compiling = torch.compiler.is_compiling()
-        module, query, key, _, mask = call.positional()
+        module, query, key, mask = call.module, call.query, call.key, call.mask
         if (name := self.modules.name_of(module)) is not None:
             if not compiling:
                 self.note_interface(module)
@@ -542,7 +542,7 @@ class Applied(Interception, AppliedChange):
                         factor = self._factor(call, plan.name, laws, query, key)
                         if known and situation:
                             self._factors.put(situation, mask, factor)
-                    call.set_query(query * factor)
+                    call.query = query * factor
                 self._count(plan.name)
                 if self._has_windows and laws.all_windows:
                     self._window(call, plan, laws, situation, sliding)
@@ -571,19 +571,19 @@ class Applied(Interception, AppliedChange):
         sliding: bool,
     ) -> None:
         """Have the rows of a call read through the windows of their heads."""
-        if is_cross(plan.name, call["module"]):
+        if is_cross(plan.name, call.module):
             self.skip(plan.name, _CROSS)
             return
         if sliding:
             raise self.unreachable(plan.name, "it has a sliding window of its own")
         same = None
-        if situation is not None and call["position_bias"] is None:
+        if situation is not None and call.kwargs.get("position_bias") is None:
             same = "keys", *situation[1:]  # whatever the law
         known = None if same is None else self._factors.get(same)
-        rotary = self._rotary.get(call["module"])
+        rotary = self._rotary.get(call.module)
         instead = Replacement(call, plan.name, laws, rotary, self.unreachable, known)
         if same is not None and known is None:
-            self._factors.put(same, call["attention_mask"], instead.call.keys)
+            self._factors.put(same, call.mask, instead.call.keys)
         call.replace(instead)
 
     def muted(self) -> bool:

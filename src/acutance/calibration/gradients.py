@@ -355,7 +355,7 @@ def output_gradients(
     leaf = torch.zeros((), requires_grad=True)
 
     def handle(call: InterfaceCall, run: Callable[[], Any]) -> Any:
-        name = names.get(id(call["module"]))
+        name = names.get(id(call.module))
         if name is None:
             return run()
         with torch.no_grad(), unwatched():

@@ -562,14 +562,12 @@ class Replacement:
             affected by a window.
         """
         # laws inside may have scaled its query
-        self.call = replace(self.call, query=call["query"])
+        self.call = replace(self.call, query=call.query)
         if not self.call.is_changed:
-            return call.function(*call.args, **call.kwargs)
+            return call.original()
         try:
             with torch._C.DisableTorchFunction():
-                output = self.call.through(
-                    lambda: call.output(call.function(*call.args, **call.kwargs))
-                )
+                output = self.call.through(lambda: call.output(call.original()))
         except ValueError as error:
             raise self._refuse(self.call.module, str(error)) from error
         return output.transpose(1, 2).contiguous(), None

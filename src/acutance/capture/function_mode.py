@@ -34,7 +34,7 @@ from acutance.capture.readers.functions import (
     MultiHeadCall,
     OurCall,
     SdpaCall,
-    handling_sdpa,
+    handling,
 )
 
 #: What each function is that is not simply run: its carrier, or what happens to it.
@@ -117,7 +117,8 @@ class FunctionMode(TorchFunctionMode):
             return self.tracker.call(func, args, arguments)
         call = kind(func, args, arguments)
         if kind is MultiHeadCall and not call.arguments["need_weights"]:
-            with handling_sdpa(functools.partial(self._on_sdpa, call), looks=self.looks):
+            group = "looking" if self.looks else "changing"
+            with handling(group, functools.partial(self._on_sdpa, call)):
                 return call.compute()
         return self.owner.on_function_call(call, call.compute)
 

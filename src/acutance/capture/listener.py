@@ -238,10 +238,9 @@ class Listener(Interception):
 
     def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
         """Compute, or read, a call of transformers' attention interface."""
-        module = call["module"]
-        if self.modules.thread.depth or not isinstance(module, torch.nn.Module):
+        if self.modules.thread.depth or not isinstance(call.module, torch.nn.Module):
             return run()
-        name = self.call_name_of(module)
+        name = self.call_name_of(call.module)
         return run() if name is None else self.handle(call, name, run)
 
     def on_function_call(self, call: Carrier, run: Callable[[], Any]) -> Any:

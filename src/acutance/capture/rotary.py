@@ -234,7 +234,7 @@ def _read(model: torch.nn.Module, start: int) -> _Calls:
     calls: _Calls = {}
 
     def note(call: InterfaceCall, run: Callable[[], Any]) -> Any:
-        calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
+        calls.setdefault(call.module, (call.query.detach(), call.key.detach()))
         return run()
 
     try:

@@ -143,7 +143,7 @@ class HeadsOff:
 
         def silence(call: InterfaceCall, run: Callable[[], Any]) -> Any:
             nonlocal ran
-            result, module = run(), id(call["module"])
+            result, module = run(), id(call.module)
             if module not in switched:
                 return result
             ran = True

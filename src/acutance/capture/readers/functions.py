@@ -11,9 +11,8 @@ import importlib
 import inspect
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -395,7 +394,6 @@ def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callab
 
 # -- nn.MultiheadAttention -------------------------------------------------------------------------
 
-_SDPA = "scaled_dot_product_attention"
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -415,65 +413,52 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_open: Counter[str] = Counter()  # contexts in which a function is replaced, by its name
+_open: list[object] = []  # contexts in which the functions are replaced
 _originals: dict[str, Callable[..., Tensor]] = {}
 
 
 @contextmanager
-def _replaced(name: str, function: Callable[..., Tensor], **of_thread: Any) -> Iterator[None]:
-    """Context in which a function of ``torch.nn.functional`` is replaced, for all threads.
-
-    Function modes are inactive inside a function that a mode handles, so that the name has to be.
+def handling(group: str, handler: Any, *, alone: bool = False) -> Iterator[None]:
+    """Context in which SDPA and softmax call this thread's handlers, whatever mode is active.
 
     Args:
-        name: name of the function.
-        function: replaces it.
-        of_thread: attributes of this thread's :class:`_Thread` meanwhile.
+        group: to what a handler is added, an attribute of :class:`_Thread`.
+        handler: of SDPA called with the call, and with ``run``, which goes on with it.
+        alone: whether those of enclosing contexts are not called.
     """
-    outer = {key: getattr(_thread, key) for key in of_thread}
-    vars(_thread).update(of_thread)
+    outer: tuple[Any, ...] = getattr(_thread, group)
+    setattr(_thread, group, (handler,) if alone else (*outer, handler))
     with _lock:
-        if not _open[name]:
-            _originals[name] = getattr(F, name)
-            setattr(F, name, function)
-        _open[name] += 1
+        if not _open:
+            for name, function in _HANDLED.items():
+                _originals[name] = getattr(F, name)
+                setattr(F, name, function)
+        _open.append(handler)
     try:
         yield
     finally:
-        vars(_thread).update(outer)
+        setattr(_thread, group, outer)
         with _lock:
-            _open[name] -= 1
-            if not _open[name]:
-                setattr(F, name, _originals[name])
-
-
-def handling_sdpa(
-    handler: Handler, *, looks: bool, alone: bool = False
-) -> AbstractContextManager[None]:
-    """Context in which a handler is called around each of this thread's calls of SDPA.
-
-    Args:
-        handler: called with the call, and with ``run``, which goes on with it.
-        looks: whether it sees calls as all others change them.
-        alone: whether those of enclosing contexts that look do not see them.
-    """
-    if not looks:
-        return _replaced(_SDPA, _handled_sdpa, changing=(*_thread.changing, handler))
-    outer = () if alone else _thread.looking
-    return _replaced(_SDPA, _handled_sdpa, looking=(*outer, handler))
+            _open.pop()
+            if not _open:
+                for name, function in _originals.items():
+                    setattr(F, name, function)
 
 
 def _handled_sdpa(*args: Any, **kwargs: Any) -> Any:
     """``F.scaled_dot_product_attention``, through this thread's handlers."""
-    call = SdpaCall(_originals[_SDPA], args, kwargs)
+    call = SdpaCall(_originals["scaled_dot_product_attention"], args, kwargs)
     return pass_on(call, (*_thread.changing, *_thread.looking))
 
 
-def _changed_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``F.softmax`` with the scores changed by this thread's open contexts."""
+def _changed_softmax(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.softmax`` with the scores changed by this thread's handlers."""
     for change in _thread.scores:
-        scores = change(scores)
-    return _originals["softmax"](scores, *args, **kwargs)
+        args = change(args[0]), *args[1:]
+    return _originals["softmax"](*args, **kwargs)
+
+
+_HANDLED = {"scaled_dot_product_attention": _handled_sdpa, "softmax": _changed_softmax}
 
 
 class MultiHeadCall(Carrier):
@@ -536,7 +521,7 @@ class MultiHeadCall(Carrier):
             calls.append((call, result))
             return result
 
-        with handling_sdpa(note, looks=True, alone=True):
+        with handling("looking", note, alone=True):
             without = {"need_weights": False, "training": False, **changes}
             output, _ = self._function(**{**self.arguments, **without})
         return output, *calls[-1]
@@ -545,9 +530,8 @@ class MultiHeadCall(Carrier):
         """Its output and weights."""
         with ExitStack() as stack:
             if self._factor is not None:
-                stack.enter_context(handling_sdpa(self._change_sdpa, looks=False))
-                scores = (*_thread.scores, self._changed_scores)
-                stack.enter_context(_replaced("softmax", _changed_softmax, scores=scores))
+                stack.enter_context(handling("changing", self._change_sdpa))
+                stack.enter_context(handling("scores", self._changed_scores))
             self._result = self._function(**self.arguments)
         return self._result
 

@@ -8,7 +8,7 @@ handlers. How it is read depends on the implementation that the layer asked for.
 Example:
     >>> from acutance.reproduce import decoder
     >>> def double(call, run):
-    ...     call.set_query(2 * call["query"])
+    ...     call.query = 2 * call.query
     ...     return run()
     >>> with intercept(double):
     ...     _ = decoder()(torch.tensor([[1, 2, 3]]))
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,15 +34,21 @@ from acutance.capture.intercept import Handlers, pass_on
 class InterfaceCall(Carrier):
     """One call of an attention function that transformers returned.
 
-    Attributes:
+    Args:
         function: the attention function.
         implementation: its registered name.
-        kind: the same without a cache prefix.
-        is_flash: whether its masks are those of flash attention.
         args: its positional arguments.
         kwargs: its keyword arguments.
+
+    Attributes:
+        function, implementation: as given.
+        kind: the name without a cache prefix.
+        is_flash: whether its masks are those of flash attention.
+        module: the attention module.
+        query, key, value: (B, heads, length, width).
+        mask: the attention mask; None if there is none.
+        kwargs: its other arguments.
         instead: what computes the call in place of the function; None for the function.
-        provided: its output (B, Hq, L, Ev) if that was computed already.
     """
 
     def __init__(
@@ -54,27 +60,12 @@ class InterfaceCall(Carrier):
     ) -> None:
         self.function, self.implementation = function, implementation
         self.kind, self.is_flash = base_name(implementation), uses_flash_masks(implementation)
-        self.args, self.kwargs = args, kwargs
+        if len(args) != len(_POSITIONAL):
+            kwargs = dict(kwargs)
+            args = (*args, *(kwargs.pop(name, None) for name in _POSITIONAL[len(args) :]))
+        self.module, self.query, self.key, self.value, self.mask, *self._others = args
+        self.kwargs = kwargs
         self.instead: Any = None
-
-    def __getitem__(self, name: str) -> Any:
-        """An argument by name; None if it is absent."""
-        place = _POSITIONAL.index(name) if name in _POSITIONAL else len(self.args)
-        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
-
-    def positional(self) -> tuple[Any, ...]:
-        """Module, query, key, value and mask; None for absent ones."""
-        if len(self.args) == len(_POSITIONAL):
-            return self.args
-        rest = _POSITIONAL[len(self.args) :]
-        return (*self.args[: len(_POSITIONAL)], *map(self.kwargs.get, rest))
-
-    def set_query(self, query: Tensor) -> None:
-        """Replace the query of the call."""
-        if len(self.args) > 1:
-            self.args = (self.args[0], query, *self.args[2:])
-        else:
-            self.kwargs = {**self.kwargs, "query": query}
 
     def masks(self) -> dict[str, Any]:
         """The masks as the implementation reads them, as fields of an :class:`AttentionCall`.
@@ -86,9 +77,9 @@ class InterfaceCall(Carrier):
         """
         if self.kwargs.get("cache") is not None:
             raise ValueError("paged attention stores its keys in a separate cache")
-        module, query, key, _, mask = self.positional()
-        queries, keys, causal = query.shape[2], key.shape[2], self.kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
+        query, mask, causal = self.query, self.mask, self.kwargs.get("is_causal")
+        queries, keys = query.shape[2], self.key.shape[2]
+        causal = getattr(self.module, "is_causal", True) if causal is None else causal
         if self.is_flash:
             lengths = self.kwargs.get("cu_seq_lens_k")
             if lengths is None and mask is None:
@@ -124,7 +115,7 @@ class InterfaceCall(Carrier):
         if self.instead is not None:
             read: AttentionCall = self.instead.read(name)
             return read
-        module, query, key, value, _ = self.positional()
+        module, key = self.module, self.key
         kind, read_names = self.kind, set(self.kwargs)
         if kind in ("eager", "sdpa"):  # whose functions swallow the rest
             read_names &= _ALWAYS_READ | _parameters(self.function)
@@ -139,9 +130,9 @@ class InterfaceCall(Carrier):
         return AttentionCall(
             module=name,
             source=f"transformers {self.implementation or 'eager'}",
-            query=query,
+            query=self.query,
             key=key,
-            value=value,
+            value=self.value,
             scale=None if scale is None else float(scale),
             dropout_p=float(known.get("dropout") or 0.0),
             bias=bias[..., : key.shape[2]]
@@ -172,13 +163,21 @@ class InterfaceCall(Carrier):
             return self.provided.transpose(1, 2).contiguous(), None
         if self.instead is not None:
             return self.instead.run(self)
-        if self.kwargs.get("cache") is None:
-            return self.function(*self.args, **self.kwargs)
-        given = dict(zip(_POSITIONAL, self.positional(), strict=True))
-        with stored_keys(self.kwargs) as stored:
-            result = self.function(*self.args, **self.kwargs)
-        self.args, self.kwargs = (), given | stored
+        cache = self.kwargs.get("cache")
+        if not hasattr(cache, "update"):
+            return self.original()
+        with stored_keys(cache) as stored:
+            result = self.original()
+        if stored:
+            self.key, self.value = stored
+            others = {name: value for name, value in self.kwargs.items() if name != "cache"}
+            self.kwargs = {**others, "packed": True}
         return result
+
+    def original(self) -> Any:
+        """The result of the function."""
+        given = self.module, self.query, self.key, self.value, self.mask, *self._others
+        return self.function(*given, **self.kwargs)
 
     def output(self, result: Any) -> Tensor:
         """The output (B, Hq, L, Ev) in a result."""
@@ -220,33 +219,25 @@ _ALWAYS_READ = _KNOWN - {"softcap", "position_bias"}
 
 
 @contextmanager
-def stored_keys(kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def stored_keys(cache: Any) -> Iterator[list[Any]]:
     """Context in which a paged cache notes the keys and values that it gives an attention function.
 
-    Args:
-        kwargs: keyword arguments of the function; ``cache`` is the cache, if there is one.
-
     Yields:
-        The arguments as the function goes on with them: keys and values with the earlier ones, and
-        no cache. They are complete after the call, and stay as given if it has no cache.
+        After the call, the keys and the values, with the earlier ones; empty if they are in blocks.
     """
-    seen, cache = dict(kwargs), kwargs.get("cache")
-    if cache is None or not hasattr(cache, "update"):
-        yield seen
-        return
+    stored: list[Any] = []
     original = cache.update
 
     @functools.wraps(original)
     def update(*args: Any, **options: Any) -> Any:
         keys, values = original(*args, **options)
         if (options.get("kwargs") or {}).get("block_table") is None:
-            seen.update(key=keys, value=values, packed=True)
-            seen.pop("cache", None)
+            stored[:] = keys, values
         return keys, values
 
     cache.update = update
     try:
-        yield seen
+        yield stored
     finally:
         del cache.update
 
