@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from acutance.attend import attention, key_mass, row_statistics
     from acutance.caching import Budget, CachePlan, HeadPlan, budget
     from acutance.calibration import Applied, ApplyError, Calibration, Law, calibrate
-    from acutance.capture.tap import tap
+    from acutance.capture.listener import tap
     from acutance.comparison import compare
     from acutance.corpus.load_model import load_model
     from acutance.diagnose.classes import classify

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from acutance.calibration.read_window import (
     masked_arguments,
     masked_scores,
 )
-from acutance.capture.attention_call import AttentionCall, Carrier
+from acutance.capture.attention_call import Carrier
 from acutance.capture.find_layers import (
     attention_layers,
     class_name,
@@ -133,7 +134,6 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
 
 
 _OTHER_MASKS = ("window", "key_mask", "cu_seqlens", "bias")
-_MASKS = ("attn_mask", "is_causal", "query_offset", *_OTHER_MASKS)
 
 
 def query_factor(
@@ -279,18 +279,24 @@ def warn_of_shallow_mask(name: str, scores: Tensor, narrow: torch.dtype) -> None
         )
 
 
-def factor_of_call(laws: HeadLaws, call: AttentionCall) -> Tensor:
-    """:func:`query_factor` of a captured call, (B or 1, Hq or 1, L)."""
-    n = count(call.query, call.key, {name: getattr(call, name) for name in _MASKS})
-    entropy = entropy_of(call) if laws.needs_entropy else None
-    return query_factor(laws, n, call.query.shape[1], call.query.dtype, entropy)
+def factor_of_call(
+    laws: HeadLaws, query: Tensor, key: Tensor, masks: dict[str, Any], read: Callable[[], Any]
+) -> Tensor:
+    """:func:`query_factor` of a call, (B or 1, Hq or 1, L, 1).
 
-
-def entropy_of(call: AttentionCall) -> Tensor:
-    """Entropy of each row of a call without a law, in nats, (B, Hq, L)."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        entropy: Tensor = call.statistics(False).entropy
-        return entropy
+    Args:
+        laws: of the layer.
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        masks: as for :func:`count`.
+        read: returns the :class:`AttentionCall`, of whose rows the entropy may be needed.
+    """
+    n, entropy = count(query, key, masks), None
+    if laws.needs_entropy:
+        call = read()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            entropy = call.statistics(False).entropy
+    return query_factor(laws, n, query.shape[1], query.dtype, entropy).unsqueeze(-1)
 
 
 _MOST_KNOWN = 8  # factors that a thread remembers
@@ -325,17 +331,15 @@ class KnownFactors(threading.local):
                 del self.known[situation]
 
 
-def situation_of(
-    laws: HeadLaws, call: InterfaceCall, module: Any, query: Tensor, key: Tensor, mask: Any
-) -> tuple[Any, ...] | None:
+def situation_of(laws: HeadLaws, call: InterfaceCall) -> tuple[Any, ...] | None:
     """Everything that the factors of a call depend on, as a dictionary key; None if undecidable.
 
     It is undecidable with a cache object, packed documents, vmap, tensor subclasses, or a mask on
     a GPU in inference mode, whose comparison would make the host wait.
     """
+    query, mask, given = call.query, call.mask, call.kwargs
     if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
         return None
-    given = call.kwargs
     if given.get("cache") is not None or given.get("cu_seq_lens_k") is not None:
         return None
     written = None
@@ -347,12 +351,12 @@ def situation_of(
         id(laws),
         call.implementation,
         query.shape,
-        key.shape[2],
+        call.key.shape[2],
         query.dtype,
         query.device,
         written,
         given.get("is_causal"),
-        getattr(module, "is_causal", None),
+        getattr(call.module, "is_causal", None),
         given.get("sliding_window"),
         torch.is_inference_mode_enabled(),
     )
@@ -522,27 +526,24 @@ class Applied(Interception, AppliedChange):
             ApplyError: if the law does not fit the call.
         """
         compiling = torch.compiler.is_compiling()
-        module, query, key, mask = call.module, call.query, call.key, call.mask
-        if (name := self.modules.name_of(module)) is not None:
+        if (name := self.modules.name_of(call.module)) is not None:
             if not compiling:
-                self.note_interface(module)
+                self.note_interface(call.module)
             plan = self._plans.get(name) or self._plan_of(name)
             laws = plan.laws
             sliding = plan.windowed or call.kwargs.get("sliding_window") is not None
             if laws is not None and sliding and not self._windowed:
                 self.skip(plan.name)
             elif laws is not None:
-                situation = None
-                if not compiling:
-                    situation = situation_of(laws, call, module, query, key, mask)
+                situation = None if compiling else situation_of(laws, call)
                 if laws.scalings:
                     known = situation is not None and laws.by_count
                     factor = self._factors.get(situation) if known and situation else None
                     if factor is None:
-                        factor = self._factor(call, plan.name, laws, query, key)
+                        factor = self._factor(call, plan.name, laws)
                         if known and situation:
-                            self._factors.put(situation, mask, factor)
-                    call.query = query * factor
+                            self._factors.put(situation, call.mask, factor)
+                    call.query = call.query * factor
                 self._count(plan.name)
                 if self._has_windows and laws.all_windows:
                     self._window(call, plan, laws, situation, sliding)
@@ -551,14 +552,11 @@ class Applied(Interception, AppliedChange):
         with self.modules.thread:
             return run()
 
-    def _factor(
-        self, call: InterfaceCall, name: str, laws: HeadLaws, query: Tensor, key: Tensor
-    ) -> Tensor:
+    def _factor(self, call: InterfaceCall, name: str, laws: HeadLaws) -> Tensor:
         """The factor of each row of a call, (B or 1, Hq or 1, L, 1)."""
         try:
-            n = count(query, key, call.masks())
-            entropy = entropy_of(call.read(name)) if laws.needs_entropy else None
-            return query_factor(laws, n, query.shape[1], query.dtype, entropy).unsqueeze(-1)
+            read = functools.partial(call.read, name)
+            return factor_of_call(laws, call.query, call.key, call.masks(), read)
         except ValueError as error:
             raise self.unreachable(name, str(error)) from error
 
@@ -643,13 +641,13 @@ class Applied(Interception, AppliedChange):
                     raise ValueError(call.unchangeable)
                 with self.mute(), torch._C.DisableTorchFunction():
                     read = call.read(plan.name)
-                    factor = factor_of_call(laws, read)
+                    factor = factor_of_call(laws, read.query, read.key, read.masks, lambda: read)
                     if laws.all_windows:
                         if call.sdpa is None:
                             raise ValueError("a law's windows cannot be passed to it")
                         given = call.sdpa.arguments
                         call.sdpa.arguments = masked_arguments(laws, read, given)
-                call.scale_queries(factor.unsqueeze(-1))
+                call.scale_queries(factor)
             except ValueError as error:
                 raise self.unreachable(plan.name, call.refusal(str(error))) from error
             self._count(plan.name)

@@ -156,7 +156,7 @@ class AttentionCall:
         Returns:
             (B, 1, L, K), or (B, Hq, L, K) if masks differ between heads.
         """
-        masks, heads = self._masks, 1
+        masks, heads = self.masks, 1
         masks["bias"] = None
         for mask in (self.attn_mask, self.bias):
             if mask is None:
@@ -181,7 +181,7 @@ class AttentionCall:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of :func:`acutance.attention` for this call."""
-        return self._masks | {
+        return self.masks | {
             "scale": self.scale,
             "enable_gqa": self.query.shape[1] != self.key.shape[1],
             "softcap": self.softcap,
@@ -189,7 +189,7 @@ class AttentionCall:
         }
 
     @property
-    def _masks(self) -> dict[str, Any]:
+    def masks(self) -> dict[str, Any]:
         """The masks, windows, documents and biases among the keyword arguments."""
         names = (
             *("attn_mask", "is_causal", "query_offset", "window", "key_mask"),
@@ -265,7 +265,7 @@ class AttentionCall:
 
     def masking(self) -> Masking:
         """The call's masks, windows, documents and biases as one :class:`Masking`."""
-        return check_masking(self.query, self.key, **self._masks)
+        return check_masking(self.query, self.key, **self.masks)
 
     def seen_keys(self) -> Tensor | None:
         """Boolean (B, S), False on keys that masks hide from every row; None without a mask.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -36,13 +36,14 @@ from acutance.capture.intercept import (
     eager,
     gradient_mode,
     is_rerun,
+    notify_all,
     open_interceptions,
     unwatched,
 )
 from acutance.capture.kernel_functions import calls
 from acutance.capture.padding import RowReader
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.functions import QueryChunks, SdpaCall
+from acutance.capture.readers.functions import QueryChunks, SdpaCall, call_from_arguments
 from acutance.capture.readers.huggingface import InterfaceCall
 
 #: Begins the reason of a softmax that is listed as not read.
@@ -255,9 +256,8 @@ class Listener(Interception):
         call.heads, known = heads_of(self.modules.module_of(name)), call.provided
         result = self.handle(call, self._chunks.name(name, call), run)
         if call.provided is not known:  # enclosing modes see no call of the function
-            for mode in reversed(torch.overrides._get_current_function_mode_stack()):
-                if isinstance(mode, FunctionMode) and mode.looks:
-                    mode.owner.on_function_call(call, call.compute)
+            for mode in reversed(_open_modes()):
+                mode.owner.on_function_call(call, call.compute)
         return result
 
     def handle(self, call: Carrier, name: str, run: Callable[[], Any]) -> Any:
@@ -491,3 +491,113 @@ class Listener(Interception):
         """List modules whose head dimension is uncertain."""
         for module, reason in self._head_axes.undecided():
             self.unreadable(module, reason)
+
+
+def _open_modes() -> list[FunctionMode]:
+    """The modes of this thread's open listeners, outermost first."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    return [mode for mode in stack if isinstance(mode, FunctionMode) and mode.looks]
+
+
+# -- attention that cannot be captured -------------------------------------------------------------
+
+
+def tap(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tap:
+    """Report the attention computed inside this context to every open probe.
+
+    Use it for attention that a probe cannot see, such as a kernel called directly, or of which it
+    sees only the softmax. Probes read nothing else inside the context. It costs almost nothing if
+    no probe is open.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev); ``verify`` and ``noise`` need it.
+        attn_mask: this and the options below are those of :func:`acutance.attention`.
+        is_causal: row i sees keys j ≤ i + query_offset.
+        scale: factor of the scores; None for 1/√E.
+        dropout_p: if above 0, the output is not compared.
+        query_offset: position of query 0 among the keys.
+        window: sliding window, in keys.
+        key_mask: boolean (B, S).
+        cu_seqlens: cumulative document lengths.
+        bias: added to the scores.
+        softcap: bound of the scaled scores.
+        sinks: (Hq,).
+
+    Returns:
+        A context manager. Set its ``output``, (B, Hq, L, Ev), so that ``verify`` can compare.
+        Inputs that do not fit together are listed in :attr:`acutance.HeadSummary.unread`; the model
+        runs on.
+
+    Example:
+        >>> import torch, acutance
+        >>> class Mine(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         with acutance.tap(x, x, x, scale=0.5) as told:
+        ...             weights = torch.exp(0.5 * x @ x.mT)  # no softmax to be seen
+        ...             told.output = (weights / weights.sum(-1, keepdim=True)) @ x
+        ...         return told.output
+        >>> with acutance.probe(model := Mine(), verify=True) as probe:
+        ...     _ = model(torch.randn(1, 2, 5, 4))
+        >>> probe.summary().layers[0].status
+        'verified'
+    """
+    arguments = dict(locals())
+    if torch.compiler.is_compiling():
+        return Tap([], arguments)
+    notify_all()
+    return Tap([mode.owner for mode in _open_modes()], arguments)
+
+
+class Tap:
+    """The context that :func:`tap` returns.
+
+    Attributes:
+        output: what the code inside computes, (B, Hq, L, Ev); None if not set.
+    """
+
+    def __init__(self, observers: Sequence[Listener], arguments: dict[str, Any]) -> None:
+        self.output: Tensor | None = None
+        self._observers, self._arguments = observers, arguments
+        self._names: dict[Listener, str] = {}
+        self._quiet = ExitStack()
+
+    def only(self, observer: Listener) -> Tap:
+        """Report to ``observer`` only, or to none if it is not among the open ones; return self."""
+        self._observers = [candidate for candidate in self._observers if candidate is observer]
+        return self
+
+    def __enter__(self) -> Tap:
+        for observer in self._observers:
+            name = None if observer.muted() else observer.modules.call_name()
+            if name is not None:
+                self._names[observer] = name
+                self._quiet.enter_context(observer.mute())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._quiet.close()
+        if kind is not None:
+            return
+        output: Any = self.output
+        compared = isinstance(output, Tensor) and isinstance(self._arguments.get("value"), Tensor)
+        for observer, name in self._names.items():
+            read_call = functools.partial(call_from_arguments, self._arguments, name, "tap")
+            observer.observe(read_call, name, (lambda: output) if compared else None)

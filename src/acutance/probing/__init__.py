@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from acutance.capture.tap import Tap, tap
+from acutance.capture.listener import Tap, tap
 from acutance.diagnose.classes import CLASSES, HeadClass, classify
 from acutance.diagnose.thresholds import THRESHOLDS, Threshold
 from acutance.lazy import lazy

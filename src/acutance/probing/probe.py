@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from acutance.capture.find_layers import NOT_READ, Chosen, class_name, heads_of, looks_like_weights
-from acutance.capture.listener import Listener, ProbeError
+from acutance.capture.listener import Listener, ProbeError, Tap, tap
 from acutance.capture.padding import checked_mask
-from acutance.capture.tap import Tap, tap
 from acutance.probing.accumulate import LayerRecords, join_calls
 from acutance.probing.causes import is_untrained
 from acutance.probing.head_maps import MapReader, RecordedMaps
