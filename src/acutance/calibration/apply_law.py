@@ -535,54 +535,57 @@ class Applied(Interception, AppliedChange):
             if laws is not None and sliding and not self._windowed:
                 self.skip(plan.name)
             elif laws is not None:
-                situation = None if compiling else situation_of(laws, call)
-                if laws.scalings:
-                    known = situation is not None and laws.by_count
-                    factor = self._factors.get(situation) if known and situation else None
-                    if factor is None:
-                        factor = self._factor(call, plan.name, laws)
-                        if known and situation:
-                            self._factors.put(situation, call.mask, factor)
-                    call.query = call.query * factor
-                self._count(plan.name)
-                if self._has_windows and laws.all_windows:
-                    self._window(call, plan, laws, situation, sliding)
+                self._change(call, plan.name, laws, sliding)
         if compiling:
             return run()
         with self.modules.thread:
             return run()
 
-    def _factor(self, call: InterfaceCall, name: str, laws: HeadLaws) -> Tensor:
-        """The factor of each row of a call, (B or 1, Hq or 1, L, 1)."""
+    def _change(self, call: InterfaceCall, name: str, laws: HeadLaws, sliding: bool) -> None:
+        """Scale the query of a call, and have its rows read through the windows of their heads."""
+        situation = None if torch.compiler.is_compiling() else situation_of(laws, call)
+        instead = None
         try:
-            read = functools.partial(call.read, name)
-            return factor_of_call(laws, call.query, call.key, call.masks(), read)
+            if laws.scalings:
+                reusable = situation if laws.by_count else None
+                factor = None if reusable is None else self._factors.get(reusable)
+                if factor is None:
+                    read = functools.partial(call.read, name)
+                    factor = factor_of_call(laws, call.query, call.key, call.masks(), read)
+                    if reusable is not None:
+                        self._factors.put(reusable, call.mask, factor)
+                call.query = call.query * factor
+            self._count(name)
+            if self._has_windows and laws.all_windows:
+                instead = self._window(call, name, laws, situation, sliding)
         except ValueError as error:
             raise self.unreachable(name, str(error)) from error
+        if instead is not None:
+            call.replace(instead)
 
     def _window(
         self,
         call: InterfaceCall,
-        plan: Plan,
+        name: str,
         laws: HeadLaws,
         situation: tuple[Any, ...] | None,
         sliding: bool,
-    ) -> None:
-        """Have the rows of a call read through the windows of their heads."""
-        if is_cross(plan.name, call.module):
-            self.skip(plan.name, _CROSS)
-            return
+    ) -> Replacement | None:
+        """What computes a call through the windows of its heads; None for cross-attention."""
+        if is_cross(name, call.module):
+            self.skip(name, _CROSS)
+            return None
         if sliding:
-            raise self.unreachable(plan.name, "it has a sliding window of its own")
+            raise ValueError("it has a sliding window of its own")
         same = None
         if situation is not None and call.kwargs.get("position_bias") is None:
             same = "keys", *situation[1:]  # whatever the law
         known = None if same is None else self._factors.get(same)
         rotary = self._rotary.get(call.module)
-        instead = Replacement(call, plan.name, laws, rotary, self.unreachable, known)
+        instead = Replacement(call, name, laws, rotary, self.unreachable, known)
         if same is not None and known is None:
             self._factors.put(same, call.mask, instead.call.keys)
-        call.replace(instead)
+        return instead
 
     def muted(self) -> bool:
         """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""

@@ -527,7 +527,7 @@ class Replacement:
         name: name of its module.
         laws: scalings and windows of the layer.
         rotary: rotary embedding of the layer; None if no window moves keys.
-        refuse: returns the exception for a module name and the reason windows cannot be applied.
+        refuse: returns the exception for a module name and the reason why it cannot run.
         known: the keys that its rows see without windows; None computes them.
 
     Attributes:
@@ -544,12 +544,9 @@ class Replacement:
         known: VisibleKeys | None = None,
     ) -> None:
         self._refuse = refuse
-        try:
-            plain = call.read(name)
-            windows = laws.windows_by_head(plain.query.shape[1])
-            self.call = WindowedCall.of(plain, windows, rotary, known)
-        except ValueError as error:
-            raise refuse(name, str(error)) from error
+        plain = call.read(name)
+        windows = laws.windows_by_head(plain.query.shape[1])
+        self.call = WindowedCall.of(plain, windows, rotary, known)
 
     def run(self, call: InterfaceCall) -> Any:
         """Compute the call with its windows, in place of the attention function.
