@@ -388,10 +388,9 @@ class Tracker:
         computed = [t for t in given if (entry := self.known.get(id(t))) and entry.product]
         # a power of a matrix, such as a closure of a graph, takes no values
         is_power = len(computed) == len(given) and len({t.shape for t in given}) == 1
-        for tensor in () if is_power or product is None else computed:
-            if product.sums_to_one(tensor):
-                self._written_out()
-                return
+        if product is not None and not is_power and any(map(product.sums_to_one, computed)):
+            self._written_out()
+            return
         if all(tensor.dim() >= FEWEST and not is_parameter(tensor) for tensor in given):
             self._remember(result)
 
