@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,6 +20,8 @@ from acutance.probing.settings import ProbeSettings
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import WHOLE, Run, Shard, State, load_state, ranges
 
+#: Windows of tokens.
+Windows: TypeAlias = Sequence[Sequence[int]]
 #: Options of a probe by which it reads less than everything, or computes it in another way.
 _FEWER = ("layers", "heads", "max_rows", "seed", "provide")
 _EVERYTHING = ProbeSettings(verify=True)
@@ -87,7 +89,7 @@ class Outcome:
 
 def run_windows(
     loaded: TextModel,
-    pieces: Sequence[Sequence[int]],
+    pieces: Windows,
     options: Options,
     about: dict[str, Any],
     world: Ranks,
@@ -196,11 +198,7 @@ class CorpusRun:
     """
 
     def __init__(
-        self,
-        loaded: TextModel,
-        pieces: Sequence[Sequence[int]],
-        options: Options,
-        about: Mapping[str, Any],
+        self, loaded: TextModel, pieces: Windows, options: Options, about: Mapping[str, Any]
     ) -> None:
         self._loaded, self._pieces, self.options = loaded, pieces, options
         self.probe = Probe(loaded.model, replace(options.probe, tokenizer=loaded.tokenizer))
@@ -249,7 +247,7 @@ class CorpusRun:
             settings["law"] = options.law
         return Run(settings | options.left_out(), len(self._pieces), shard=options.shard)
 
-    def batch(self, number: int) -> Sequence[Sequence[int]]:
+    def batch(self, number: int) -> Windows:
         """The windows of one batch."""
         size = self.options.batch_size
         return self._pieces[number * size : (number + 1) * size]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -25,6 +25,9 @@ from acutance.summary.state import State
 
 if TYPE_CHECKING:
     import ray.data
+
+#: The name of a model, or a function that returns one.
+Model: TypeAlias = str | Callable[[], TextModel] | None
 
 
 def probe_dataset(
@@ -142,12 +145,7 @@ class _Prober:
     """A Ray actor that loads the model once and probes batches of windows."""
 
     def __init__(
-        self,
-        model: str | Callable[[], TextModel] | None,
-        options: Options,
-        digest: str,
-        threads: int,
-        about: dict[str, Any],
+        self, model: Model, options: Options, digest: str, threads: int, about: dict[str, Any]
     ) -> None:
         torch.set_num_threads(threads)
         self._loaded = _load(model, options.device)
@@ -214,7 +212,7 @@ def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
     return texts
 
 
-def _load(model: str | Callable[[], TextModel] | None, device: str) -> TextModel:
+def _load(model: Model, device: str) -> TextModel:
     """Load the model by name, or call the function that returns it."""
     if not callable(model):
         return load_model(model, device=device, head=False)

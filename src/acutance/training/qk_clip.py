@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,10 @@ _NORMS = tuple(
 )
 _FAINT = 1e-4  # of the longest vector: shorter ones are left out
 _MOST = 8  # outputs that are kept of a projection whose scores were not seen
+
+
+#: The last outputs of projections, by module.
+Outputs: TypeAlias = Mapping[nn.Module, Sequence[Tensor]]
 
 
 class NoProjectionsError(ValueError):
@@ -382,11 +386,7 @@ def rotary_width(module: nn.Module, width: int) -> int:
 
 @torch.no_grad()
 def agrees(
-    projections: Projections,
-    query: Tensor,
-    key: Tensor,
-    outputs: Mapping[nn.Module, Sequence[Tensor]],
-    rotary: int = 0,
+    projections: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
 ) -> bool | None:
     """Whether queries and keys are the projections' outputs, only rotated and scaled.
 
@@ -432,31 +432,32 @@ def _proportional(
         return None
     if output.shape[-1] != slices[0].tensor.shape[slices[0].dim]:
         return None
-    together = _fits(scored, output, slices, 0, width)
-    if together is not False or not 0 < cut < width or sum(part.size for part in slices) != width:
+    heads = [
+        torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)
+        for head in range(scored.shape[1])
+    ]
+    made, scored = torch.stack(heads, -2), scored.transpose(1, 2)
+    together = _fits(scored, made)
+    if together is not False or not 0 < cut < width or made.shape[-1] != width:
         return together
-    rotated = _fits(scored, output, slices, 0, cut)
-    rest = _fits(scored, output, slices, cut, width)
+    rotated = _fits(scored[..., :cut], made[..., :cut])
+    rest = _fits(scored[..., cut:], made[..., cut:])
     if False in (rotated, rest):
         return False
     return None if None in (rotated, rest) else True
 
 
-def _fits(
-    scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], first: int, last: int
-) -> bool | None:
-    """Whether the norms of some entries of all heads agree up to one scale."""
-    entries = [
-        torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)[..., first:last]
-        for head in range(scored.shape[1])
-    ]
-    lengths = torch.stack([_norms(of_head) for of_head in entries], -1)
-    expected = _norms(scored[..., first:last]).transpose(1, 2)
-    eps = max(torch.finfo(part.dtype).eps for part in (scored, output))
-    tolerance = max(1e-3, 4 * eps)
+def _fits(scored: Tensor, made: Tensor) -> bool | None:
+    """Whether the norms of all heads' vectors agree up to one scale.
+
+    Args:
+        scored: queries or keys as scored, (B, L, H, entries).
+        made: the same as their projection made them, (..., H, entries), its tokens in any order.
+    """
+    tolerance = max(1e-3, *(4 * torch.finfo(vectors.dtype).eps for vectors in (scored, made)))
     worst = [
         float(left.abs().max())
-        for left, residual in _centred_log_ratios(lengths, expected)
+        for left, residual in _centred_log_ratios(_norms(made), _norms(scored))
         if residual.numel() and bool(residual.abs().max() > tolerance)  # else any would agree
     ]
     return min(worst) <= tolerance if worst else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ _PACKED = ("query_key_value", "qkv_proj", "Wqkv", "qkv", "wqkv", "in_proj")
 PARTS = frozenset((*_QUERY, *_KEY, *_PACKED))
 #: Relative error of a rotated vector that rounding explains.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+#: Queries (B, Hq, L, E) and keys (B, H, L, E).
+Heads: TypeAlias = tuple[Tensor, Tensor]
 
 
 class _Way(NamedTuple):
@@ -56,12 +59,7 @@ class Rotation:
     """
 
     def __init__(
-        self,
-        expected: Expectation,
-        facts: Pass,
-        before: tuple[Tensor, Tensor],
-        after: tuple[Tensor, Tensor],
-        counted: Tensor,
+        self, expected: Expectation, facts: Pass, before: Heads, after: Heads, counted: Tensor
     ) -> None:
         rope, given = expected.rope, facts.positions
         if rope is None or given is None:
@@ -282,9 +280,7 @@ def _apart(x: Tensor, y: Tensor, counted: Tensor) -> float:
     return float((first - second).norm(dim=-1).max()) / size if size else 0.0
 
 
-def unrotated_heads(
-    outputs: dict[str, Tensor], query: Tensor, key: Tensor
-) -> tuple[Tensor, Tensor] | None:
+def unrotated_heads(outputs: dict[str, Tensor], query: Tensor, key: Tensor) -> Heads | None:
     """Queries and keys before rotation, from what a module's parts returned; None if unknown.
 
     Args:
@@ -314,9 +310,7 @@ def _as_heads(found: Tensor, target: Tensor) -> Tensor | None:
     return found.reshape(batch, tokens, heads, width).transpose(1, 2)
 
 
-def _unpacked(
-    found: Tensor, query: Tensor, key: Tensor, *, by_head: bool
-) -> tuple[Tensor, Tensor] | None:
+def _unpacked(found: Tensor, query: Tensor, key: Tensor, *, by_head: bool) -> Heads | None:
     """Queries and keys in the output of one projection for queries, keys and values."""
     batch, heads, tokens, width = query.shape
     groups = key.shape[1]

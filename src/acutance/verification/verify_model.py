@@ -33,7 +33,7 @@ from acutance.verification.expectation import (
 )
 from acutance.verification.gradients import check_gradients
 from acutance.verification.inputs import KINDS, Kind, as_inputs, kinds_for
-from acutance.verification.positions import PARTS, Rotation, unrotated_heads
+from acutance.verification.positions import PARTS, Heads, Rotation, unrotated_heads
 from acutance.verification.record import Check, Finding, Verification, advice_for, named_layers
 
 #: Largest weight of padding keys: a mask of −10,000 leaves less.
@@ -303,7 +303,7 @@ class Checker:
         expected.scale, expected.folded = None, scale
         return expected
 
-    def _before(self, call: AttentionCall, module: Any) -> tuple[Tensor, Tensor] | None:
+    def _before(self, call: AttentionCall, module: Any) -> Heads | None:
         """Queries and keys of the call's tokens as their projections or norms return them."""
         key = call.key[:, :, -call.query.shape[2] :]
         return unrotated_heads(self._parts.get(id(module), {}), call.query, key)
