@@ -97,7 +97,7 @@ def _calibration(folder: Path, model: torch.nn.Module) -> Kind:
         return LossTable(settings, Saving(str(where), resume=True))
 
     def numbers(table: LossTable) -> Any:
-        rows = [(row.loss, row.count, row.gradient) for row in table.readings.values()]
+        rows = [(row.loss, row.count, row.values) for row in table.readings.values()]
         return [[column.tolist() for column in row] for row in rows]
 
     return Kind(path, resumed, numbers, numbers, tensors=True)

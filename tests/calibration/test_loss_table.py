@@ -49,7 +49,7 @@ def test_a_row_is_read_once_whatever_stops_the_run(tmp_path: Path) -> None:
     with LossTable({}, saving) as table:
         for number in range(1, 6):
             found = table.get("change", number, lambda: make(9))
-            for name in ("loss", "count", "gradient"):
+            for name in ("loss", "count", "values"):
                 torch.testing.assert_close(
                     getattr(found, name), getattr(reading(number), name).double()
                 )

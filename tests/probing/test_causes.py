@@ -12,13 +12,18 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 import acutance
 from acutance.capture.attention_call import AttentionCall
-from acutance.probing.causes import likely_cause
+from acutance.probing.causes import find_cause
 
 SINKS = torch.tensor([0.5, 1.0, -0.5, 2.0])
 PADDING = torch.arange(12) < torch.tensor([[12], [8]])
 BAND = torch.ones(12, 12, dtype=torch.bool).tril().triu(-3)[None, None]
 WIDER = torch.ones(12, 12, dtype=torch.bool).tril().triu(-4)[None, None]
 CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
+
+
+def likely_cause(*arguments: Any) -> str:
+    cause = find_cause(*arguments)
+    return "" if cause is None else cause.sentence
 
 
 class Told(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import acutance
-from acutance.rowstats.coverage import critical_ratio
+from acutance.rowstats import RowStatistics
 from acutance.structure.statistics import critical_ratio as critical_ratio_of_scores
 from tests.contract.probing.test_gaps import probed, weights
 
@@ -23,7 +23,7 @@ def test_structure_gives_the_critical_ratio_of_every_row() -> None:
     state = acutance.rowstats.observe(s, gaps=True)
     torch.testing.assert_close(
         every.mean("critical_ratio"),
-        critical_ratio(state).double().mean((0, 2)),
+        RowStatistics(state).critical_ratio().double().mean((0, 2)),
         rtol=0.02,
         atol=0.02,
     )

@@ -20,18 +20,17 @@ from acutance.caching.plan import CachePlan
 from acutance.caching.planted import recall
 from acutance.caching.stores import dequantise, quantise
 from acutance.calibration.apply_law import apply
-from acutance.calibration.gradients import Alternative, gate_slopes
+from acutance.calibration.gradients import Alternative, read_gates
 from acutance.calibration.loss_table import (
     Advance,
     LossTable,
+    Reader,
     Reading,
     Saving,
     Unit,
-    Windows,
     difference,
     margin,
     mean_loss,
-    read_units,
     read_windows,
 )
 from acutance.calibration.losses import AnyLoss
@@ -87,7 +86,7 @@ class HeadReach:
 
 
 def read_reach(
-    read: Windows,
+    read: Reader,
     units: Sequence[Unit],
     shapes: Mapping[str, LayerShape],
     saving: Saving | None = None,
@@ -117,10 +116,10 @@ def read_reach(
 
     settings = {**read.settings, "statistics": f"{_ROWS} rows"}
     numbers = []
-    with LossTable(settings, saving or Saving()) as table:
+    with LossTable(settings, saving or Saving(), name=_REACH) as table:
         for unit in units:
             make = partial(statistics, unit)
-            numbers.append(table.get("statistics", unit.number, make).gradient)
+            numbers.append(table.get("statistics", unit.number, make).values)
             advance(unit.tokens)
     mean = torch.stack(numbers).mean(0).view(-1, octaves + 2).tolist()
     places = [(name, head) for name, shape in shapes.items() for head in range(shape.heads)]
@@ -301,7 +300,7 @@ PLANS = (
 )
 #: Shares of the full cache at which the frontier is measured.
 SHARES = (0.75, 0.5, 0.35, 0.25)
-#: Ends of the names of the files that keep derivatives and statistics, beside that of the losses.
+#: Names of the tables of derivatives and of statistics, in the file of the losses.
 _COSTS, _REACH = ".costs", ".reach"
 #: Windows in which spans are planted, at most, and their tokens, at least: eight spans of 24 and
 #: their repetitions.
@@ -352,8 +351,7 @@ def budget(
             keys in 4 bits and values in 2.
         shares: shares at which the frontier is measured; ``keep`` is added.
         loss: as for :func:`acutance.judge`.
-        save: file that keeps the measured losses, to continue from. Derivatives are in the same
-            file with ``.costs`` at the end, statistics in that with ``.reach``.
+        save: file that keeps what was measured, to continue from.
         resume: continue from what ``save`` holds.
         overwrite: replace what ``save`` holds.
         advance: called after each run of the model with its tokens, the pass (1 for derivatives, 2
@@ -380,7 +378,7 @@ def budget(
     """
     shares = _check(keep, max_loss, shares, plans)
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, endings=("", _COSTS, _REACH))
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, names=("", _COSTS, _REACH))
     whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]
@@ -397,20 +395,15 @@ def budget(
         if advance is not None:
             advance(tokens, part, 3)
 
-    costs = gate_slopes(
-        model,
-        [turn.batch for unit in fitting for turn in unit.turns],
+    costs = read_gates(
+        read_windows(model, [turn.batch for unit in fitting for turn in unit.turns], None, loss),
+        saving,
         [_alternative(plan) for plan in plans],
         key_heads=True,
-        loss=loss,
-        save=saving.beside(_COSTS).path,
-        resume=resume,
-        overwrite=overwrite,
+        name=_COSTS,
         advance=lambda tokens, *_: told(tokens, 1),
     )
-    reach = read_reach(
-        read, fitting, whole.shapes, saving.beside(_REACH), lambda tokens: told(tokens, 2)
-    )
+    reach = read_reach(read, fitting, whole.shapes, saving, lambda tokens: told(tokens, 2))
     options: dict[Place, list[Option]] = {}
     for gate in costs:
         shape = whole.shapes[gate.module]
@@ -431,8 +424,8 @@ def budget(
     measured = {}
     with LossTable(settings, saving, "search for a plan to resume") as table:
         for words, candidate in {"": None, **different}.items():
-            measured[words] = read_units(
-                read, deciding, table, words, partial(_loss, read, candidate),
+            measured[words] = read.read(
+                deciding, table, words, partial(_loss, read, candidate),
                 lambda tokens: told(tokens, 3),
             )  # fmt: skip
     points = []
@@ -525,7 +518,7 @@ def _alternative(plan: HeadPlan) -> Window | Alternative:
 # -- the losses of plans ---------------------------------------------------------------------------
 
 
-def _loss(read: Windows, plan: CachePlan | None, batch: dict[str, Any]) -> Reading:
+def _loss(read: Reader, plan: CachePlan | None, batch: dict[str, Any]) -> Reading:
     """The loss of a batch under a plan, as a mask where a mask expresses it."""
     kept = set() if plan is None else {head for heads in plan.layers.values() for head in heads}
     context: AbstractContextManager[Any] = nullcontext()

@@ -6,35 +6,40 @@ import functools
 import hashlib
 import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import apply
+from acutance.calibration.law import Identity, Law
 from acutance.calibration.loss_table import (
     Advance,
     LossTable,
+    Reader,
     Reading,
     Saving,
     Unit,
-    Windows,
     difference,
     margin,
-    mean_gradient,
     mean_loss,
-    read_units,
+    mean_values,
     read_windows,
 )
-from acutance.calibration.losses import AnyLoss, with_forward
+from acutance.calibration.losses import AnyLoss, Loss, Scored, with_forward
 from acutance.calibration.measured import knots_of, no_layer, read_layers
 from acutance.calibration.read_window import WindowedCall
-from acutance.calibration.result import GateSlope, beyond_noise, head_records
+from acutance.calibration.result import (
+    GateSlope,
+    HeadSlope,
+    LossCalibration,
+    beyond_noise,
+    head_records,
+)
 from acutance.calibration.windows import AnyBatches, Turn, evaluating, first_tokens
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, class_name, uses_interface
@@ -42,25 +47,10 @@ from acutance.capture.intercept import unwatched
 from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
-from acutance.capture.rotary import Rotary, find_rotary
+from acutance.capture.rotary import find_rotary
 from acutance.scaling import HeadTable, Window
 from acutance.scaling.fitted import LearnedScaling, interpolate
 from acutance.scaling.laws import Rows
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-from collections.abc import Iterable
-
-from acutance.calibration.law import Identity, Law
-from acutance.calibration.loss_table import (
-    split_units,
-)
-from acutance.calibration.result import (
-    HeadSlope,
-    LossCalibration,
-)
 from acutance.shapes import check_flag
 
 _FEW = 32  # tokens of the run that finds the layers
@@ -111,48 +101,33 @@ class FactorTable(LearnedScaling):
         return torch.cat([factors, factors[:, -1:]], 1), (*self.lengths, 2 * self.lengths[-1])
 
 
-def first_turn(turn: Turn, tokens: int = _FEW) -> Turn:
-    """The first tokens of the first window of a batch, as a batch of their own."""
-    few = min(tokens, turn.length)
-    return Turn(few, first_tokens(turn.batch, few), torch.zeros(1, dtype=torch.int64))
-
-
-class Gradients(ABC):
-    """Context that reads a model's loss, and its derivatives by some parameters, window by window.
-
-    The model is changed at the first run, since a resumed fit may need none.
+class Gradients:
+    """Reads a model's loss, and its derivatives by some parameters, each window once.
 
     Args:
-        windows: the model, its loss and its windows.
-        settings: what decides the numbers beside them, which a resumed run must share.
-        saving: where readings are kept.
+        reader: the model, its loss and its windows.
+        saving: the file of the readings.
+        settings: what decides them besides the reader.
+        name: of their table in the file.
         advance: progress callback, or None.
         passes: largest number of passes, for the callback.
+
+    Attributes:
+        table: the readings; as a context, it is written when it ends.
     """
 
     def __init__(
         self,
-        windows: Windows,
-        settings: Mapping[str, Any],
+        reader: Reader,
         saving: Saving,
-        advance: Advance | None,
-        passes: int,
+        settings: Mapping[str, Any],
+        name: str = "",
+        *,
+        advance: Advance | None = None,
+        passes: int = 1,
     ) -> None:
-        self._windows, self._model, self._loss = windows, windows.model, windows.loss
-        self._advance, self._passes = advance, passes
-        self._table = LossTable({**windows.settings, **settings}, saving)
-        self._context: ExitStack | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        context, self._context = self._context, None
-        try:
-            if context is not None:
-                context.__exit__(kind, *rest)
-        finally:
-            self._table.__exit__(kind, *rest)
+        self.table = LossTable({**reader.settings, **settings}, saving, name=name)
+        self._reader, self._advance, self._passes = reader, advance, passes
 
     def readings(
         self, units: Sequence[Unit], values: Tensor, number: int = 1, *, backward: bool = True
@@ -166,31 +141,23 @@ class Gradients(ABC):
             backward: False reads the loss alone, without derivatives.
         """
         digest = hashlib.sha256(values.float().numpy().tobytes()).hexdigest()[:16]
-        return read_units(
-            self._windows,
+        return self._reader.read(
             units,
-            self._table,
+            self.table,
             f"{'derivatives' if backward else 'loss'} at {digest}",
             lambda batch: self._run(batch, values, backward),
             lambda tokens: self._advance and self._advance(tokens, number, self._passes),
         )
 
-    def _prepare(self) -> None:
-        """Prepare the model for backward passes, unless that is done."""
-        if self._context is not None:
-            return
-        with ExitStack() as context:
-            context.enter_context(prepared(self._model))
-            self._change(context)
-            self._context = context.pop_all()
-
-    @abstractmethod
-    def _change(self, context: ExitStack) -> None:
-        """Change the model while the context lasts."""
-
-    @abstractmethod
     def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
         """The reading of one batch; without derivatives unless ``backward``."""
+        raise NotImplementedError
+
+    def _first_turn(self) -> Turn:
+        """The first tokens of the first window, as a batch of their own."""
+        turn = self._reader.units[0].turns[-1]
+        few = min(_FEW, turn.length)
+        return Turn(few, first_tokens(turn.batch, few), torch.zeros(1, dtype=torch.int64))
 
 
 class LossGradients(Gradients):
@@ -199,18 +166,18 @@ class LossGradients(Gradients):
     The parameters are one vector of log-factors: layer by layer, head by head, at the knots.
 
     Args:
-        windows: as in :class:`Gradients`.
+        reader: as in :class:`Gradients`.
         saving: likewise.
-        advance: likewise.
-        passes: likewise.
         law: ``"table"`` for factors at every length, or ``"constant"``.
         windowed: also scale layers with a sliding window.
         fixed: windows of layers, by module name, and of heads, by (module name, head), which
             stay as they are.
-        settings: further settings that a resumed run must share.
+        progress: ``advance`` and ``passes`` of :class:`Gradients`.
+        settings: further settings.
 
     Attributes:
         tables: the factors of each layer, by module name.
+        places: module name and head of each row of factors.
         skipped: why other layers cannot be scaled, by module name.
 
     Raises:
@@ -220,66 +187,61 @@ class LossGradients(Gradients):
 
     def __init__(
         self,
-        windows: Windows,
+        reader: Reader,
         saving: Saving,
-        advance: Advance | None,
-        passes: int,
-        *,
         law: str,
         windowed: bool,
-        fixed: Mapping[Any, Window] | None = None,
+        fixed: Mapping[Any, Window],
+        progress: Mapping[str, Any],
         **settings: Any,
     ) -> None:
-        few = first_turn(windows.units[0].turns[-1])
-        model = windows.model
-        read, self.skipped = read_layers(model, [few], "entropy", (few.length,), windowed=windowed)
+        settings = {"law": law, "windowed": windowed, **settings}
+        super().__init__(reader, saving, settings, **progress)
+        few = self._first_turn()
+        read, self.skipped = read_layers(
+            reader.model, [few], "entropy", (few.length,), windowed=windowed
+        )
         if not read.layers:
             raise ValueError(no_layer(self.skipped))
-        super().__init__(
-            windows, {"law": law, "windowed": windowed, **settings}, saving, advance, passes
-        )
-        self._windowed, self._fixed = windowed, fixed or {}
-        knots = knots_of(windows.lengths) if law == "table" else (windows.lengths[-1],)
+        knots = knots_of(reader.lengths) if law == "table" else (reader.lengths[-1],)
         self.tables = {
             name: FactorTable(values.value.shape[1], knots)
             for name, values in sorted(read.layers.items())
         }
-
-    def _change(self, context: ExitStack) -> None:
-        """Apply the law with the factors to be fitted."""
-        law = joined(self.tables, self._fixed)
-        context.enter_context(apply(self._model, law, windowed=self._windowed))
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Module name and head of each row of factors."""
-        return [(name, head) for name, one in self.tables.items() for head in range(one.num_heads)]
+        self.places = [
+            (name, head) for name, table in self.tables.items() for head in range(table.num_heads)
+        ]
+        self._law, self._windowed = joined(self.tables, fixed), windowed
 
     def zeros(self) -> Tensor:
         """Log-factors that change nothing, (parameters,)."""
         size = sum(table.log_factor.numel() for table in self.tables.values())
         return torch.zeros(size, dtype=torch.float64)
 
+    def set(self, values: Tensor) -> None:
+        """Set the tables to these log-factors, (parameters,)."""
+        factors = [table.log_factor.data for table in self.tables.values()]
+        parts = values.split([factor.numel() for factor in factors])
+        for factor, part in zip(factors, parts, strict=True):
+            factor.copy_(part.view_as(factor))
+
+    def slopes(self, readings: Sequence[Reading]) -> tuple[HeadSlope, ...]:
+        """Derivatives of the mean loss with their standard errors, one record for each head."""
+        columns = [part.view(len(self.places), -1) for part in mean_values(readings)]
+        lengths = torch.tensor([self.tables[name].lengths for name, _ in self.places])
+        return head_records(HeadSlope, self._reader.model, self.places, lengths, *columns)
+
     def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
         """The reading of one batch, always with derivatives."""
-        self._prepare()
+        model, gradients = self._reader.model, []
         self.set(values)
-        with set_checkpoint_early_stop(False):
-            scored = self._loss.backward(self._model, batch)
-        parts = []
+        with prepared(model), apply(model, self._law, windowed=self._windowed):
+            scored = self._reader.loss.backward(model, batch)
         for table in self.tables.values():
             gradient = table.log_factor.grad
-            parts.append(torch.zeros_like(table.log_factor) if gradient is None else gradient)
+            gradients.append(torch.zeros_like(table.log_factor) if gradient is None else gradient)
             table.log_factor.grad = None
-        return Reading.of(scored, torch.cat([part.flatten().double().cpu() for part in parts]))
-
-    def set(self, values: Tensor) -> None:
-        """Apply these log-factors, (parameters,), from now on."""
-        shapes = [table.log_factor.shape for table in self.tables.values()]
-        parts = values.split([shape.numel() for shape in shapes])
-        for table, part, shape in zip(self.tables.values(), parts, shapes, strict=True):
-            with torch.no_grad():
-                table.log_factor.copy_(part.view(shape))
+        return Reading.of(scored, torch.cat([one.flatten().double().cpu() for one in gradients]))
 
 
 def joined(scalings: Mapping[str, Any], windows: Mapping[Any, Window]) -> dict[Any, Any]:
@@ -313,6 +275,7 @@ def prepared(model: torch.nn.Module) -> Iterator[None]:
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
             context.enter_context(with_forward(block, again))
+        context.enter_context(set_checkpoint_early_stop(False))
         yield
 
 
@@ -334,22 +297,28 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-#: Called with a call, its output, and the derivative of the loss by it, (B, Hq, L, Ev) each.
-Receive = Callable[[AttentionCall, Tensor, Tensor], None]
+def backward_by_outputs(
+    model: torch.nn.Module,
+    loss: Loss,
+    batch: Mapping[str, Any],
+    law: Any,
+    layers: Mapping[str, torch.nn.Module],
+    receive: Callable[[AttentionCall, Tensor, Tensor], None],
+) -> Scored:
+    """Run a batch forward and backward under a law, and show the attention calls of some layers.
 
-
-def output_gradients(
-    layers: Mapping[str, torch.nn.Module], receive: Receive
-) -> Callable[[InterfaceCall, Callable[[], Any]], Any]:
-    """A handler that passes on the attention calls of some layers during the backward pass.
-
-    The output stays as it is. It needs a gradient even if no parameter of the model does. Query,
-    key and value are saved by autograd, so that a checkpointed block computes them again. Calls are
-    seen as they are before laws change them.
+    Calls are seen in the backward pass, as they are before the law changes them. Their output needs
+    a gradient even if no parameter of the model does. Query, key and value are saved by autograd,
+    so that a checkpointed block computes them again.
 
     Args:
+        model: the model.
+        loss: the loss.
+        batch: keywords of the model.
+        law: a law; empty or None leaves the model as it is.
         layers: the layers, which use transformers' attention interface, by name.
-        receive: called with each call, without gradients and function modes.
+        receive: called with each call, its output and the derivative of the loss by it,
+            (B, Hq, L, Ev) each, without gradients and function modes.
     """
     names = {id(module): name for name, module in layers.items()}
     leaf = torch.zeros((), requires_grad=True)
@@ -364,44 +333,40 @@ def output_gradients(
         none = read.query.new_empty(0)  # autograd holds the tensors
         bare = replace(read, query=none, key=none, value=none)
 
-        def pass_on(
-            output: Tensor, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor
-        ) -> None:  # output and gradient are (B, L, Hq, Ev)
+        def pass_on(gradient: Tensor, output: Tensor, *inputs: Tensor) -> None:
+            query, key, value = inputs
             whole = replace(bare, query=query, key=key, value=value)
-            with torch.no_grad(), unwatched():
+            with torch.no_grad(), unwatched():  # output and gradient are (B, L, Hq, Ev)
                 receive(whole, output.transpose(1, 2), gradient.transpose(1, 2))
 
-        output = result[0] if isinstance(result, tuple) else result
+        output, *rest = result if isinstance(result, tuple) else (result,)
         same: Tensor = _Identity.apply(  # type: ignore[no-untyped-call]
-            output, leaf, read.query, read.key, read.value, pass_on
+            output, leaf, pass_on, read.query, read.key, read.value
         )
-        return (same, *result[1:]) if isinstance(result, tuple) else same
+        return (same, *rest) if isinstance(result, tuple) else same
 
-    return handle
+    with (
+        prepared(model),
+        apply(model, law) if law else nullcontext(),
+        huggingface.intercept(handle, outermost=True),
+    ):
+        return loss.backward(model, batch)
 
 
 class _Identity(torch.autograd.Function):
     """Returns an attention output; its backward pass shows the gradient to a function."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        leaf: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        receive: Callable[..., None],
-    ) -> Tensor:
+    def forward(ctx: Any, output: Tensor, leaf: Tensor, receive: Any, *inputs: Tensor) -> Tensor:
         """Return the output; ``leaf`` needs a gradient, so that the output has one."""
-        ctx.save_for_backward(output, query, key, value)
+        ctx.save_for_backward(output, *inputs)
         ctx.receive = receive
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Pass the gradient on unchanged."""
-        ctx.receive(*ctx.saved_tensors, gradients[0])
+        ctx.receive(gradients[0], *ctx.saved_tensors)
         return gradients[0], None, None, None, None, None
 
 
@@ -461,73 +426,58 @@ class GateGradients(Gradients):
     output. The derivatives of all gates and alternatives come first, then the second-order costs.
 
     Args:
-        windows: as in :class:`Gradients`; the model's attention uses transformers' interface.
+        reader: as in :class:`Gradients`; the model's attention uses transformers' interface.
         saving: likewise.
-        advance: likewise.
-        passes: likewise.
         alternatives: what the gates open to: for each head the same windows or other ways to
             compute its output.
         key_heads: whether the query heads of one key head share a gate.
+        progress: ``name``, ``advance`` and ``passes`` of :class:`Gradients`.
 
     Attributes:
         gates: number of gates of each layer, by module name.
+        places: module name and head of each gate.
         skipped: why other layers have none, by module name.
 
     Raises:
         ProbeError: if the model ran no attention that can be read.
+        RotaryError: if a window moves keys and the model's positions are not rotary.
         ValueError: if no layer can have gates.
     """
 
     def __init__(
         self,
-        windows: Windows,
+        reader: Reader,
         saving: Saving,
-        advance: Advance | None,
-        passes: int,
-        *,
         alternatives: Sequence[Window | Alternative],
         key_heads: bool = False,
+        **progress: Any,
     ) -> None:
-        model = windows.model
-        known = attention_layers(model)
+        words = [str(one) if isinstance(one, Window) else one.words for one in alternatives]
+        shown = [
+            f"size={one.size},sinks={one.sinks}" if isinstance(one, Window) else one.words
+            for one in alternatives
+        ]
+        settings = {"alternatives": words, "key_heads": key_heads}
+        settings["shown"] = {"alternatives": shown}
+        super().__init__(reader, saving, settings, **progress)
+        model, known = reader.model, attention_layers(reader.model)
         found = _HeadCounts({name for name, module in known.items() if uses_interface(module)})
         with evaluating(model), torch.no_grad(), Listener(model, found) as listener:
-            first_turn(windows.units[0].turns[-1]).run(model, windows.device)
+            self._first_turn().run(model, reader.device)
+        self.skipped, self._alternatives = found.skipped, tuple(alternatives)
         if not found.layers:
             why = "; ".join(f"{name}: {reason}" for name, reason in found.skipped.items())
             if not why:
                 raise ProbeError(listener.nothing_captured())
             raise ValueError(f"no layer of {class_name(model)} can have gates: {why}")
-        shown = [
-            f"size={one.size},sinks={one.sinks}" if isinstance(one, Window) else one.words
-            for one in alternatives
-        ]
-        settings = {
-            "alternatives": [
-                str(one) if isinstance(one, Window) else one.words for one in alternatives
-            ],
-            "key_heads": key_heads,
-            "shown": {"alternatives": shown},
-        }
-        super().__init__(windows, settings, saving, advance, passes)
-        self.gates = {
-            name: heads[1] if key_heads else heads[0] for name, heads in found.layers.items()
-        }
-        self.skipped, self._alternatives = found.skipped, tuple(alternatives)
-        self._modules = {name: known[name] for name in self.gates}
-        self._outputs = output_gradients(self._modules, self._receive)
-        self._found: dict[str, Tensor] = {}
+        self.gates = {name: heads[key_heads] for name, heads in found.layers.items()}
+        self.places = [(name, head) for name, count in self.gates.items() for head in range(count)]
+        self._layers = layers = {name: known[name] for name in self.gates}
+        moving = any(isinstance(one, Window) and one.moves for one in alternatives)
+        rotary = find_rotary(model, layers.values()) if moving else [None] * len(layers)
+        self._rotary = dict(zip(layers, rotary, strict=True))
+        self._costs: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
-        self._rotary: dict[str, Rotary] = {}
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Module name and head of each gate."""
-        return [(name, head) for name, gates in self.gates.items() for head in range(gates)]
-
-    def zeros(self) -> Tensor:
-        """Every head computes its own output, (gates,)."""
-        return torch.zeros(sum(self.gates.values()), dtype=torch.float64)
 
     def slopes(
         self, units: Sequence[Unit], values: Tensor, number: int = 1
@@ -539,36 +489,17 @@ class GateGradients(Gradients):
             values: what the heads compute, (gates,).
             number: number of this pass.
         """
-        mean, error = mean_gradient(self.readings(units, values, number))
+        mean, error = mean_values(self.readings(units, values, number))
         (slope, curvature), (error, _) = (
-            one.view(2, len(values), len(self._alternatives)) for one in (mean, error)
+            part.view(2, len(values), len(self._alternatives)) for part in (mean, error)
         )
         return slope, error, curvature
-
-    def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
-        self._prepare()
-        self._values = self._split(values)
-        law = self.law(values)
-        with apply(self._model, law) if law else nullcontext():
-            if not backward:
-                with torch.no_grad():
-                    return Reading.of(self._loss.score(self._model, batch))
-            with (
-                huggingface.intercept(self._outputs, outermost=True),
-                set_checkpoint_early_stop(False),
-            ):
-                scored = self._loss.backward(self._model, batch)
-        none = torch.zeros(2, len(values), len(self._alternatives), dtype=torch.float64)
-        parts = [
-            self._found.pop(name, none[:, :gates]).flatten(1) for name, gates in self.gates.items()
-        ]
-        return Reading.of(scored, torch.cat(parts, 1).flatten())
 
     def law(self, values: Tensor) -> dict[Any, Any]:
         """The windows of these values as a law for :func:`acutance.apply`; empty if all are 0."""
         law: dict[Any, Any] = {}
-        for name, part in self._split(values).items():
-            chosen = [int(value) for value in part.tolist()]
+        for name, of_layer in self._split(values).items():
+            chosen = [int(value) for value in of_layer.tolist()]
             if len(set(chosen)) == 1 and chosen[0]:
                 law[name] = self._alternatives[chosen[0] - 1]
                 continue
@@ -577,11 +508,18 @@ class GateGradients(Gradients):
                     law[name, head] = self._alternatives[value - 1]
         return law
 
-    def _change(self, context: ExitStack) -> None:
-        """Find the rotary embeddings if a window moves keys."""
-        if any(isinstance(one, Window) and one.moves for one in self._alternatives):
-            rotary = find_rotary(self._model, self._modules.values())
-            self._rotary = dict(zip(self._modules, rotary, strict=True))
+    def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
+        model, loss, law = self._reader.model, self._reader.loss, self.law(values)
+        if not backward:
+            with evaluating(model), apply(model, law) if law else nullcontext():
+                return Reading.of(loss.score(model, batch))
+        self._values = self._split(values)
+        scored = backward_by_outputs(model, loss, batch, law, self._layers, self._receive)
+        none = torch.zeros(2, len(values), len(self._alternatives), dtype=torch.float64)
+        costs = [
+            self._costs.pop(name, none[:, :gates]).flatten(1) for name, gates in self.gates.items()
+        ]
+        return Reading.of(scored, torch.cat(costs, 1).flatten())
 
     def _split(self, values: Tensor) -> dict[str, Tensor]:
         """Values of all gates as one tensor for each layer, by module name."""
@@ -596,58 +534,31 @@ class GateGradients(Gradients):
             gradient: derivative of the loss by it.
         """
         values, gates = self._values[call.module], self.gates[call.module]
-        heads, rotary = call.query.shape[1], self._rotary.get(call.module)
+        heads, rotary = call.query.shape[1], self._rotary[call.module]
         of_heads = values.repeat_interleave(heads // gates).to(output.device)
-        whole = call.rebuild(False)[0] if bool(values.any()) else output
-        found = torch.zeros(2, gates, len(self._alternatives), dtype=torch.float64)
-        for index, one in enumerate(self._alternatives):
+        unchanged = call.rebuild(False)[0] if bool(values.any()) else output
+        costs = torch.zeros(2, gates, len(self._alternatives), dtype=torch.float64)
+        for index, alternative in enumerate(self._alternatives):
             current = of_heads == index + 1
             if bool(current.all()):
-                other = whole
-            elif isinstance(one, Window):
-                other = WindowedCall.of(call, [one] * heads, rotary).through(lambda: whole)
+                other = unchanged
+            elif isinstance(alternative, Window):
+                windowed = WindowedCall.of(call, [alternative] * heads, rotary)
+                other = windowed.through(lambda: unchanged)
             else:
-                other = one.output(call)
+                other = alternative.output(call)
             if bool(current.any()):
-                other = torch.where(current[:, None, None], whole, other)
+                other = torch.where(current[:, None, None], unchanged, other)
             rows = ((other - output) * gradient).sum(-1).double()  # (B, Hq, L)
             rows = rows.unflatten(1, (gates, -1)).sum(2)
-            found[0, :, index] = rows.sum((0, 2)).cpu()
-            found[1, :, index] = 0.5 * rows.square().sum((0, 2)).cpu()
-        self._found[call.module] = self._found.get(call.module, 0.0) + found
-
-
-@dataclass(frozen=True)
-class WindowChoice:
-    """Which heads read through a window, and what led to it; by default none does.
-
-    Attributes:
-        law: the windows, by module name where all heads of a layer have the same, else by
-            (name, head).
-        gates: for every head, the derivatives of the loss by its gates without any window.
-        before: readings of the deciding windows without any window.
-        after: the same with the law.
-        passes: passes over the windows that were fitted to.
-        skipped: why layers have no gates, by module name.
-    """
-
-    law: Mapping[Any, Window] = field(default_factory=dict)
-    gates: tuple[GateSlope, ...] = ()
-    before: Sequence[Reading] = ()
-    after: Sequence[Reading] = ()
-    passes: int = 1
-    skipped: Mapping[str, str] = field(default_factory=dict)
+            costs[0, :, index] = rows.sum((0, 2)).cpu()
+            costs[1, :, index] = 0.5 * rows.square().sum((0, 2)).cpu()
+        self._costs[call.module] = self._costs.get(call.module, 0.0) + costs
 
 
 def choose_windows(
-    windows: Windows,
-    fitting: Sequence[Unit],
-    stopping: Sequence[Unit],
-    choices: Sequence[Window],
-    passes: int,
-    saving: Saving,
-    advance: Advance | None,
-) -> WindowChoice:
+    gates: GateGradients, fitting: Sequence[Unit], stopping: Sequence[Unit], passes: int
+) -> tuple[Tensor, tuple[Tensor, ...], list[Reading], list[Reading], int]:
     """Choose the heads that read through a window, and through which.
 
     A pass reads the derivatives of the loss by gates of every head, between what it computes now
@@ -657,67 +568,69 @@ def choose_windows(
     with a negative derivative, and each window for all heads.
 
     Args:
-        windows: windows of the text.
-        fitting: those whose derivatives are read.
+        gates: reads the derivatives.
+        fitting: windows whose derivatives are read.
         stopping: those that decide.
-        choices: the windows.
         passes: largest number of passes.
-        saving: where readings are kept.
-        advance: progress callback, or None.
 
-    Raises:
-        ValueError: if no layer can have gates.
+    Returns:
+        What the heads compute, (gates,): 0 for all keys, k for window k from 1; the derivatives
+        without any window, as :meth:`GateGradients.slopes`; the readings of the deciding windows
+        without a window and with the chosen ones; and the passes that were made.
     """
-    with GateGradients(windows, saving, advance, passes, alternatives=choices) as gradients:
-        best = gradients.zeros()  # 0 for all keys of a head, k for window k from 1
-        before = after = gradients.readings(stopping, best, backward=False)
-        first = slopes = gradients.slopes(fitting, best)
-        tried, number = {_key(best)}, 1
-        while True:
-            better: list[tuple[Tensor, list[Reading]]] = []
-            beyond = beyond_noise(slopes[0], slopes[1], len(fitting)) & (slopes[0] < 0)
-            for values in _proposals(best, slopes[0], beyond, number == 1):
-                if _key(values) in tried:
-                    continue
-                tried.add(_key(values))
-                found = gradients.readings(stopping, values, number, backward=False)
-                delta, error = difference(after, found)
-                if delta < -margin(error, len(found)):
-                    better.append((values, found))
-                    if number > 1:
-                        break
-            if better:
-                best, after = min(better, key=lambda pair: mean_loss(pair[1]))
-            if not better or number == passes:
-                break
-            number += 1
-            slopes = gradients.slopes(fitting, best, number)
-    gates = head_records(GateSlope, windows.model, gradients.places, *first)
-    return WindowChoice(gradients.law(best), gates, before, after, number, gradients.skipped)
+    best, number = torch.zeros(len(gates.places), dtype=torch.float64), 1
+    before = after = gates.readings(stopping, best, backward=False)
+    first = slopes = gates.slopes(fitting, best)
+    tried = {tuple(best.tolist())}
+    while True:
+        better: list[tuple[Tensor, list[Reading]]] = []
+        beyond = beyond_noise(slopes[0], slopes[1], len(fitting)) & (slopes[0] < 0)
+        for values in _proposals(best, slopes[0], beyond, number == 1):
+            if tuple(values.tolist()) in tried:
+                continue
+            tried.add(tuple(values.tolist()))
+            readings = gates.readings(stopping, values, number, backward=False)
+            delta, error = difference(after, readings)
+            if delta < -margin(error, len(readings)):
+                better.append((values, readings))
+                if number > 1:
+                    break
+        if better:
+            best, after = min(better, key=lambda pair: mean_loss(pair[1]))
+        if not better or number == passes:
+            return best, first, before, after, number
+        number += 1
+        slopes = gates.slopes(fitting, best, number)
 
 
 def _proposals(now: Tensor, slope: Tensor, beyond: Tensor, first: bool) -> Iterator[Tensor]:
     """What heads may compute instead, (gates,) each, those most likely to help first.
 
     Args:
-        now: what they compute.
+        now: what they compute, (gates,).
         slope: derivatives by the gates, (gates, windows).
         beyond: which of them are negative beyond noise.
         first: whether this is the first pass.
     """
-    least, at = slope.masked_fill(~beyond, math.inf).min(1)
+
+    def changed(to: Tensor, change: Tensor) -> Tensor:
+        """Change some heads to windows by index; their present one means all keys."""
+        return torch.where(change, torch.where(to + 1 == now, 0, to + 1).to(now.dtype), now)
+
+    least, best = slope.masked_fill(~beyond, math.inf).min(1)
     change = least < 0
     while bool(change.any()):
-        yield _changed(now, at, change)
+        yield changed(best, change)
         if first:
             break
         strongest = least.argsort()[: int(change.sum()) // 2]
         change = torch.zeros_like(change).index_fill(0, strongest, True)
     if first:
-        for one in range(slope.shape[1]):
-            yield _changed(now, torch.full_like(at, one), beyond[:, one])
-            yield _changed(now, torch.full_like(at, one), slope[:, one] < 0)
-            yield torch.full_like(now, one + 1)
+        for index in range(slope.shape[1]):
+            window = torch.full_like(best, index)
+            yield changed(window, beyond[:, index])
+            yield changed(window, slope[:, index] < 0)
+            yield torch.full_like(now, index + 1)
 
 
 def gate_slopes(
@@ -774,30 +687,30 @@ def gate_slopes(
     if not alternatives:
         raise ValueError("alternatives must contain at least one window, got none")
     saving = Saving.to(save, resume=resume, overwrite=overwrite)
-    read = read_windows(model, windows, None, loss)
-    if len(read.units) < 2:
-        raise ValueError(f"errors need at least 2 windows, got {len(read.units)}")
-    with GateGradients(
-        read, saving, advance, 1, alternatives=alternatives, key_heads=key_heads
-    ) as gradients:
-        slopes = gradients.slopes(read.units, gradients.zeros())
-    return head_records(GateSlope, model, gradients.places, *slopes)
+    reader = read_windows(model, windows, None, loss)
+    return read_gates(reader, saving, alternatives, key_heads, advance=advance)
 
 
-def _changed(now: Tensor, at: Tensor, change: Tensor) -> Tensor:
-    """What heads compute after the change of some.
+def read_gates(
+    reader: Reader,
+    saving: Saving,
+    alternatives: Sequence[Window | Alternative],
+    key_heads: bool = False,
+    **progress: Any,
+) -> tuple[GateSlope, ...]:
+    """:func:`gate_slopes` of windows that are cut, by the arguments of :class:`GateGradients`."""
+    _check_errors(reader)
+    gradients = GateGradients(reader, saving, alternatives, key_heads, **progress)
+    none = torch.zeros(len(gradients.places), dtype=torch.float64)
+    with gradients.table:
+        slopes = gradients.slopes(reader.units, none)
+    return head_records(GateSlope, reader.model, gradients.places, *slopes)
 
-    Args:
-        now: what they compute, (gates,): 0 for all keys, k for window k from 1.
-        at: index of the alternative that each head changes to; its present one means all keys.
-        change: which heads change, boolean.
-    """
-    return torch.where(change, torch.where(at + 1 == now, 0, at + 1).to(now.dtype), now)
 
-
-def _key(values: Tensor) -> bytes:
-    """What the heads compute, as a key."""
-    return values.to(torch.int32).numpy().tobytes()
+def _check_errors(reader: Reader) -> None:
+    """Refuse a single window, which has no standard error."""
+    if len(reader.units) < 2:
+        raise ValueError(f"errors need at least 2 windows, got {len(reader.units)}")
 
 
 #: What ``law`` may be: factors at every length, one for all lengths, or windows alone.
@@ -836,60 +749,63 @@ def calibrate_by_loss(
     choices = list(given) if isinstance(given, Iterable) else [given]
     if window is not None and not (choices and all(isinstance(w, Window) for w in choices)):
         raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
-    endings = ("",) if window is None else ("", ".windows")
-    kept = Saving.to(**saving, endings=endings)
-    windows = read_windows(model, batches, lengths, loss)
-    fitting, stopping = split_units(windows)
-    choice, settings = WindowChoice(), {}
-    if choices:
-        beside = kept.beside(".windows")
-        choice = choose_windows(windows, fitting, stopping, choices, passes, beside, advance)
-        chosen = ", ".join(f"{place}: {window}" for place, window in choice.law.items())
-        settings = {"chosen": chosen}
-    skipped = dict(choice.skipped)
-    scalings: dict[str, Any] = {}
+    saved = Saving.to(**saving, names=("", ".windows") if choices else ("",))
+    reader = read_windows(model, batches, lengths, loss)
+    fitting, stopping = reader.split()
+    progress: dict[str, Any] = {"advance": advance, "passes": passes}
+    fixed: dict[Any, Window] = {}
+    gates: tuple[GateSlope, ...] = ()
     slopes: tuple[HeadSlope, ...] = ()
-    before, after, done = choice.before, choice.after, choice.passes
+    scalings: dict[str, Any] = {}
+    factors: list[list[float]] = []
+    skipped: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    before: list[Reading] = []
+    after, done = before, 1
+    if choices:
+        gated = GateGradients(reader, saved, choices, name=".windows", **progress)
+        with gated.table:
+            values, first, before, after, done = choose_windows(gated, fitting, stopping, passes)
+        fixed, skipped = gated.law(values), gated.skipped
+        gates = head_records(GateSlope, model, gated.places, *first)
+        chosen = ", ".join(f"{place}: {window}" for place, window in fixed.items())
+        settings = {"chosen": chosen}
     if law != "none":
-        with LossGradients(
-            windows, kept, advance, passes, law=law, windowed=windowed, fixed=choice.law,
-            limit=limit, **settings,
-        ) as gradients:  # fmt: skip
-            values, derivatives, first, last, made = _fit(
-                gradients, fitting, stopping, passes, limit
+        scaled = LossGradients(
+            reader, saved, law, windowed, fixed, progress, limit=limit, **settings
+        )
+        with scaled.table:
+            values, slopes, first_of_all, last, made = _fit(
+                scaled, fitting, stopping, passes, limit
             )
-            gradients.set(values)
-        skipped |= gradients.skipped
-        scalings = {name: table.record() for name, table in gradients.tables.items()}
-        slopes = _by_head(model, gradients, *derivatives)
-        before, done = before or first, max(done, made)
-        after = last if not choices or bool(values.any()) else first
+        scaled.set(values)
+        skipped = skipped | scaled.skipped
+        scalings = {name: table.record() for name, table in scaled.tables.items()}
+        logs = (scaled.tables[head.module].log_factor[head.head].detach() for head in slopes)
+        factors = [row.double().exp().tolist() for row in logs]
+        before, done = before or first_of_all, max(done, made)
+        after = last if not choices or bool(values.any()) else first_of_all
     delta, error = difference(before, after)
-    found = joined(scalings, choice.law)
+    laws = joined(scalings, fixed)
     return LossCalibration(
         model=Identity.of(model),
-        layers=Law.of(model, found).layers if found else (),
-        lengths=windows.lengths,
+        layers=Law.of(model, laws).layers if laws else (),
+        lengths=reader.lengths,
         target="loss",
         metric="loss",
         family=law,
         passes=done,
-        windows=windows.counts,
+        windows=reader.counts,
         skipped=skipped,
         slopes=slopes,
-        factors=tuple(
-            tuple(
-                gradients.tables[one.module].log_factor[one.head].detach().double().exp().tolist()
-            )
-            for one in slopes
-        ),
-        gates=choice.gates,
+        factors=tuple(map(tuple, factors)),
+        gates=gates,
         choices=tuple(choices),
         fitted=len(fitting),
         stopped=len(stopping),
         delta=delta,
         error=error,
-        loss=windows.loss.words,
+        loss=reader.loss.words,
         mean_loss=mean_loss(before),
     )
 
@@ -948,46 +864,12 @@ def loss_slopes(
     check_flag("windowed", windowed)
     if law not in FAMILIES[:2]:
         raise ValueError(f"law must be 'table' or 'constant', got {law!r:.40}")
-    read = read_windows(model, windows, lengths, loss)
-    if len(read.units) < 2:
-        raise ValueError(f"errors need at least 2 windows, got {len(read.units)}")
-    with LossGradients(
-        read, saving, advance, 1, law=law, windowed=windowed, slopes=True
-    ) as gradients:
-        slope, error = mean_gradient(gradients.readings(read.units, gradients.zeros()))
-    return _by_head(model, gradients, slope, error)
-
-
-def _by_head(
-    model: torch.nn.Module, gradients: LossGradients, slope: Tensor, error: Tensor
-) -> tuple[HeadSlope, ...]:
-    """The slopes (parameters,) and their errors as one record for each head."""
-    places = gradients.places
-    lengths = torch.tensor([gradients.tables[name].lengths for name, _ in places])
-    return head_records(
-        HeadSlope, model, places, lengths, slope.view(len(places), -1), error.view(len(places), -1)
-    )
-
-
-# -- the fit ---------------------------------------------------------------------------------------
-
-
-class _Adam:
-    """The Adam optimiser: running means of the gradient and of its square."""
-
-    def __init__(self, size: int) -> None:
-        self._mean = torch.zeros(size, dtype=torch.float64)
-        self._square = torch.zeros(size, dtype=torch.float64)
-        self._steps = 0
-
-    def step(self, gradient: Tensor) -> Tensor:
-        """The direction of the next step, about 1 in size for each parameter."""
-        self._steps += 1
-        self._mean = _MOMENTUM * self._mean + (1 - _MOMENTUM) * gradient
-        self._square = _SQUARES * self._square + (1 - _SQUARES) * gradient.square()
-        mean = self._mean / (1 - _MOMENTUM**self._steps)
-        square = self._square / (1 - _SQUARES**self._steps)
-        return -mean / square.sqrt().clamp(min=1e-300)
+    reader = read_windows(model, windows, lengths, loss)
+    _check_errors(reader)
+    progress = {"advance": advance}
+    gradients = LossGradients(reader, saving, law, windowed, {}, progress, slopes=True)
+    with gradients.table:
+        return gradients.slopes(gradients.readings(reader.units, gradients.zeros()))
 
 
 def _fit(
@@ -996,7 +878,7 @@ def _fit(
     stopping: Sequence[Unit],
     passes: int,
     limit: float,
-) -> tuple[Tensor, tuple[Tensor, Tensor], list[Reading], list[Reading], int]:
+) -> tuple[Tensor, tuple[HeadSlope, ...], list[Reading], list[Reading], int]:
     """Fit log-factors by Adam's steps, from the derivatives of some windows.
 
     Args:
@@ -1008,37 +890,46 @@ def _fit(
 
     Returns:
         The best log-factors, (parameters,), all 0 if none lowers the loss beyond noise; derivatives
-        by them without a law over all windows, and their standard errors; readings of the deciding
-        windows without a law and with the best factors; and the passes that were made.
+        by them without a law over all windows; readings of the deciding windows without a law and
+        with the best factors; and the passes that were made.
     """
     zero = gradients.zeros()
     first = gradients.readings(fitting, zero)
-    before = gradients.readings(stopping, zero)
-    slopes = mean_gradient([*first, *before])
-    slope, noise = mean_gradient(first)
+    before = after = gradients.readings(stopping, zero)
+    slopes = gradients.slopes([*first, *before])
+    slope, noise = mean_values(first)
     free = beyond_noise(slope, noise, len(first)).double()
-    best, found = zero, before
     if not bool(free.any()):
         return zero, slopes, before, before, 1
+    rate, done, best = _RATE, 1, zero
+    values, adam = _start(zero, rate)
 
-    def step(values: Tensor, slope: Tensor) -> Tensor:
-        moved = values + rate * adam.step(slope * free)
-        return moved.clamp(-math.log(limit), math.log(limit))
+    def step(slope: Tensor) -> None:
+        values.grad = slope * free
+        adam.step()
+        values.data.clamp_(-math.log(limit), math.log(limit))
 
-    rate, adam = _RATE, _Adam(len(zero))
-    values = step(zero, slope)
+    step(slope)
     parts = min(_STEPS, len(fitting))  # one for each step of a pass
     for done in range(2, passes + 1):
         for part in range(parts):
-            slope, _ = mean_gradient(gradients.readings(fitting[part::parts], values, done))
-            values = step(values, slope)
-        after = gradients.readings(stopping, values, done)
-        if mean_loss(after) < mean_loss(found):
-            best, found = values, after
+            now = gradients.readings(fitting[part::parts], values.detach(), done)
+            step(mean_values(now)[0])
+        last = gradients.readings(stopping, values.detach(), done)
+        if mean_loss(last) < mean_loss(after):
+            best, after = values.detach().clone(), last
         elif rate < _RATE:
             break
         else:  # from the best again, in smaller steps
-            values, rate, adam = best, rate / 2, _Adam(len(zero))
-    delta, error = difference(before, found)
+            rate /= 2
+            values, adam = _start(best, rate)
+    delta, error = difference(before, after)
     lower = delta < -margin(error, len(before))
-    return best if lower else zero, slopes, before, found, done
+    return best if lower else zero, slopes, before, after, done
+
+
+def _start(values: Tensor, rate: float) -> tuple[torch.nn.Parameter, torch.optim.Adam]:
+    """Parameters with these values, and the optimiser of their steps."""
+    parameters = torch.nn.Parameter(values.clone())
+    betas = (_MOMENTUM, _SQUARES)
+    return parameters, torch.optim.Adam([parameters], lr=rate, betas=betas, eps=1e-300)

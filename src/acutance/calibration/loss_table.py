@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.law import check_positions
-from acutance.calibration.losses import AnyLoss, Loss, Scored, choose_loss
+from acutance.calibration.losses import AnyLoss, Loss, LossError, Scored, choose_loss
 from acutance.calibration.measured import student_t_quantile
 from acutance.calibration.windows import (
     AnyBatches,
@@ -32,9 +31,11 @@ from acutance.files import refuse_replacing, tidy, write_bytes
 from acutance.shapes import check_count
 from acutance.summary.files import check_settings, parse, read, sealed
 
-SCHEMA = "acutance.losses/1"
-#: States of earlier versions: of a fit or a search for a plan, of ``extend``, and of ``judge``.
-_EARLIER = _FIT, _SEARCH, _COMPARISON = (
+SCHEMA = "acutance.losses/2"
+#: States of earlier versions: of one table, whose values are called gradients; of a fit or a search
+#: for a plan; of ``extend``; and of ``judge``.
+_EARLIER = _ONE, _FIT, _SEARCH, _COMPARISON = (
+    "acutance.losses/1",
     "acutance.loss_calibration/1",
     "acutance.extension_state/1",
     "acutance.judgement_state/1",
@@ -64,45 +65,42 @@ class Reading:
     Attributes:
         loss: sum over predictions, in nats, float64; for a comparison (windows, ranges of n).
         count: number of predictions, the same shape.
-        gradient: derivatives of the loss, or other numbers that were read; empty if there are none.
+        values: what else was read: derivatives of the loss, or statistics; empty if nothing was.
         seconds: that it took.
     """
 
     loss: Tensor
     count: Tensor
-    gradient: Tensor = _NONE
+    values: Tensor = _NONE
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, scored: Scored, gradient: Tensor | None = None) -> Reading:
+    def of(cls, scored: Scored, values: Tensor = _NONE) -> Reading:
         """The reading of a batch from the loss of its predictions."""
         known = ~scored.loss.isnan()
-        none = _NONE if gradient is None else gradient
-        return cls(scored.loss[known].sum(), known.sum(), none)
-
-    @classmethod
-    def total(cls, readings: Sequence[Reading]) -> Reading:
-        """The sum of several readings."""
-        losses, counts, gradients = (
-            torch.stack([getattr(one, name) for one in readings]).sum(0)
-            for name in ("loss", "count", "gradient")
-        )
-        return cls(losses, counts, gradients)
+        return cls(scored.loss[known].sum(), known.sum(), values)
 
 
-@dataclass(frozen=True)
+#: The columns of a table: the numbers of its readings, one after the other.
+_COLUMNS = ("loss", "count", "values")
+#: What the header says of a table.
+_FIELDS = ("what", "settings", "changes", "rows")
+
+
 class Saving:
-    """Where a run keeps what it measures.
+    """The file in which a run keeps what it measures: one table of losses, or several.
 
-    Attributes:
-        path: file; None writes none.
+    Args:
+        path: the file; None writes none.
         resume: whether to continue from what it holds.
         every: windows between two writes, at least.
     """
 
-    path: str | None = None
-    resume: bool = False
-    every: int = 1
+    def __init__(self, path: str | None = None, resume: bool = False, every: int = 1) -> None:
+        self.path, self.every = path, every
+        self._resume = resume and path is not None
+        self._header: dict[str, str] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     @classmethod
     def to(
@@ -112,7 +110,7 @@ class Saving:
         resume: bool = False,
         overwrite: bool = False,
         save_every: int = 1,
-        endings: Iterable[str] = ("",),
+        names: Iterable[str] = ("",),
     ) -> Saving:
         """Check the arguments of a function that saves.
 
@@ -121,22 +119,51 @@ class Saving:
             resume: continue from what it holds.
             overwrite: replace it.
             save_every: windows between two writes, at least.
-            endings: of the names of all files that the run writes.
+            names: of its tables. Earlier versions had a file for each, with the name at the end.
 
         Raises:
             FileExistsError: if a file is there, and is neither resumed nor overwritten.
             ValueError: if there is no file to resume, or ``save_every`` is below 1.
         """
-        name = None if save is None else os.fspath(save)
-        for ending in endings:
-            refuse_replacing(
-                None if name is None else name + ending, resume=resume, overwrite=overwrite
-            )
-        return cls(name, resume, check_count("save_every", save_every, 1))
+        path = None if save is None else os.fspath(save)
+        for name in names:
+            file = None if path is None else path + name
+            refuse_replacing(file, resume=resume, overwrite=overwrite)
+        return cls(path, resume, check_count("save_every", save_every, 1))
 
-    def beside(self, ending: str) -> Saving:
-        """The same for a file whose name ends so."""
-        return replace(self, path=None if self.path is None else self.path + ending)
+    def written(self, name: str) -> tuple[str, dict[str, str], dict[str, Tensor]] | None:
+        """The file of a table that is resumed, with its header and columns; None if there is none.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it has no such content.
+        """
+        if not self._resume or self.path is None:
+            return None
+        if not self._header and os.path.exists(self.path):
+            header, tensors = read(self.path, (SCHEMA, *_EARLIER), "table of losses")
+            tidy(self.path)
+            if header["schema"] != SCHEMA and not name:
+                return self.path, header, tensors
+            if header["schema"] == SCHEMA:
+                self._header, self._tensors = header, tensors
+        if any(field + name in self._header for field in _FIELDS):
+            fields = {field: self._header[field + name] for field in _FIELDS}
+            columns = {column: self._tensors[column + name] for column in _COLUMNS}
+            return self.path, {"schema": SCHEMA, **fields}, columns
+        if not name or not os.path.exists(self.path + name):
+            return None
+        tidy(self.path + name)
+        return self.path + name, *read(self.path + name, _EARLIER, "table of losses")
+
+    def write(self, name: str, fields: Mapping[str, str], columns: Mapping[str, Tensor]) -> None:
+        """Write a table, and the others as they were, whole or not at all."""
+        from safetensors.torch import save
+
+        self._header |= {"schema": SCHEMA} | {key + name: text for key, text in fields.items()}
+        self._tensors |= {key + name: column for key, column in columns.items()}
+        content = save(self._tensors, metadata=sealed(self._header, self._tensors))
+        write_bytes(self.path or "", content)
 
 
 class LossTable:
@@ -147,8 +174,9 @@ class LossTable:
     Args:
         settings: everything else that decides the numbers, in the order in which it is compared.
         saving: its file.
-        what: what the file holds, for messages.
+        what: what the table holds, for messages.
         rows: windows of each batch, by which the comparisons of earlier versions are read.
+        name: of the table, in a file of several.
 
     Raises:
         OSError: if the file cannot be read.
@@ -167,14 +195,14 @@ class LossTable:
         saving: Saving,
         what: str = "fit to the loss that can be resumed",
         rows: Sequence[int] = (),
+        name: str = "",
     ) -> None:
-        self._settings, self._saving, self._what = dict(settings), saving, what
+        self._settings, self._saving, self._what, self._name = settings, saving, what, name
         self._unsaved, self._made = 0, False
         #: readings by change and window
         self.readings: dict[tuple[str, int], Reading] = {}
         self._unnamed: list[Reading] = []  # of an earlier version, in the order of their making
-        if saving.resume and saving.path is not None and os.path.exists(saving.path):
-            self._resume(saving.path, rows)
+        self._resume(rows)
 
     def __bool__(self) -> bool:
         return bool(self.readings or self._unnamed)
@@ -210,36 +238,35 @@ class LossTable:
         return self.readings[key]
 
     def write(self) -> None:
-        """Write what was made as one safetensors file, whole or not at all."""
-        from safetensors.torch import save
-
+        """Write the table if it has a file and anything was made."""
         if self._saving.path is None or not self._made:
             return
-        numbers: dict[str, list[Tensor]] = {"loss": [], "count": [], "gradient": []}
-        rows = []
         changes = list(dict.fromkeys(change for change, _ in self.readings))
         numbered = {change: number for number, change in enumerate(changes)}
-        for (change, window), reading in self.readings.items():
-            for name, parts in numbers.items():
-                parts.append(getattr(reading, name).flatten().double().cpu())
-            shapes = list(reading.loss.shape), list(reading.gradient.shape)
-            rows.append([numbered[change], window, reading.seconds, *shapes])
-        tensors = {name: torch.cat(parts) for name, parts in numbers.items()}
-        header = {
-            "schema": SCHEMA,
-            "what": self._what,
-            "settings": json.dumps(self._settings),
-            "changes": json.dumps(changes),
-            "rows": json.dumps(rows),
+        rows = [
+            [numbered[change], window, one.seconds, list(one.loss.shape), list(one.values.shape)]
+            for (change, window), one in self.readings.items()
+        ]
+        columns = {
+            name: torch.cat(
+                [getattr(one, name).flatten().double().cpu() for one in self.readings.values()]
+            )
+            for name in _COLUMNS
         }
-        write_bytes(self._saving.path, save(tensors, metadata=sealed(header, tensors)))
+        texts = (self._what, *map(json.dumps, (self._settings, changes, rows)))
+        self._saving.write(self._name, dict(zip(_FIELDS, texts, strict=True)), columns)
         self._unsaved, self._made = 0, False
 
-    def _resume(self, path: str, rows: Sequence[int]) -> None:
-        """Take the readings of a file."""
+    def _resume(self, rows: Sequence[int]) -> None:
+        """Take the readings of the file, if it is resumed and has this table."""
+        path = self._saving.path or ""
         with _refusing(path, self._what):
-            header, tensors = read(path, (SCHEMA, *_EARLIER), "table of losses")
-            written = header.get("what", _WRITTEN.get(header["schema"], self._what))
+            found = self._saving.written(self._name)
+            if found is None:
+                return
+            path, header, tensors = found
+            schema = header["schema"]
+            written = header.get("what", _WRITTEN.get(schema, self._what))
             if written != self._what:
                 raise ValueError(f"it contains a {written}")
             before = parse(header, "settings")
@@ -249,17 +276,18 @@ class LossTable:
                 raise ValueError("a reading is not a number")
             if bool((tensors["count"] < 0).any()):
                 raise ValueError("a number of predictions is negative")
-            if header["schema"] == _FIT:
-                parts = (tensors[name] for name in ("loss", "count", "gradient"))
-                self._unnamed = [Reading(*one) for one in zip(*parts, strict=True)]
-            elif header["schema"] == _SEARCH:
+            if schema == _SEARCH:
                 self.readings = _of_search(header, tensors)
-            elif header["schema"] == _COMPARISON:
+            elif schema == _COMPARISON:
                 self.readings = _of_comparison(before["laws"], tensors, rows)
             else:
-                changes, found = (parse(header, name, list) for name in ("changes", "rows"))
-                self.readings = _of_table(changes, found, tensors)
-        tidy(path)
+                names = _COLUMNS if schema == SCHEMA else ("loss", "count", "gradient")
+                columns = [tensors[name] for name in names]
+                if schema == _FIT:
+                    self._unnamed = [Reading(*one) for one in zip(*columns, strict=True)]
+                else:
+                    changes, made = (parse(header, name, list) for name in ("changes", "rows"))
+                    self.readings = _of_table(changes, made, columns)
 
 
 @contextmanager
@@ -273,25 +301,25 @@ def _refusing(path: str, what: str) -> Iterator[None]:
 
 
 def _of_table(
-    changes: list[Any], rows: list[Any], tensors: Mapping[str, Tensor]
+    changes: list[Any], rows: list[Any], columns: Sequence[Tensor]
 ) -> dict[tuple[str, int], Reading]:
-    """The readings of a file of this version."""
-    numbers = [tensors[name] for name in ("loss", "count", "gradient")]
+    """The readings whose numbers stand in columns, one after the other."""
     starts = [0, 0, 0]
     readings = {}
-    for number, window, seconds, shape, gradient_shape in rows:
+    for number, window, seconds, shape, shape_of_values in rows:
         if type(number) is not int or not 0 <= number < len(changes) or type(window) is not int:
             raise ValueError("a row has no change and window")
         change = changes[number]
         if type(change) is not str:
             raise ValueError("a change has no text")
-        parts = []
-        for index, size in enumerate((shape, shape, gradient_shape)):
+        numbers = []
+        for index, size in enumerate((shape, shape, shape_of_values)):
             stop = starts[index] + math.prod(size)
-            parts.append(numbers[index][starts[index] : stop].view(size))
+            numbers.append(columns[index][starts[index] : stop].view(size))
             starts[index] = stop
-        readings[change, window] = Reading(parts[0], parts[1], parts[2], float(seconds))
-    if starts != [tensor.numel() for tensor in numbers]:
+        loss, count, values = numbers
+        readings[change, window] = Reading(loss, count, values, float(seconds))
+    if starts != [column.numel() for column in columns]:
         raise ValueError("its rows do not have all of its numbers")
     return readings
 
@@ -322,8 +350,8 @@ def _of_comparison(
     """The readings of a state of ``judge`` of an earlier version, whose batches have these rows."""
     counts = tensors["count"].split(list(rows))
     return {
-        (numbered_change(run, change), batch): Reading(loss, count)
-        for run, change in enumerate(["", *laws])
+        (numbered_change(run, words), batch): Reading(loss, count)
+        for run, words in enumerate(["", *laws])
         for batch, (loss, count) in enumerate(
             zip(tensors["loss"][run].split(list(rows)), counts, strict=True)
         )
@@ -339,23 +367,52 @@ def numbered_change(number: int, words: str) -> str:
     return f"{number}: {words}" if number else ""
 
 
-def by_range(scored: Scored, ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Sums of the losses of each window by n, the tokens that a prediction could read.
+def measure_batch(
+    model: torch.nn.Module,
+    loss: Loss,
+    batch: Mapping[str, Any],
+    change: Any,
+    ranges: Sequence[tuple[int, int]],
+    before: Reading | None,
+    past: int = 0,
+) -> Reading:
+    """Run a model on a batch under a change, and sum the losses of each window by n.
 
     Args:
-        scored: the predictions of a batch.
-        ranges: first and last n of each range, both included; 1 also has 0.
+        model: the model.
+        loss: the loss.
+        batch: keywords of the model.
+        change: the change of the model; None is none.
+        ranges: first and last n of each range, both included; 1 also has 0. n is the number of
+            tokens that a prediction could read.
+        before: the reading without a change.
+        past: tokens before the batch, which every prediction could read too; up to them the losses
+            are those of ``before``.
 
     Returns:
-        The sums and the numbers of predictions, (windows, ranges) float64 each.
+        Sums and numbers of predictions, (windows, ranges) float64 each.
+
+    Raises:
+        LossError: if a loss is infinite, or other tokens have a loss than before.
     """
-    known = ~scored.loss.isnan()
-    place = torch.bucketize(scored.n, torch.tensor([last for _, last in ranges]))
-    sums, counts = (
-        torch.zeros(len(scored.n), len(ranges) + 1, dtype=torch.float64).scatter_add_(1, place, one)
-        for one in (torch.where(known, scored.loss, 0.0), known.double())
-    )
-    return sums[:, :-1], counts[:, :-1]
+    with nullcontext() if change is None else change.applied(model):
+        scored = loss.score(model, batch)
+    known, ends = ~scored.loss.isnan(), torch.tensor([last for _, last in ranges])
+    index = torch.bucketize(scored.n + past, ends)
+    numbers = torch.stack([torch.where(known, scored.loss, 0.0), known.double()])
+    totals = torch.zeros(2, len(index), len(ranges) + 1, dtype=torch.float64)
+    sums, counts = totals.scatter_add_(2, index.expand_as(numbers), numbers)[..., :-1]
+    if before is not None:
+        sums = torch.where(ends <= past, before.loss, sums)
+        counts = torch.where(ends <= past, before.count, counts)
+    wrong = "NaN" if before is not None and not torch.equal(counts, before.count) else "infinite"
+    if wrong == "NaN" or not bool(sums.isfinite().all()):
+        under = "" if change is None else f" under {change.name}"
+        raise LossError(
+            f"the loss of some tokens is {wrong}{under}; load the model in a wider dtype, such as "
+            "float32"
+        )
+    return Reading(sums, counts)
 
 
 # -- windows of a text that a fit reads ------------------------------------------------------------
@@ -380,20 +437,22 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """The windows that a model with a loss is run on.
+class Reader:
+    """A model with a loss, and the windows that it is read on.
 
     Attributes:
         model: the model.
         loss: its loss.
         units: the windows, in the order of the text.
         lengths: their lengths, rising.
+        settings: what a resumed run must share, as JSON values.
     """
 
     model: torch.nn.Module
     loss: Loss
     units: tuple[Unit, ...]
     lengths: tuple[int, ...]
+    settings: Mapping[str, Any]
 
     @property
     def device(self) -> torch.device | None:
@@ -403,23 +462,57 @@ class Windows:
     @property
     def counts(self) -> dict[int, int]:
         """Number of windows by length."""
-        counts: dict[int, int] = {}
+        counts: Counter[int] = Counter()
         for unit in self.units:
             for turn in unit.turns:
-                counts[turn.length] = counts.get(turn.length, 0) + turn.groups.numel()
-        return counts
+                counts[turn.length] += turn.groups.numel()
+        return dict(counts)
 
-    @functools.cached_property
-    def settings(self) -> dict[str, Any]:
-        """What a resumed run must share, as JSON values."""
-        return {
-            "model": model_digest(self.model),
-            "text": digest([turn for unit in self.units for turn in unit.turns]),
-            "loss": self.loss.words,
-            "lengths": list(self.lengths),
-            "windows": len(self.units),
-            "weights": str(next((part.dtype for part in self.model.parameters()), None)),
-        }
+    def split(self) -> tuple[list[Unit], list[Unit]]:
+        """The windows that are fitted to, two of three, and those that decide.
+
+        Raises:
+            ValueError: if there are fewer than six.
+        """
+        fitting, stopping = list(self.units), self.units[_STOPS - 1 :: _STOPS]
+        del fitting[_STOPS - 1 :: _STOPS]
+        if len(fitting) < _LEAST[0] or len(stopping) < _LEAST[1]:
+            raise ValueError(
+                f"target='loss' needs at least {sum(_LEAST)} windows of {self.lengths[-1]} tokens, "
+                f"{_LEAST[0]} to fit to and {_LEAST[1]} to decide when to stop, got "
+                f"{len(self.units)}: give more windows, more text, or shorter lengths"
+            )
+        return fitting, list(stopping)
+
+    def read(
+        self,
+        units: Sequence[Unit],
+        table: LossTable,
+        change: str,
+        compute: Callable[[dict[str, Any]], Reading],
+        advance: Callable[[int], object],
+    ) -> list[Reading]:
+        """The readings of windows under a change, from the table or computed batch by batch.
+
+        Args:
+            units: the windows.
+            table: where the readings are kept.
+            change: a text that identifies the change, and what is read.
+            compute: the reading of a batch, given as keywords of the model.
+            advance: called after each window with its tokens.
+        """
+        device, readings = self.device, []
+        if not table:  # a resumed run has checked the loss before
+            self.loss.check(self.model, self.units[0].turns[-1].inputs(device))
+        for unit in units:
+
+            def make(unit: Unit = unit) -> Reading:
+                batches = [compute(turn.inputs(device)) for turn in unit.turns]
+                return Reading(*[sum(getattr(one, name) for one in batches) for name in _COLUMNS])
+
+            readings.append(table.get(change, unit.number, make))
+            advance(unit.tokens)
+        return readings
 
 
 def read_windows(
@@ -427,7 +520,7 @@ def read_windows(
     batches: AnyBatches | Tensor,
     lengths: Sequence[int] | None,
     loss: AnyLoss | None,
-) -> Windows:
+) -> Reader:
     """Check a model, its loss and its batches, and cut them into windows.
 
     Raises:
@@ -438,70 +531,30 @@ def read_windows(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     chosen = choose_loss(model, loss)
-    found = batches_by_length(batches.split(1) if isinstance(batches, Tensor) else batches)
-    places = check_lengths(lengths, found)
-    check_positions(model, places)
+    by_length = batches_by_length(batches.split(1) if isinstance(batches, Tensor) else batches)
+    all_lengths = check_lengths(lengths, by_length)
+    check_positions(model, all_lengths)
     # a causal model's long windows have the short ones inside
-    used = places if chosen.reads_all else places[-1:]
-    if 0 in found:
-        cuts = [cut({0: [batch]}, used) for batch in found[0]]
+    used = all_lengths if chosen.reads_all else all_lengths[-1:]
+    if 0 in by_length:
+        cuts = [cut({0: [batch]}, used) for batch in by_length[0]]
     else:
-        cuts = [[] for _ in found[used[-1]]]
+        cuts = [[] for _ in by_length[used[-1]]]
         for length in used:
-            for index, batch in enumerate(found[length]):
-                cuts[index * len(cuts) // len(found[length])] += cut({length: [batch]}, [length])
-    turns = [tuple(one) for one in cuts if one]
-    return Windows(model, chosen, tuple(map(Unit, range(len(turns)), turns)), places)
-
-
-def split_units(windows: Windows) -> tuple[list[Unit], list[Unit]]:
-    """The windows that are fitted to, two of three, and those that decide.
-
-    Raises:
-        ValueError: if there are fewer than six.
-    """
-    units = windows.units
-    stopping = [unit for unit in units if unit.number % _STOPS == _STOPS - 1]
-    fitting = [unit for unit in units if unit.number % _STOPS != _STOPS - 1]
-    if len(fitting) < _LEAST[0] or len(stopping) < _LEAST[1]:
-        raise ValueError(
-            f"target='loss' needs at least {sum(_LEAST)} windows of {windows.lengths[-1]} tokens, "
-            f"{_LEAST[0]} to fit to and {_LEAST[1]} to decide when to stop, got {len(units)}: "
-            "give more windows, more text, or shorter lengths"
-        )
-    return fitting, stopping
-
-
-def read_units(
-    windows: Windows,
-    units: Sequence[Unit],
-    table: LossTable,
-    change: str,
-    compute: Callable[[dict[str, Any]], Reading],
-    advance: Callable[[int], object],
-) -> list[Reading]:
-    """The readings of windows under a change, from the table or computed batch by batch.
-
-    Args:
-        windows: the windows of the text.
-        units: those that are read.
-        table: where the readings are kept.
-        change: a text that identifies the change, and what is read.
-        compute: the reading of a batch, given as keywords of the model.
-        advance: called after each window with its tokens.
-    """
-    if not table:  # a resumed run has checked the loss before
-        windows.loss.check(windows.model, windows.units[0].turns[-1].inputs(windows.device))
-    readings = []
-    for unit in units:
-
-        def make(unit: Unit = unit) -> Reading:
-            batches = [turn.inputs(windows.device) for turn in unit.turns]
-            return Reading.total([compute(batch) for batch in batches])
-
-        readings.append(table.get(change, unit.number, make))
-        advance(unit.tokens)
-    return readings
+            ready = by_length[length]
+            for index, batch in enumerate(ready):
+                cuts[index * len(cuts) // len(ready)] += cut({length: [batch]}, [length])
+    turns = [tuple(of_window) for of_window in cuts if of_window]
+    settings = {
+        "model": model_digest(model),
+        "text": digest([turn for of_window in turns for turn in of_window]),
+        "loss": chosen.words,
+        "lengths": list(all_lengths),
+        "windows": len(turns),
+        "weights": str(next((part.dtype for part in model.parameters()), None)),
+    }
+    units = tuple(Unit(number, of_window) for number, of_window in enumerate(turns))
+    return Reader(model, chosen, units, all_lengths, settings)
 
 
 # -- means over windows ----------------------------------------------------------------------------
@@ -512,10 +565,10 @@ def mean_loss(readings: Sequence[Reading]) -> float:
     return float(sum(one.loss for one in readings) / sum(one.count for one in readings))
 
 
-def mean_gradient(readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
-    """Derivatives of the mean loss by each parameter, and their standard errors over windows."""
-    gradients = torch.stack([one.gradient for one in readings])
-    return ratio(gradients, torch.stack([one.count for one in readings]))
+def mean_values(readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
+    """The values of windows for each prediction, and their standard errors over windows."""
+    values, counts = ([getattr(one, name) for one in readings] for name in ("values", "count"))
+    return ratio(torch.stack(values), torch.stack(counts))
 
 
 def ratio(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

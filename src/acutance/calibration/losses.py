@@ -112,14 +112,12 @@ class _Logits(Loss):
                 f"{int((~whole.isfinite()).sum())} of {whole.numel()} predictions"
             )
         self._whole[model] = True
-        base, head = (
-            getattr(model, "base_model", model),
-            getattr(model, "get_output_embeddings", None),
-        )
-        if base is not model and callable(head) and isinstance(head(), torch.nn.Module):
+        base = getattr(model, "base_model", model)
+        head = getattr(model, "get_output_embeddings", lambda: None)
+        if base is not model and isinstance(head(), torch.nn.Module):
             scale = float(logits.abs().amax()) * torch.finfo(logits.dtype).eps
             try:
-                pieces = losses_in_pieces(model, few, ids, places, self.logits)
+                pieces = losses_in_pieces(model, few, ids, places, self.logits, False)
                 equal = bool(((pieces - whole).abs() <= max(1e-4, 8 * scale)).all())
             except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
                 equal = False  # a head that reads more of the model than its hidden states
@@ -136,7 +134,7 @@ class _Logits(Loss):
             if backward and found.requires_grad:
                 found.sum().backward()
         else:
-            found = losses_in_pieces(model, inputs, ids, places, self.logits, backward=backward)
+            found = losses_in_pieces(model, inputs, ids, places, self.logits, backward)
         loss[places.cpu()] = found.detach()
         return Scored(loss.roll(self._ahead, 1), n.cpu())
 
@@ -301,13 +299,7 @@ def _mask(batch: Mapping[str, Any]) -> Tensor:
 
 
 def losses_in_pieces(
-    model: Any,
-    batch: Mapping[str, Any],
-    ids: Tensor,
-    places: Tensor,
-    most: int,
-    *,
-    backward: bool = False,
+    model: Any, batch: Mapping[str, Any], ids: Tensor, places: Tensor, most: int, backward: bool
 ) -> Tensor:
     """Losses at some places, (places,) float64, in their order, a few logits at a time.
 

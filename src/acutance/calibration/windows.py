@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -239,17 +238,17 @@ def cut_windows(
     places = check_lengths(lengths, by_length)
     check_positions(model, places, stacklevel=4)
     turns = cut(by_length, places)
-    groups = {
-        length: [group for turn in turns if turn.length == length for group in turn.groups.tolist()]
-        for length in places
-    }
+    counts = {}
     for length in reversed(places):
-        if len(set(groups[length])) < 2:
+        of_length = [turn.groups.tolist() for turn in turns if turn.length == length]
+        groups = list(itertools.chain(*of_length))
+        counts[length] = len(groups)
+        if len(set(groups)) < 2:
             raise ValueError(
-                f"calibration needs at least 2 windows of {length} tokens, got "
-                f"{len(groups[length])}: give more text, or shorter lengths"
+                f"calibration needs at least 2 windows of {length} tokens, got {len(groups)}: "
+                "give more text, or shorter lengths"
             )
-    return turns, places, {length: len(numbers) for length, numbers in groups.items()}
+    return turns, places, {length: counts[length] for length in places}
 
 
 def _pieces(batch: AnyBatch, length: int, pieces: int) -> tuple[AnyBatch, Tensor | None]:
@@ -346,7 +345,7 @@ def spread(count: int, most: int, seed: int) -> list[int]:
         return list(range(count))
     drawn = random.Random(f"{seed} {count} {most}")
     edges = [part * count // most for part in range(most + 1)]
-    return [drawn.randrange(start, stop) for start, stop in pairwise(edges)]
+    return [drawn.randrange(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def draw(
@@ -369,22 +368,18 @@ def draw(
         ValueError: if there are fewer than two windows of one length.
     """
     ids = [replace(text, content=text.tokenised(tokenizer)) for text in texts]
-    found = {}
+    samples = {}
     for length in reversed(lengths):  # the longest is the first that a text is too short for
-        whole, tokens = 0, 0
-        for piece in corpus.each_window(ids, tokenizer, length):
-            whole += len(piece) == length
-            tokens += len(piece)
-        if whole < 2:
+        windows = corpus.windows(ids, tokenizer, length)
+        whole, tokens = [one for one in windows if len(one) == length], sum(map(len, windows))
+        if len(whole) < 2:
             raise ValueError(
                 f"calibration needs at least 2 windows of {length} tokens, but the text has "
                 f"{tokens} tokens: give more text, or shorter --lengths"
             )
-        chosen = set(spread(whole, most or whole, seed))
-        every = (p for p in corpus.each_window(ids, tokenizer, length) if len(p) == length)
-        pieces = [piece for place, piece in enumerate(every) if place in chosen]
-        found[length] = Sample(pieces, whole, tokens)
-    return found
+        chosen = spread(len(whole), most or len(whole), seed)
+        samples[length] = Sample([whole[index] for index in chosen], len(whole), tokens)
+    return samples
 
 
 def default_lengths(loaded: TextModel) -> tuple[int, ...]:
@@ -402,39 +397,28 @@ def batches(
         samples: windows by length.
         size: windows of the longest length in a batch.
     """
-    windows, last = {}, max(samples)
+    by_length: dict[int, list[dict[str, Any]]] = {}
+    config = getattr(loaded.model, "config", None)
     for length, sample in samples.items():
-        together = max(1, size * last // length)
-        windows[length] = [
-            _batch(loaded, sample.pieces[start : start + together])
-            for start in range(0, len(sample.pieces), together)
-        ]
-    return windows
-
-
-def _batch(loaded: TextModel, pieces: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Windows of equal length as keyword arguments of the model."""
-    ids = torch.tensor(pieces, dtype=torch.int64)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
-        batch |= {"decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
-    return batch
+        ids = torch.tensor(sample.pieces, dtype=torch.int64)
+        for part in ids.split(max(1, size * max(samples) // length)):
+            batch = {"input_ids": part, "attention_mask": torch.ones_like(part)}
+            if getattr(config, "is_encoder_decoder", False):
+                batch |= {f"decoder_{name}": tensor for name, tensor in batch.items()}
+            by_length.setdefault(length, []).append(batch)
+    return by_length
 
 
 def describe_samples(samples: Mapping[int, Sample]) -> str:
     """How much of the text is read, in a sentence."""
-    parts = [
-        f"{len(one.pieces)} of {length} tokens ({_percent(one.share)})"
-        for length, one in sorted(samples.items())
-    ]
-    if all(len(one.pieces) == one.whole for one in samples.values()):
+    parts = []
+    for length, sample in sorted(samples.items()):
+        percent = 100 * sample.share
+        share = f"{percent:.0f}" if percent >= 1 else f"{percent:.1g}"
+        parts.append(f"{len(sample.pieces)} of {length} tokens ({share} %)")
+    if all(len(sample.pieces) == sample.whole for sample in samples.values()):
         return f"reads every whole window of the text: {', '.join(parts)}"
     return (
         f"reads windows spread over the text: {', '.join(parts)}; change their number with "
         "--windows, 0 reads all"
     )
-
-
-def _percent(share: float) -> str:
-    """A fraction as text, in per cent."""
-    return f"{share:.0%}".replace("%", " %") if share >= 0.01 else f"{100 * share:.1g} %"

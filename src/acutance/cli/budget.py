@@ -38,8 +38,7 @@ class BudgetOptions(cli.OutputOptions, cli.RunOptions):
         lengths: Length of the windows in tokens; the plan and its size are for a text of this
             length. Default: the model's maximum length, at most 512.
         windows: Number of windows, spread over the text; 0: all.
-        save: Save the state to this file (and FILE.costs, FILE.reach) after every window, for
-            --resume.
+        save: Save the state to this file after every window, for --resume.
         figure: Draw loss against bytes as .png or .svg (needs matplotlib).
     """
 
@@ -53,7 +52,7 @@ class BudgetOptions(cli.OutputOptions, cli.RunOptions):
     lengths: cli.Lengths = None
     windows: cli.Count = 16
 
-    parts = ("", ".costs", ".reach")
+    parts = ("", ".costs", ".reach")  # the last two are of earlier versions
 
 
 @cli.command(

@@ -108,17 +108,17 @@ def compare_held_out(
     The state of that is in the file of ``--save`` with ``.judging`` added; ``given`` are options
     that decide about ``changes``.
     """
+    from acutance.calibration.loss_table import Saving
     from acutance.judging.judge_model import judge_windows, loss_of
 
     tokens = windows.tokens * (1 + len(changes))
+    save = None if options.save is None else f"{options.save}.judging"
+    where = {"save": save, "overwrite": not options.resume}
+    saving = Saving.to(**cli.keywords(Saving.to, options, **where))
     with progress("judging", windows.count, tokens, console()) as advance:
         return judge_windows(
-            **cli.keywords(
-                judge_windows, options, model=headed.model, windows=windows, changes=changes,
-                loss=loss_of(headed), given=given or None, advance=advance,
-                save=None if options.save is None else f"{options.save}.judging",
-                overwrite=not options.resume,
-            )
+            headed.model, windows, changes, loss_of(headed),
+            saving=saving, given=given or None, advance=advance,
         )  # fmt: skip
 
 

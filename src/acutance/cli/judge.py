@@ -65,6 +65,7 @@ def judge(options: JudgeOptions) -> None:
 
 def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     """Load the model, read the texts, and compare; progress is shown on standard error."""
+    from acutance.calibration.loss_table import Saving
     from acutance.judging.changes import for_train_length
     from acutance.judging.judge_model import judge_windows, loss_of
 
@@ -77,11 +78,9 @@ def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     inputs.note_searches(changes, lengths[-1])
     windows = inputs.read_windows(options, loaded, texts, lengths)
     tokens = windows.tokens * (1 + len(changes))
+    saving = Saving.to(**cli.keywords(Saving.to, options))
     with progress("judging", windows.count, tokens, console()) as advance, inputs.lengths_noted():
         comparison = judge_windows(
-            **cli.keywords(
-                judge_windows, options, model=loaded.model, windows=windows, changes=changes,
-                loss=loss_of(loaded), advance=advance,
-            )
-        )  # fmt: skip
+            loaded.model, windows, changes, loss_of(loaded), saving=saving, advance=advance
+        )
     return replace(comparison, about=inputs.about_run(loaded, texts))

@@ -128,9 +128,9 @@ def extend(
             f"the model has {limit} learned positions, and no setting gives it more, got to={to}"
         )
     count = len(windows)
-    last = max(2, count // 2) if final is None else check_count("final", final, 2)
-    if count - last < 1:
-        raise ValueError(f"windows must leave one for the search, got {count} and final={last}")
+    final = max(2, count // 2) if final is None else check_count("final", final, 2)
+    if count - final < 1:
+        raise ValueError(f"windows must leave one for the search, got {count} and final={final}")
     check_number("max_cost", max_cost, above=0.0, including=True)
     if budget is not None:
         check_number("budget", budget, above=0.0)
@@ -158,7 +158,7 @@ def extend(
         "to": to,
         "laws": [one.words for one in changes],
         "windows": count,
-        "final": last,
+        "final": final,
         "max_cost": max_cost,
         "by_head": by_head,
         "shown": {
@@ -169,7 +169,7 @@ def extend(
     table = LossTable(settings, saving, "search to resume")
     search = Search(
         model=model, windows=windows, loss=measured, table=table, changes=changes, ranges=ranges,
-        train_length=trained, finals=last, max_cost=max_cost,
+        train_length=trained, finals=final, max_cost=max_cost,
         budget=None if budget is None else 60.0 * budget, by_head=by_head, advance=advance,
     )  # fmt: skip
     with evaluating(model), torch.inference_mode():
@@ -185,8 +185,8 @@ def extend(
         gain=search.gain(shown),
         tried=tuple(search.tried()),
         ranges=tuple(ranges),
-        search_windows=count - last,
-        final_windows=last,
+        search_windows=count - final,
+        final_windows=final,
         max_cost=max_cost,
         complete=search.complete,
         seconds=search.seconds,

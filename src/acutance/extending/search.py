@@ -12,21 +12,18 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from acutance.calibration.apply_law import query_factor
-from acutance.calibration.gradients import output_gradients, prepared
+from acutance.calibration.gradients import backward_by_outputs
 from acutance.calibration.law import HeadLaws, Law, LawPart, by_layer, scaling_and_window
-from acutance.calibration.loss_table import LossTable, Reading, ratio
+from acutance.calibration.loss_table import LossTable, Reading, measure_batch, ratio
 from acutance.calibration.losses import Loss, NextToken, call_model, logits_of
 from acutance.calibration.read_window import VisibleKeys, WindowedCall
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, cache_argument, uses_interface
-from acutance.capture.readers import huggingface
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.extending.record import AS_IS, Final, Tried
 from acutance.judging.changes import Change, LawRemedy
-from acutance.judging.judge_model import measure_batch
 from acutance.judging.paired import Part, compare_losses
 from acutance.judging.rope import RopeRemedy
 from acutance.scaling import HeadTable, Window
@@ -106,15 +103,8 @@ def head_slopes(
             parts.append(torch.stack([piece.sum(1) for piece in pieces], 1))
         sums[call.module] = sums.get(call.module, 0.0) + torch.stack(parts).cpu()
 
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        prepared(model),
-        LawRemedy("", best).applied(model),
-        huggingface.intercept(output_gradients(layers, add), outermost=True),
-        set_checkpoint_early_stop(False),
-    ):
-        scored = loss.backward(model, batch)
+    with torch.inference_mode(False), torch.enable_grad():
+        scored = backward_by_outputs(model, loss, batch, best, layers, add)
     count = int((~scored.loss.isnan()).sum())
     return {name: sums[name] / count for name in layers}
 
@@ -319,25 +309,26 @@ class Search:
                     batch, past = self._prefix.after(window, ids), self.train_length
             return measure_batch(self.model, self.loss, batch, change, self.ranges, before, past)
 
-        known = (_words(change), window) in self.table.readings
+        known = self._is_known(change, window)
         self.table.get(_words(change), window, read)
         if change is not None and window < self._search:
             self._reached[change.words] = max(window + 1, self._windows(change))
         if self.advance is not None:
             self.advance(self.windows.shape[1], 1, not known)
 
+    def _is_known(self, change: Change | None, window: int) -> bool:
+        """Whether a window was read under a change, now or in the run that is resumed."""
+        return (_words(change), window) in self.table.readings
+
     def _ids(self, window: int) -> Tensor:
         """The tokens of a window, (1, L), on the model's device."""
         device = next((part.device for part in self.model.parameters()), None)
         return self.windows[window : window + 1].to(device)
 
-    def _sums(self, change: Change | None, windows: Sequence[int]) -> Tensor:
-        """Sums of the losses of measured windows, (windows, ranges) float64."""
-        return torch.cat([self.table.readings[_words(change), window].loss for window in windows])
-
-    def _counts(self, windows: Sequence[int]) -> Tensor:
-        """Number of predictions, (windows, ranges) float64."""
-        return torch.cat([self.table.readings["", window].count for window in windows])
+    def _losses(self, change: Change | None, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Sums of the losses of measured windows and numbers of predictions, (windows, ranges)."""
+        readings = [self.table.readings[_words(change), window] for window in windows]
+        return torch.cat([one.loss for one in readings]), torch.cat([one.count for one in readings])
 
     # -- the search -------------------------------------------------------------------------------
 
@@ -356,11 +347,10 @@ class Search:
             if not self.complete or len(left) <= 1 or used == self._search:
                 break
             left, before, used = left[: _kept(len(left))], used, min(2 * used, self._search)
-        best = next(iter(left), None)
-        if best is not None:
-            within, beyond, _ = self._seen(best)
-            self.chosen = best if within <= self.max_cost and beyond < 0 else None
-        if self.by_head and self.complete and law_part(self.chosen) is not None:
+        if left:
+            best = self._tried(left[0])
+            self.chosen = left[0] if best.allowed and best.beyond < 0 else None
+        if self.by_head and self.complete:
             self._choose_by_head()
 
     def _choose_by_head(self) -> None:
@@ -401,7 +391,7 @@ class Search:
             return Reading(torch.empty(0), torch.empty(0), read[name])
 
         slopes = {
-            name: self.table.get(key, -place, functools.partial(slopes_of, name), 0).gradient
+            name: self.table.get(key, -place, functools.partial(slopes_of, name), 0).values
             for place, name in enumerate(attention_layers(self.model), 1)
         }
         self.table.write()
@@ -421,8 +411,7 @@ class Search:
 
     def _has_time(self, change: Change | None, window: int, more: float = 0.0) -> bool:
         """Whether the budget allows a run under this change on a window, or ``more`` seconds."""
-        known = (_words(change), window) in self.table.readings
-        if self.budget is None or (known and not more):
+        if self.budget is None or (self._is_known(change, window) and not more):
             return True
         reserved = (3 * len(self._finals) + 1) * self._longest() + more
         return self.seconds + reserved <= self.budget
@@ -431,31 +420,29 @@ class Search:
         """Number of windows of the search that a change was measured on."""
         return self._reached.get(change.words, 0)
 
+    def _tried(self, change: Change) -> Tried:
+        """What the search saw of a change: differences from the unchanged model."""
+        windows = self._windows(change)
+        within, beyond = self._parts(None, change, range(windows))
+        return Tried(
+            name=change.name,
+            windows=windows,
+            within=within.delta,
+            beyond=beyond.delta,
+            error=beyond.error if math.isfinite(beyond.error) else None,
+            allowed=within.delta <= self.max_cost,
+            seconds=self._longest(change.words),
+        )
+
     def _rank(self, change: Change) -> tuple[bool, float]:
         """Sort key of a change: accepted ones first, then by the loss beyond the trained length."""
-        within, beyond, _ = self._seen(change)
-        return within > self.max_cost, beyond
-
-    def _seen(self, change: Change) -> tuple[float, float, float | None]:
-        """Differences of the mean loss from the unchanged model, in nats a token.
-
-        Returns:
-            The difference up to the trained length, that beyond it, and the standard error of the
-            latter (None for a single window).
-        """
-        within, beyond = self._parts(None, change, range(self._windows(change)))
-        return within.delta, beyond.delta, beyond.error if math.isfinite(beyond.error) else None
+        tried = self._tried(change)
+        return not tried.allowed, tried.beyond
 
     def tried(self) -> list[Tried]:
         """All changes that were measured: those on most windows first, and of them the best."""
-        found = [one for one in self.changes if self._windows(one)]
-        rows = []
-        for one in sorted(found, key=lambda one: (-self._windows(one), self._rank(one))):
-            within, beyond, error = self._seen(one)
-            allowed, seconds = within <= self.max_cost, self._longest(one.words)
-            windows = self._windows(one)
-            rows.append(Tried(one.name, windows, within, beyond, error, allowed, seconds))
-        return rows
+        found = [self._tried(change) for change in self.changes if self._windows(change)]
+        return sorted(found, key=lambda one: (-one.windows, not one.allowed, one.beyond))
 
     # -- the final windows ------------------------------------------------------------------------
 
@@ -466,7 +453,7 @@ class Search:
             None for the unchanged model, then the chosen change and the best RoPE setting, if any.
         """
         rope = [one for one in self.changes if isinstance(one, RopeRemedy) and self._windows(one)]
-        best = min(rope, key=lambda one: self._seen(one)[1], default=None)
+        best = min(rope, key=lambda one: self._tried(one).beyond, default=None)
         shown: list[Change | None] = [None]
         for one in (self.chosen, best):
             if one is not None and one not in shown:
@@ -485,7 +472,7 @@ class Search:
             change: the change; None is the unchanged model.
             entropy: as in :attr:`Final.entropy`.
         """
-        mean, error = ratio(self._sums(change, self._finals), self._counts(self._finals))
+        mean, error = ratio(*self._losses(change, self._finals))
         return Final(
             AS_IS if change is None else change.name,
             *self._parts(None, change, self._finals),
@@ -521,18 +508,15 @@ class Search:
         Returns:
             The difference up to the trained length, and that beyond it.
         """
-        sums = torch.stack([self._sums(before, windows), self._sums(after, windows)])
-        counts, groups, cut = self._counts(windows), torch.arange(len(windows)), self._trained
-        parts = []
-        for some in (slice(0, cut), slice(cut, None)):
-            ranges = self.ranges[some]
-            whole = [(ranges[0][0], ranges[-1][1])]
-            of_some = (
-                sums[..., some].sum(-1, keepdim=True),
-                counts[..., some].sum(-1, keepdim=True),
-            )
-            parts.append(compare_losses(["after"], *of_some, groups, whole)[0].overall)
-        return parts[0], parts[1]
+        (first, counts), (second, _) = (self._losses(one, windows) for one in (before, after))
+        sums, groups, cut = torch.stack([first, second]), torch.arange(len(windows)), self._trained
+
+        def part(ranges: slice) -> Part:
+            ends = [(self.ranges[ranges][0][0], self.ranges[ranges][-1][1])]
+            loss, count = (tensor[..., ranges].sum(-1, keepdim=True) for tensor in (sums, counts))
+            return compare_losses(["after"], loss, count, groups, ends)[0].overall
+
+        return part(slice(cut)), part(slice(cut, None))
 
 
 def planned_runs(candidates: int, search: int, final: int) -> int:

@@ -278,8 +278,7 @@ def load_change(path: str | os.PathLike[str]) -> Any:
     Raises:
         ValueError: if it cannot be read or holds none of them.
     """
-    name = os.fspath(path)
-    start = ""
+    name, start = os.fspath(path), ""
     if os.path.isfile(name):
         with suppress(OSError, ValueError), open(name, encoding="utf-8") as file:
             start = file.read(200)
@@ -303,10 +302,12 @@ def as_changes(laws: Any) -> list[Change]:
         TypeError: if something is not a law.
         ValueError: if there is none, or two have one name.
     """
+    # a pair of a scaling and its window is one law
+    is_pair = isinstance(laws, tuple) and len(laws) == 2 and isinstance(laws[1], Window)
     if isinstance(laws, Mapping) and all(isinstance(name, str) for name in laws):
         pairs = list(laws.items())
-    elif isinstance(laws, list | tuple) and not _is_pair(laws):
-        pairs = [("", one) for one in laws]
+    elif isinstance(laws, list | tuple) and not (is_pair and not isinstance(laws[0], Window)):
+        pairs = [("", law) for law in laws]
     else:
         pairs = [("", laws)]
     changes = [_change(name, given) for name, given in pairs]
@@ -362,12 +363,6 @@ def _change(name: str, given: Any) -> Change:
     return LawRemedy(
         name or (f"law ({given.target})" if isinstance(given, Law) else str(given)), given
     )
-
-
-def _is_pair(laws: Any) -> bool:
-    """Whether a sequence is one law, a scaling with its window, rather than two laws."""
-    pair = isinstance(laws, tuple) and len(laws) == 2
-    return pair and isinstance(laws[1], Window) and not isinstance(laws[0], Window)
 
 
 @overload

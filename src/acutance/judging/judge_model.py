@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,8 +12,14 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.law import check_positions
-from acutance.calibration.loss_table import LossTable, Reading, Saving, by_range, numbered_change
-from acutance.calibration.losses import AnyLoss, Loss, LossError, MaskedTokens, Scored, choose_loss
+from acutance.calibration.loss_table import (
+    LossTable,
+    Reading,
+    Saving,
+    measure_batch,
+    numbered_change,
+)
+from acutance.calibration.losses import AnyLoss, Loss, LossError, MaskedTokens, choose_loss
 from acutance.calibration.windows import (
     AnyBatches,
     Turn,
@@ -174,10 +179,10 @@ def judge(
             )
         found = found.by_text(texts)
     changes = for_train_length(model, as_changes(laws), train_length)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, save_every=save_every)
     return judge_windows(
-        model, found, changes, choose_loss(model, loss), advance=advance,
-        save=save, save_every=save_every, resume=resume, overwrite=overwrite,
-    )  # fmt: skip
+        model, found, changes, choose_loss(model, loss), saving=saving, advance=advance
+    )
 
 
 def judge_windows(
@@ -186,10 +191,7 @@ def judge_windows(
     changes: Sequence[Change],
     loss: Loss,
     *,
-    save: str | os.PathLike[str] | None = None,
-    save_every: int = 1,
-    resume: bool = False,
-    overwrite: bool = False,
+    saving: Saving,
     given: Mapping[str, Any] | None = None,
     advance: Advance | None = None,
 ) -> LossComparison:
@@ -200,17 +202,10 @@ def judge_windows(
         windows: the windows in batches, with the groups between which errors are estimated.
         changes: changes of the model to compare with the unchanged model.
         loss: the loss.
-        save: as for :func:`judge`.
-        save_every: as for :func:`judge`.
-        resume: as for :func:`judge`.
-        overwrite: as for :func:`judge`.
+        saving: where what is measured is kept.
         given: options that decide about ``changes``, which a resumed run must share.
         advance: as for :func:`judge`.
-
-    Returns:
-        The comparison, as :func:`judge`.
     """
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, save_every=save_every)
     groups, lengths = windows.groups, windows.lengths
     if len(groups.unique()) < 2:
         raise ValueError(
@@ -242,18 +237,17 @@ def judge_windows(
         evaluating(model),
         torch.inference_mode(),
     ):
-        if len(table.readings) < len(runs) * len(windows.turns):
+        if len(table.readings) < len(runs) * len(rows):
             loss.check(model, windows.turns[0].inputs(device))
         for index, turn in enumerate(windows.turns):
-            for under, (words, change) in zip(readings, runs, strict=True):
-                before = None if change is None else readings[0][index]
+            for number, (words, change) in enumerate(runs):
+                before = readings[0][index] if number else None
                 measure = partial(
                     measure_batch, model, loss, turn.inputs(device), change, ranges, before
                 )
-                # windows that are done after this law
-                done = turn.groups.numel() if under is readings[-1] else 0
+                done = rows[index] if number == len(changes) else 0  # windows, after this law
                 known = (words, index) in table.readings
-                under.append(table.get(words, index, measure, done))
+                readings[number].append(table.get(words, index, measure, done))
                 if advance is not None:
                     advance(turn.tokens, done, not known)
     sums = torch.stack([torch.cat([one.loss for one in batches]) for batches in readings])
@@ -268,47 +262,6 @@ def judge_windows(
         groups=len(groups.unique()),
         unit=windows.unit,
     )
-
-
-def measure_batch(
-    model: torch.nn.Module,
-    loss: Loss,
-    batch: Mapping[str, Any],
-    change: Change | None,
-    ranges: Sequence[tuple[int, int]],
-    before: Reading | None,
-    past: int = 0,
-) -> Reading:
-    """Run a model on a batch under a change, and sum the losses by n.
-
-    Args:
-        model: the model.
-        loss: the loss.
-        batch: keywords of the model.
-        change: the change of the model; None is none.
-        ranges: first and last n of each range.
-        before: the reading without a change.
-        past: tokens before the batch, which every prediction could read too; up to them the losses
-            are those of ``before``.
-
-    Raises:
-        LossError: if a loss is infinite, or other tokens have a loss than before.
-    """
-    with nullcontext() if change is None else change.applied(model):
-        scored = loss.score(model, batch)
-    sums, counts = by_range(Scored(scored.loss, scored.n + past), ranges)
-    if before is not None:
-        read_before = torch.tensor([last <= past for _, last in ranges])
-        sums = torch.where(read_before, before.loss, sums)
-        counts = torch.where(read_before, before.count, counts)
-    wrong = "NaN" if before is not None and not torch.equal(counts, before.count) else "infinite"
-    if wrong == "NaN" or not bool(sums.isfinite().all()):
-        under = "" if change is None else f" under {change.name}"
-        raise LossError(
-            f"the loss of some tokens is {wrong}{under}; load the model in a wider dtype, such as "
-            "float32"
-        )
-    return Reading(sums, counts)
 
 
 #: Windows that are held out: a quarter of the text, within these limits.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -51,14 +52,11 @@ class LayerRecords:
 
     Args:
         metrics: names of the row metrics to record.
-        empty: for each readout to record, a function that returns the record of so many heads
-            without rows.
+        readouts: for each readout to record, its fields that are no arrays.
     """
 
-    def __init__(
-        self, metrics: tuple[str, ...], empty: Mapping[str, Callable[[int], Cells]]
-    ) -> None:
-        self._metrics, self._empty = metrics, empty
+    def __init__(self, metrics: tuple[str, ...], readouts: Mapping[str, Mapping[str, Any]]) -> None:
+        self._metrics, self._readouts = metrics, readouts
         self._lock = threading.Lock()
         self._records: dict[str, _LayerRecord] = {}
 
@@ -104,8 +102,11 @@ class LayerRecords:
             finished = {}
             for name, record in self._records.items():
                 layer, parts = record.layer(), Parts(moments=record.parts["moments"])
-                for readout, empty in self._empty.items():
-                    parts[readout] = record.parts.get(readout) or empty(layer.heads)
+                for readout, others in self._readouts.items():
+                    none = READOUTS[readout].cells.without_rows
+                    parts[readout] = record.parts.get(readout) or none(
+                        layer.heads, metrics=len(self._metrics), **others
+                    )
                 finished[name] = LayerSummary(layer, parts)
             return finished
 
@@ -131,7 +132,7 @@ class LayerRecords:
         if rows.sampled is not None:
             moments = moments.sampled(*rows.sampled)
         parts = Parts(moments=moments)
-        for name in self._empty:
+        for name in self._readouts:
             if (measure := READOUTS[name].measure) is not None:
                 parts[name] = measure(values, rows)
         return parts
@@ -139,18 +140,17 @@ class LayerRecords:
 
 def _can_join(left: CallRows, right: CallRows, dim: int) -> bool:
     """Whether the rows of two calls can be joined: along the batch (0), or the heads (1)."""
+    alike = packed_alike(left.stats, right.stats)
     kinds = [(rows.structure is None, rows.positions is None) for rows in (left, right)]
     if dim == 1:
-        return kinds[0][0] and kinds[1][0] and packed_alike(left.stats, right.stats)
+        return alike and kinds[0][0] and kinds[1][0]
     if left.counted.shape[1:] != right.counted.shape[1:] or kinds[0] != kinds[1]:
         return False
-    if packed_alike(left.stats, right.stats):
-        return True
-    forms = [
-        [(field.shape[1:], field.dtype, field.device) for field in rows.stats.state]
-        for rows in (left, right)
-    ]
-    return forms[0] == forms[1]
+    states = zip(left.stats.state, right.stats.state, strict=True)
+    return alike or all(
+        (one.shape[1:], one.dtype, one.device) == (other.shape[1:], other.dtype, other.device)
+        for one, other in states
+    )
 
 
 def _join_rows(calls: Sequence[CallRows], dim: int) -> CallRows:
@@ -174,15 +174,15 @@ def _join_structures(structures: list[StructureStatistics]) -> StructureStatisti
     """Concatenate the structure of several calls along the batch."""
     octaves = max(structure.octaves.shape[-1] for structure in structures)
     heads = max(structure.even.shape[1] for structure in structures)
-    columns = {}
+    columns = []
     for entry in fields(structures[0]):
         arrays = [getattr(structure, entry.name) for structure in structures]
         if entry.name in ("octaves", "even"):
             arrays = [pad(array, (0, octaves - array.shape[-1])) for array in arrays]
         if entry.name == "even":
             arrays = [array.expand(-1, heads, -1, -1, -1) for array in arrays]
-        columns[entry.name] = torch.cat(arrays)
-    return StructureStatistics(**columns)
+        columns.append(torch.cat(arrays))
+    return StructureStatistics(*columns)
 
 
 #: Up to this many calls of one module in a forward pass are recorded separately; more are merged.
@@ -227,20 +227,16 @@ def join_calls(
 
 def _join_head_loop(calls: Sequence[LayerSummary], heads: int | None) -> LayerSummary | None:
     """Join the calls of a loop over heads, and batch items, into one layer; None if it is none."""
-    first = calls[0].layer
-    each = first.heads
-    if heads is None or heads % each or (len(calls) * each) % heads or heads == each:
+    kinds = {(call.layer.heads, call.layer.chosen, call.layer.source) for call in calls}
+    width, chosen, source = kinds.pop()
+    if kinds or chosen or source not in _LOOPED:
         return None
-    alike = all(
-        (call.layer.heads, call.layer.chosen, call.layer.source) == (each, (), first.source)
-        for call in calls
-    )
-    if not alike or first.source not in _LOOPED:
+    if heads is None or heads % width or (len(calls) * width) % heads or heads == width:
         return None
-    turns = heads // each  # each turn of the loop handles all heads of one item
+    turns = heads // width  # each turn of the loop handles all heads of one item
     items = []
     for turn in range(turns):
         item = reduce(LayerSummary.merge, calls[turn::turns])
-        numbers = tuple(range(turn * each, (turn + 1) * each))
+        numbers = tuple(range(turn * width, (turn + 1) * width))
         items.append(item._replace(layer=replace(item.layer, chosen=numbers)))
     return reduce(LayerSummary.merge, items)

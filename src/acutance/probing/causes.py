@@ -24,24 +24,6 @@ from acutance.masks import hides
 _MOST_ROWS = 0.9
 
 
-def likely_cause(
-    call: AttentionCall, theirs: Tensor, counted: Tensor, module: torch.nn.Module | None = None
-) -> str:
-    """Why a call's output differs, as the end of a sentence; empty if no tested change agrees.
-
-    The arguments are those of :func:`find_cause`.
-
-    Example:
-        >>> x = torch.randn(1, 2, 5, 4)
-        >>> call = AttentionCall("layer", "", x, x, x, scale=0.1)
-        >>> theirs = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-        >>> likely_cause(call, theirs, torch.ones(1, 2, 5, dtype=torch.bool))
-        'the output agrees if the scale is 0.5, 1/√d: it seems not to use the given 0.1'
-    """
-    cause = find_cause(call, theirs, counted, module)
-    return "" if cause is None else f"the output agrees if {cause.agrees}: {cause.means}"
-
-
 def find_cause(
     call: AttentionCall, theirs: Tensor, counted: Tensor, module: torch.nn.Module | None = None
 ) -> Cause | None:
@@ -55,6 +37,13 @@ def find_cause(
 
     Returns:
         The first change or fault that agrees; None if none does.
+
+    Example:
+        >>> x = torch.randn(1, 2, 5, 4)
+        >>> call = AttentionCall("layer", "", x, x, x, scale=0.1)
+        >>> theirs = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        >>> find_cause(call, theirs, torch.ones(1, 2, 5, dtype=torch.bool)).sentence
+        'the output agrees if the scale is 0.5, 1/√d: it seems not to use the given 0.1'
     """
     for cause in itertools.chain(changes_of(call, module), faults_of(call)):
         try:
@@ -164,6 +153,11 @@ class Cause(NamedTuple):
     faults: Mapping[str, Any] = {}
     rounds: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """Why the output differs, as the end of a sentence."""
+        return f"the output agrees if {self.agrees}: {self.means}"
+
 
 def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cause]:
     """Candidate changes of a call, likeliest first.
@@ -172,59 +166,51 @@ def changes_of(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[
         call: the call.
         module: the attention module; values in its attributes and configuration are tried too.
     """
-    present = [name for name in _DROPPED if getattr(call, name) is not None]
-    for name in present:
-        yield Cause({name: None}, *_DROPPED[name])
+    dropped = [
+        Cause({name: None}, *texts)
+        for name, texts in _DROPPED.items()
+        if getattr(call, name) is not None
+    ]
+    yield from dropped
     yield from _windows(call)
     yield from _scales(call, module)
     yield from _added(call, module)
     yield from _causal(call)
     yield from _mask_added(call)
     if call.sinks is not None:
+        zeros, scaled = {"sinks": torch.zeros_like(call.sinks)}, {"sinks": call.sinks * call.factor}
         means = "it seems to use sinks that were not loaded"
-        zeros = torch.zeros_like(call.sinks)
-        yield Cause({"sinks": zeros}, "sinks not loaded", "the sinks are 0", means)
+        yield Cause(zeros, "sinks not loaded", "the sinks are 0", means)
         means = "it seems to multiply the sinks by the scale too"
-        scaled = call.sinks * call.factor
-        yield Cause({"sinks": scaled}, "sinks scaled", "the sinks are scaled", means)
+        yield Cause(scaled, "sinks scaled", "the sinks are scaled", means)
     if call.bias is not None and call.bias.is_floating_point():
-        means = "it seems to multiply both by the scale"
-        scaled = call.bias * call.factor
-        yield Cause({"bias": scaled}, "bias scaled", "the bias is added before the scale", means)
-    yield from _groups(call)
-    yield from _several(call, present)
+        scaled, means = {"bias": call.bias * call.factor}, "it seems to multiply both by the scale"
+        yield Cause(scaled, "bias scaled", "the bias is added before the scale", means)
+    group = call.query.shape[1] // call.key.shape[1]
+    if group > 1 and call.key.shape[1] > 1:
+        kind, means = "heads grouped differently", "it seems to group heads differently"
+        in_turn = {name: getattr(call, name).repeat(1, group, 1, 1) for name in ("key", "value")}
+        yield Cause(in_turn, kind, "query heads are assigned to key heads in turn", means)
+        first = {name: getattr(call, name)[:, :1] for name in ("key", "value")}
+        yield Cause(first, kind, "all query heads use the first key head", means)
+    yield from _several(call, dropped)
 
 
-def _several(call: AttentionCall, present: list[str]) -> Iterator[Cause]:
-    """Changes that leave several arguments out, or also add or remove causality."""
-    causes = [Cause({name: None}, *_DROPPED[name]) for name in present]
+def _several(call: AttentionCall, causes: list[Cause]) -> Iterator[Cause]:
+    """Several of the ``causes`` at once, or with causality added or removed."""
     if call.is_causal:
-        causes.append(Cause({"is_causal": False}, "not causal", "it is not causal", ""))
+        causes = [*causes, Cause({"is_causal": False}, "not causal", "it is not causal", "")]
     elif call.attn_mask is None:
         causal = {"is_causal": True, "query_offset": call.key.shape[2] - call.query.shape[2]}
-        causes.append(Cause(causal, "causal by itself", "it is causal", ""))
+        causes = [*causes, Cause(causal, "causal by itself", "it is causal", "")]
     most = 2 if call.query.shape[2] * call.key.shape[2] > _LARGE else len(causes)
     for count in range(2, most + 1):
         for several in itertools.combinations(causes, count):
-            arguments = {
-                name: value for cause in several for name, value in cause.arguments.items()
-            }
+            arguments = dict(itertools.chain(*(cause.arguments.items() for cause in several)))
             kind = " and ".join(cause.kind for cause in several)
             agrees = " and ".join(cause.agrees for cause in several)
             means = "it seems to ignore both" if count == 2 else "it seems to ignore them"
             yield Cause(arguments, kind, agrees, means)
-
-
-def _groups(call: AttentionCall) -> Iterator[Cause]:
-    """Another assignment of query heads to key heads."""
-    group = call.query.shape[1] // call.key.shape[1]
-    if group == 1 or call.key.shape[1] == 1:
-        return
-    kind, means = "heads grouped differently", "it seems to group heads differently"
-    in_turn = {name: getattr(call, name).repeat(1, group, 1, 1) for name in ("key", "value")}
-    yield Cause(in_turn, kind, "query heads are assigned to key heads in turn", means)
-    first = {name: getattr(call, name)[:, :1] for name in ("key", "value")}
-    yield Cause(first, kind, "all query heads use the first key head", means)
 
 
 def _windows(call: AttentionCall) -> Iterator[Cause]:
@@ -264,12 +250,10 @@ def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Cau
     if isinstance(hidden, int) and hidden > 0:
         candidates.append((hidden**-0.5, ", 1/√hidden_size"))
     configured = configured_value(module, "scale")
-    for factor in (
-        configured,
-        configured**-0.5 if isinstance(configured, int | float) and configured > 0 else None,
-    ):
-        if isinstance(factor, int | float):
-            candidates.append((float(factor), f", from the module's {configured:g}"))
+    if isinstance(configured, int | float):
+        origin = f", from the module's {configured:g}"
+        candidates.append((float(configured), origin))
+        candidates += [(configured**-0.5, origin)] if configured > 0 else []
     for factor, origin in candidates:
         if abs(factor - call.factor) > 1e-6 * abs(call.factor):
             means = f"it seems not to use the given {call.factor:.4g}"
@@ -286,8 +270,7 @@ def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[Caus
         value = configured_value(module, name) if getattr(call, name) is None else None
         kind = f"{name} not passed"
         if name == "sinks":
-            fits = isinstance(value, Tensor) and value.numel() == call.query.shape[1]
-            if fits and isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.numel() == call.query.shape[1]:
                 means, changed = "the call does not pass them", value.detach().reshape(-1)
                 yield Cause({name: changed}, kind, "the module's sinks are included", means)
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
@@ -385,20 +368,14 @@ def visible_keys(call: AttentionCall) -> Tensor:
                   [1, 1, 0],
                   [0, 1, 1]]]], dtype=torch.int32)
     """
-    batch, queries, keys = len(call.query), call.query.shape[2], call.key.shape[2]
-    device = call.query.device
-    rows = torch.arange(queries, device=device).expand(batch, queries)
-    seen = call.seen_by_position(rows)
-    visible = torch.ones(batch, 1, queries, keys, dtype=torch.bool, device=device)
+    batch, queries, device = len(call.query), call.query.shape[2], call.query.device
+    seen = call.seen_by_position(torch.arange(queries, device=device).expand(batch, queries))
+    visible = torch.ones(batch, 1, queries, call.key.shape[2], dtype=torch.bool, device=device)
     visible = visible if seen is None else visible & seen
     for mask in (call.attn_mask, call.bias):
         if mask is not None:
-            visible = visible & (
-                mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
-            )
-    if call.key_mask is not None:
-        visible = visible & call.key_mask[:, None, None, :]
-    return visible
+            visible = visible & (mask if mask.dtype == torch.bool else ~hides(mask))
+    return visible if call.key_mask is None else visible & call.key_mask[:, None, None, :]
 
 
 def dense_scores(
@@ -502,11 +479,8 @@ def is_untrained(model: torch.nn.Module) -> bool:
         matrices = [
             matrix
             for name, matrix in model.named_parameters()
-            if matrix.ndim == 2
-            and min(matrix.shape) >= 16
-            and matrix.is_floating_point()
-            and "embed" not in name
-            and _readable(matrix)
+            if matrix.ndim == 2 and min(matrix.shape) >= 16 and "embed" not in name
+            if matrix.is_floating_point() and _readable(matrix)
         ]
         return gains > 0 and all(map(_looks_random, matrices[:_MATRICES]))
 

@@ -16,13 +16,7 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import HeadChoice, LayerChoice, class_name, max_heads
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.structure import kernel_call, token_text
-from acutance.probing.tokens import (
-    Reader,
-    Sample,
-    SelectedCall,
-    take_heads,
-    take_rows,
-)
+from acutance.probing.tokens import Reader, Sample, SelectedCall, take_heads, take_rows
 from acutance.structure.statistics import blocks, exact
 from acutance.summary.readouts.head_maps import MOST_SEQUENCES, HeadMap
 from acutance.summary.readouts.moments import CallRows
@@ -145,12 +139,10 @@ class MapReader(Reader):
         """One sentence for each request of which no sequence had a row."""
         with self._lock:
             recorded = {name for (name, *_), rows in self._rows.items() if rows}
-        return [
-            f"maps: no sequence has row {', '.join(map(str, sorted(request.rows)[:5]))} of "
-            f"{request.name!r}"
-            for request, _, _ in self._requests
-            if request.name not in recorded
-        ]
+        lacking = [request for request, *_ in self._requests if request.name not in recorded]
+        rows = [", ".join(map(str, sorted(request.rows)[:5])) for request in lacking]
+        named = zip(rows, lacking, strict=True)
+        return [f"maps: no sequence has row {row} of {request.name!r}" for row, request in named]
 
     def maps(self) -> RecordedMaps:
         """The recorded maps by the user's name for the head, ordered by sequence."""
@@ -181,11 +173,8 @@ def check_maps(maps: Any) -> list[_MapRequest]:
     """
     if not isinstance(maps, Mapping) or not maps:
         raise TypeError(f"maps must map heads to their rows, got {maps!r:.60}")
-    requests = []
-    for head_key, rows in maps.items():
-        (layer, head), name = _head_and_name(head_key)
-        requests.append(_MapRequest(name, layer, head, _parse_rows(name, rows)))
-    return requests
+    named = ((*_head_and_name(head_key), rows) for head_key, rows in maps.items())
+    return [_MapRequest(name, *head, _parse_rows(name, rows)) for head, name, rows in named]
 
 
 def _head_and_name(head_key: Any) -> tuple[tuple[str, str], str]:
@@ -216,9 +205,8 @@ def _parse_rows(name: str, rows: Any) -> frozenset[int]:
         )
     if len(set(rows)) > MOST_MAP_ROWS:
         raise ValueError(
-            f"maps can record at most {MOST_MAP_ROWS} rows of a head in each "
-            f"sequence, but {name!r} "
-            f"names {len(set(rows))}"
+            f"maps can record at most {MOST_MAP_ROWS} rows of a head in each sequence, but "
+            f"{name!r} names {len(set(rows))}"
         )
     return frozenset(rows)
 

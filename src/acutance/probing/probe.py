@@ -10,7 +10,15 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import NOT_READ, Chosen, class_name, heads_of, looks_like_weights
+from acutance.capture.find_layers import (
+    NOT_READ,
+    Chosen,
+    HeadChoice,
+    class_name,
+    heads_of,
+    looks_like_weights,
+    max_heads,
+)
 from acutance.capture.listener import Listener, ProbeError, Tap, tap
 from acutance.capture.padding import checked_mask
 from acutance.probing.accumulate import LayerRecords, join_calls
@@ -51,21 +59,18 @@ class Probe:
     def __init__(self, model: torch.nn.Module, settings: ProbeSettings) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        settings.check_heads(model)
+        if settings.heads is not None and (n_heads := max_heads(model)) is not None:
+            HeadChoice(settings.heads).check(n_heads, class_name(model))
         self.metrics = settings.recorded
         self._model = model
-        texts: dict[str, Any]
-        texts = {} if settings.spans is None else {"spans": {"names": check_spans(settings.spans)}}
-        self._records = LayerRecords(
-            self.metrics,
-            {
-                name: partial(
-                    readout.cells.without_rows, metrics=len(self.metrics), **texts.get(name, {})
-                )
-                for name, readout in READOUTS.items()
-                if not readout.option or getattr(settings, readout.option)
-            },
-        )
+        readouts: dict[str, dict[str, Any]] = {
+            name: {}
+            for name, readout in READOUTS.items()
+            if not readout.option or getattr(settings, readout.option)
+        }
+        if settings.spans is not None:
+            readouts["spans"] = {"names": check_spans(settings.spans)}
+        self._records = LayerRecords(self.metrics, readouts)
         tokens = Tokens()
         self._readers = {
             kind: kind(model, settings, tokens, self._records)
@@ -259,11 +264,7 @@ class Probe:
         """
         if (reader := self._reader(QueryKeyReader)) is None:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
-        order = sorted(self._records.names(), key=self._listener.modules.order)
-        try:
-            return reader.sample(order)
-        except ValueError as error:
-            raise ProbeError(str(error)) from error
+        return reader.sample(sorted(self._records.names(), key=self._listener.modules.order))
 
     def __repr__(self) -> str:
         count = len(list(self._records.names()))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.listener import ProbeError
 from acutance.files import write_bytes
 from acutance.from_json import checked
 from acutance.masks import hides
@@ -112,31 +113,23 @@ class QueryKeySample:
         for name, share in zip(self.heads, moved, strict=True):
             module, _, head = name.rpartition("/")
             layers.setdefault(module, []).append({"head": head, "moved": share})
-        return {
-            "tokens": self.length,
-            "is_causal": self.is_causal,
-            "mean": sum(moved) / len(moved),
-            "layers": [
-                {
-                    "module": module,
-                    "mean": sum(head["moved"] for head in heads) / len(heads),
-                    "heads": heads,
-                }
-                for module, heads in layers.items()
-            ],
-        }
+        means = [sum(head["moved"] for head in heads) / len(heads) for heads in layers.values()]
+        of_layers = [
+            {"module": module, "mean": mean, "heads": heads}
+            for (module, heads), mean in zip(layers.items(), means, strict=True)
+        ]
+        about = {"tokens": self.length, "is_causal": self.is_causal}
+        return about | {"mean": sum(moved) / len(moved), "layers": of_layers}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sample atomically to a safetensors file for :func:`load_queries_keys`."""
         from safetensors.torch import save
 
-        header = {
-            "schema": SCHEMA,
-            "sample": json.dumps({"heads": self.heads, "is_causal": self.is_causal}),
-        }
-        parts = {"query": self.query, "key": self.key, "value": self.value}
-        parts = {name: part.contiguous().clone() for name, part in parts.items()}  # none shared
-        write_bytes(path, save(parts, metadata=sealed(header, parts)))
+        sample = json.dumps({"heads": self.heads, "is_causal": self.is_causal})
+        arrays = {"query": self.query, "key": self.key, "value": self.value}
+        arrays = {name: array.contiguous().clone() for name, array in arrays.items()}  # none shared
+        header = sealed({"schema": SCHEMA, "sample": sample}, arrays)
+        write_bytes(path, save(arrays, metadata=header))
 
 
 def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
@@ -215,26 +208,22 @@ class QueryKeyReader(Reader):
             order: names of modules, in the order of the summary.
 
         Raises:
-            ValueError: if nothing was recorded.
+            ProbeError: if nothing was recorded.
         """
-        layers = [self._layers[name] for name in order if name in self._layers]
-        layers = [
-            layer for layer in layers if all(map(_is_finite, (layer.query, layer.key, layer.value)))
-        ]
+        known = [self._layers[name] for name in order if name in self._layers]
+        layers = [x for x in known if all(map(_is_finite, (x.query, x.key, x.value)))]
         if not layers:
-            raise ValueError(
+            raise ProbeError(
                 "no queries and keys were recorded: the model must run self-attention over whole "
                 "sequences, with finite values, through a function that receives queries and keys"
             )
         shapes = [(layer.query.shape[1:], layer.value.shape[2]) for layer in layers]
         alike = [layer for layer, shape in zip(layers, shapes, strict=True) if shape == shapes[0]]
-        return QueryKeySample(
-            query=torch.cat([layer.query for layer in alike]),
-            key=torch.cat([layer.key for layer in alike]),
-            value=torch.cat([layer.value for layer in alike]),
-            heads=tuple(head for layer in alike for head in layer.heads),
-            is_causal=all(layer.is_causal for layer in alike),
-        )
+        triples = zip(*((layer.query, layer.key, layer.value) for layer in alike), strict=True)
+        heads = tuple(head for layer in alike for head in layer.heads)
+        is_causal = all(layer.is_causal for layer in alike)
+        query, key, value = map(torch.cat, triples)
+        return QueryKeySample(query, key, value, heads, is_causal)
 
 
 def _is_finite(part: Tensor) -> bool:

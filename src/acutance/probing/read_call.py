@@ -26,15 +26,9 @@ from acutance.capture.listener import Listener
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.masks import hidden_scores, shallow_mask
 from acutance.probing.accumulate import LayerRecords
-from acutance.probing.causes import differences, likely_cause, row_errors
+from acutance.probing.causes import differences, find_cause, row_errors
 from acutance.probing.settings import ProbeSettings
-from acutance.probing.tokens import (
-    PlaceReader,
-    Reader,
-    SelectedCall,
-    draw,
-    take_heads,
-)
+from acutance.probing.tokens import PlaceReader, Reader, SelectedCall, draw
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.layer import Layer, Status
 from acutance.summary.readouts.moments import CallRows
@@ -93,10 +87,11 @@ class CallReader:
         call = self._with_deep_masks(call)
         selected = self._select(call, module)
         doubted = call.module in self._suspects
-        comparable = output is not None and call.dropout_p == 0.0
-        kind = call.kind() if comparable and self._verify == "first" else None
+        if call.dropout_p > 0.0:
+            output = None  # not to be compared
+        kind = call.kind() if output is not None and self._verify == "first" else None
         already_agreed = not doubted and kind in self._agreed_kinds
-        if output is None or not comparable or not (self._verify or doubted) or already_agreed:
+        if output is None or already_agreed or not (self._verify or doubted):
             status: Status = "checked" if already_agreed else "captured"
             rows = _result(selected, selected.call.statistics(*self._moments_wanted), status)
         else:
@@ -113,19 +108,16 @@ class CallReader:
         """
         _check_not_batched(scores)
         scores = self._with_deep_mask(scores.detach(), name, products=True)
-        total = scores.shape[1]
-        heads = self._chosen(total)
+        heads = self._chosen(scores.shape[1])
         chosen = scores if heads is None else scores[:, heads]
         stats, visible = observe_scores(chosen, self._settings.gaps)
         counting = self.listener.rows.rows_of_scores(scores, name, stats.state.n, visible)
         empty = scores[..., :0]
         call = AttentionCall(name, "softmax", empty, empty, empty)
-        numbers = _head_numbers(0, range(total) if heads is None else heads)
-        selected = SelectedCall(call, counting, heads, numbers, None)
+        selected = SelectedCall(call, counting, heads)
         verified = self._verify == "first" and name in self._verified_modules
-        should_verify = self._verify and not verified
         self._verified_modules.add(name)
-        doubt_text = doubt() if doubt is not None and should_verify else None
+        doubt_text = doubt() if doubt is not None and self._verify and not verified else None
         status: Status = "unverified" if doubt_text is None else "mismatch"
         if _in_order_of_size(chosen):
             stats.state.first.fill_(torch.nan)
@@ -220,28 +212,14 @@ class CallReader:
             self._agreed_kinds.add(kind)
         if not agrees and call.module not in self._doubted_modules:  # a module's first says it all
             self._doubted_modules.add(call.module)
-            cause = self._cause(selected, output(), counted, module)
-            reason = f"; {cause}" if cause else call.unknown_keywords()
+            if selected.sample is not None:
+                # sampled rows would not do: their causality and window have become one mask
+                selected = replace(selected, sample=None)
+                counted = _counted_rows(selected, selected.call.statistics(False))
+            cause = find_cause(selected.call, selected.select(output()), counted, module)
+            reason = f"; {cause.sentence}" if cause else call.unknown_keywords()
             rows = rows._replace(doubt=f"{REBUILT_DIFFERS} by {error:.2g} of its size{reason}")
         return rows
-
-    def _cause(
-        self, selected: SelectedCall, output: Tensor, counted: Tensor, module: torch.nn.Module
-    ) -> str:
-        """Likely cause of a differing output, tested on all rows of the selected heads.
-
-        Sampled rows would not do: their causality, window and documents have become one mask.
-        """
-        call, heads = selected.whole, selected.heads
-        if heads is not None:
-            if output.shape[1] == call.query.shape[1]:
-                output = output[:, heads]
-            call = take_heads(call, heads)
-        if selected.sample is not None:
-            counted = call.statistics(False).state.n > 0
-            if selected.rows.counted is not None:
-                counted = counted & selected.rows.counted[:, None, :]
-        return likely_cause(call, output, counted, module)
 
     def _read_more(
         self, selected: SelectedCall, rows: CallRows, module: torch.nn.Module
@@ -258,13 +236,12 @@ class CallReader:
 
     def _with_deep_masks(self, call: AttentionCall) -> AttentionCall:
         """The call with its additive masks as :meth:`_with_deep_mask` reads them."""
-        masks = {"attn_mask": call.attn_mask, "bias": call.bias}
-        changed: dict[str, Any] = {}
-        for name, mask in masks.items():
+        for name in ("attn_mask", "bias"):
+            mask = getattr(call, name)
             if mask is not None and mask.dtype != torch.bool:
-                deep = self._with_deep_mask(mask, call.module)
-                changed |= {} if deep is mask else {name: deep}
-        return replace(call, **changed) if changed else call
+                deep: Any = self._with_deep_mask(mask, call.module)
+                call = call if deep is mask else replace(call, **{name: deep})
+        return call
 
     def _with_deep_mask(self, added: Tensor, module: str, *, products: bool = False) -> Tensor:
         """Read one number above −1e9 that seems to hide keys, such as −1e4, as −inf, and warn.
@@ -322,9 +299,7 @@ class CallReader:
             seed = (self._settings.seed, call.module, thread.pass_number, number)
             device = call.query.device
             sample = draw(batch, queries, counting.counted, max_rows, seed, device)
-        heads = self._chosen(total)
-        numbers = _head_numbers(first, range(total) if heads is None else heads)
-        return SelectedCall(call, counting, heads, numbers, sample)
+        return SelectedCall(call, counting, self._chosen(total), first, sample)
 
 
 def _counted_rows(selected: SelectedCall, stats: RowStatistics) -> Tensor:
@@ -357,32 +332,22 @@ def _result(
         counted = _counted_rows(selected, stats)
     sample, counting = selected.sample, selected.rows
     batch, heads, queries = counted.shape
-    padded, padded_by = counting.padded, counting.source
+    padded, padded_by, unseen = counting.padded, counting.source, 0
     rows = int(counted.sum((0, 2)).max()) if counted.numel() else 0
-    n_rows = batch * queries - padded - counting.excluded if sample is None else sample.n_sampled
-    unseen = 0
-    if counting.unseen is not None and sample is None:
-        unseen = int((counted.any(1) & counting.unseen).sum())
-        n_blank = int((torch.logical_not((stats.state.n > 0).any(1)) & counting.unseen).sum())
-        if n_blank:
-            padded, n_rows, padded_by = padded + n_blank, n_rows - n_blank, "masks"
+    if sample is not None:
+        counts = {"skipped": sample.total - sample.n_sampled, "empty": sample.n_sampled - rows}
+    else:
+        if counting.unseen is not None:
+            unseen = int((counted.any(1) & counting.unseen).sum())
+            blank = int((torch.logical_not((stats.state.n > 0).any(1)) & counting.unseen).sum())
+            padded, padded_by = padded + blank, "masks" if blank else padded_by
+        counts = {"empty": batch * queries - padded - counting.excluded - rows}
+    counts |= {"rows": rows, "padded": padded, "excluded": counting.excluded, "unseen": unseen}
     layer = Layer(
-        module=selected.whole.module,
-        heads=heads,
-        status=status,
-        calls=1,
-        rows=rows,
-        padded=padded,
-        padded_by=padded_by if padded else "",
-        empty=n_rows - rows,
-        excluded=counting.excluded,
-        unseen=unseen,
-        error=error,
-        source=selected.whole.source,
-        chosen=selected.chosen,
-        skipped=0 if sample is None else sample.total - sample.n_sampled,
-        provided=int(provided),
-    )
+        selected.whole.module, heads, status, calls=1, padded_by=padded_by if padded else "",
+        error=error, source=selected.whole.source, chosen=selected.numbers, provided=int(provided),
+        **counts,
+    )  # fmt: skip
     drawn = None if sample is None else (sample.total, sample.n_sampled)
     return CallRows(layer, stats, counted, drawn)
 
@@ -448,9 +413,3 @@ def _check_not_batched(*tensors: Tensor) -> None:
         raise ValueError(
             "its calls inside torch.vmap cannot be captured: loop over the batch instead"
         )
-
-
-def _head_numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:
-    """Numbers, in their layer, of the chosen heads of this rank; empty if they are 0, 1, 2, …."""
-    numbers = [first + head for head in heads]
-    return () if numbers == list(range(len(numbers))) else tuple(numbers)

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import Chosen, HeadChoice, class_name, max_heads
+from acutance.capture.find_layers import Chosen
 from acutance.rowstats import METRICS, metric
 from acutance.rowstats.metrics import metric_names
 from acutance.shapes import check_count, check_flag
@@ -80,11 +79,11 @@ class ProbeSettings:
         if self.max_rows is not None:
             check_count("max_rows", self.max_rows, 2)
         if self.metrics is not None:
-            needed = [metric(name) for name in self.metrics]
-            if not needed:
+            entries = [metric(name) for name in self.metrics]
+            if not entries:
                 raise ValueError("metrics must name at least one metric, got none")
-            self._imply("noise", any(needed_metric.needs_values for needed_metric in needed))
-            self._imply("gaps", any(needed_metric.needs_gaps for needed_metric in needed))
+            self._imply("noise", any(entry.needs_values for entry in entries))
+            self._imply("gaps", any(entry.needs_gaps for entry in entries))
         self._imply("structure", bool(self.examples))
 
     def _imply(self, name: str, needed: bool) -> None:
@@ -94,19 +93,8 @@ class ProbeSettings:
     @property
     def recorded(self) -> tuple[str, ...]:
         """Names of the metrics to record, in the order of :data:`acutance.METRICS`."""
-        requested = set(
-            metric_names(noise=self.noise, gaps=self.gaps) if self.metrics is None else self.metrics
-        )
-        if not self.structure:
-            return tuple(filter(requested.__contains__, METRICS))
-        requested.add("first_weight")  # the weight on the first token
-        return (*filter(requested.__contains__, METRICS), *STRUCTURE)
-
-    def check_heads(self, model: torch.nn.Module) -> None:
-        """Check that a model has the requested heads.
-
-        Raises:
-            ValueError: if a head number is too large for the model.
-        """
-        if self.heads is not None and (n_heads := max_heads(model)) is not None:
-            HeadChoice(self.heads).check(n_heads, class_name(model))
+        names = self.metrics
+        requested = set(metric_names(noise=self.noise, gaps=self.gaps) if names is None else names)
+        if self.structure:
+            requested |= {"first_weight", *STRUCTURE}  # the weight on the first token
+        return tuple(filter(requested.__contains__, (*METRICS, *STRUCTURE)))

@@ -6,7 +6,7 @@ span. One more pass of the kernel gives it for all rows in O(n) memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,27 +57,21 @@ class _CheckedSpans:
                 + ", ".join(f"{name!r} for {size}" for name, size in batches.items())
             )
         self.batch = next(iter(batches.values()), None)
-        widths = {part.shape[1] for part in self.parts if isinstance(part, Tensor)}
+        masks = {name: part for name, part in named.items() if isinstance(part, Tensor)}
+        widths = sorted({mask.shape[1] for mask in masks.values()})
         if len(widths) > 1:
-            raise ValueError(
-                "spans given as masks must have the same length, got "
-                f"{', '.join(map(str, sorted(widths)))}"
-            )
-        self.length = next(iter(widths), None)
-        ranges = [
-            (name, *span)
-            for name, part in named.items()
-            if not isinstance(part, Tensor)
-            for span in part
-        ]
+            shown = ", ".join(map(str, widths))
+            raise ValueError(f"spans given as masks must have the same length, got {shown}")
+        self.length = widths[0] if widths else None
+        ranges = [(name, *span) for name in named if name not in masks for span in named[name]]
         self.furthest = max(ranges, key=_end, default=None)
         length = max([self.length or 0, *map(_end, ranges)])
         if length >= 1 << 24:
             raise ValueError(f"spans must end within the input, got an end at token {length}")
         # one more token stands for every later one
         count = torch.zeros(self.batch or 1, length + 1, dtype=torch.int64, device="cpu")
-        for index, name in enumerate(self.names):
-            count += self._token_mask(index, *count.shape, start=0, device=count.device)
+        for name, mask in zip(self.names, self._masks(0, length + 1, count.device), strict=True):
+            count += mask
             if bool((count > 1).any()):
                 row, token = (count > 1).nonzero()[0].tolist()
                 of_sequence = f" of sequence {row}" if self.batch is not None else ""
@@ -86,27 +80,25 @@ class _CheckedSpans:
                     f"{token}{of_sequence}"
                 )
 
-    def _token_mask(
-        self, index: int, batch: int, keys: int, *, start: int, device: torch.device
-    ) -> Tensor:
-        """Boolean (batch, keys), True on the tokens of span ``index``; key 0 is token ``start``."""
-        part = self.parts[index]
-        mask = torch.zeros(batch, keys, dtype=torch.bool, device=device)
-        if isinstance(part, Tensor):
-            part_mask = part[:, start : start + keys].to(device)
-            mask[:, : part_mask.shape[1]] = part_mask
-            return mask
-        for row, (first, stop) in enumerate(part):
-            rows = slice(None) if len(part) == 1 else row
-            end = None if stop is None else max(0, stop - start)
-            mask[rows, max(0, first - start) : end] = True
-        return mask
+    def _masks(self, start: int, keys: int, device: torch.device) -> Iterator[Tensor]:
+        """For each span a boolean (B or 1, keys), True on its tokens; key 0 is token ``start``."""
+        for part in self.parts:
+            mask = torch.zeros(self.batch or 1, keys, dtype=torch.bool, device=device)
+            if isinstance(part, Tensor):
+                tokens = part[:, start : start + keys].to(device)
+                mask[:, : tokens.shape[1]] = tokens
+            else:
+                for row, (first, stop) in enumerate(part):
+                    rows = slice(None) if len(part) == 1 else row
+                    end = None if stop is None else max(0, stop - start)
+                    mask[rows, max(0, first - start) : end] = True
+            yield mask
 
     def labels(self, start: int, keys: int, device: torch.device) -> Tensor:
         """Span index of each token, (B or 1, keys), K if in none; key 0 is token ``start``."""
         labels = torch.full((self.batch or 1, keys), len(self.names), device=device)
-        for index in range(len(self.names)):
-            labels[self._token_mask(index, *labels.shape, start=start, device=device)] = index
+        for index, mask in enumerate(self._masks(start, keys, device)):
+            labels[mask] = index
         return labels
 
 
@@ -182,9 +174,9 @@ class SpanReader(Reader):
         labels, one_hot = self._labels(selected.before, keys, call.query.device)
         query_labels = None
         if (positions := selected.positions) is not None:
-            positions = positions.clamp(min=0)
-            size = torch.broadcast_shapes(positions.shape[:1], labels.shape[:1])[0]
-            query_labels = labels.expand(size, -1).gather(1, positions.expand(size, -1))
+            size = max(len(positions), len(labels))
+            positions = positions.clamp(min=0).expand(size, -1)
+            query_labels = labels.expand(size, -1).gather(1, positions)
         try:
             weights = call.weight_on(one_hot), call.uniform_weight_on(one_hot)
         except ValueError as error:  # of calls with moved keys
@@ -257,37 +249,30 @@ def _parse_span(name: str, span: Any) -> Tensor | list[Range]:
     """Check one span: a boolean (B, S), or ranges, one for all sequences or one for each."""
     if isinstance(span, Tensor):
         if span.dtype != torch.bool or span.dim() != 2:
-            raise ValueError(
-                f"spans: {name!r} must be a boolean mask (B, S), got "
-                f"{tuple(span.shape)} of {span.dtype}"
-            )
+            kind = f"{tuple(span.shape)} of {span.dtype}"
+            raise ValueError(f"spans: {name!r} must be a boolean mask (B, S), got {kind}")
         if not bool(span.any()):
             raise ValueError(f"spans: {name!r} contains no token")
         return span.detach()
-    per_sequence = not _is_range(span)
-    if per_sequence and not (isinstance(span, list | tuple) and span and all(map(_is_range, span))):
+    ranges = [span] if _is_range(span) else span
+    if not (isinstance(ranges, list | tuple) and ranges and all(map(_is_range, ranges))):
         raise TypeError(
-            f"spans: {name!r} must be a pair (start, stop), a list of pairs or a "
-            "boolean mask (B, S), got "
-            f"{span!r:.60}"
+            f"spans: {name!r} must be a pair (start, stop), a list of pairs or a boolean mask "
+            f"(B, S), got {span!r:.60}"
         )
-    ranges: list[Range] = []
-    for start, stop in span if per_sequence else [span]:
+    for start, stop in ranges:
         if start is None or start < 0 or (stop is not None and stop <= start):
             raise ValueError(f"spans: {name!r} must have 0 <= start < stop, got ({start}, {stop})")
-        ranges.append((start, stop))
-    return ranges
+    return [(start, stop) for start, stop in ranges]
 
 
 def _decoder_prefix(model: torch.nn.Module) -> str | None:
     """Prefix of module names in the decoder of an encoder-decoder; None for other models."""
-    unwrapped = unwrap(model)
-    part: Any = None
+    unwrapped: Any = unwrap(model)
+    decoder: Any = None
     if getattr(getattr(unwrapped, "config", None), "is_encoder_decoder", False):
-        part = unwrapped.get_decoder() if hasattr(unwrapped, "get_decoder") else None  # type: ignore[operator]
+        decoder = unwrapped.get_decoder() if hasattr(unwrapped, "get_decoder") else None
     elif isinstance(unwrapped, torch.nn.Transformer):
-        part = unwrapped.decoder
-    for name, module in unwrapped.named_modules():
-        if module is part and name:
-            return f"{module_name(model, name)}."
-    return None
+        decoder = unwrapped.decoder
+    names = (name for name, module in unwrapped.named_modules() if module is decoder and name)
+    return next((f"{module_name(model, name)}." for name in names), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -76,10 +75,8 @@ class StructureReader(Reader):
         if has_histogram:
             structure = replace(structure, critical_ratio=rows.stats.critical_ratio())
         rows = rows._replace(structure=structure, positions=positions)
-        if (
-            self.settings.examples
-            and (examples := self._sharpest(kernel, rows, tokens)) is not None
-        ):
+        examples = self._sharpest(kernel, rows, tokens) if self.settings.examples else None
+        if examples is not None:
             rows = rows._replace(parts=Parts(rows.parts, examples=examples))
         return rows
 
@@ -95,33 +92,26 @@ class StructureReader(Reader):
         """
         stats, positions = rows.stats, rows.positions
         heads, queries = rows.counted.shape[1:]
+        threshold = torch.full((heads, 1), -sys.float_info.max, dtype=torch.float64)
         earlier = self.records.so_far(rows.layer.module, "examples")
-        threshold = [-math.inf] * heads
         if isinstance(earlier, Examples):
-            threshold = earlier.threshold.tolist()
+            threshold = threshold.maximum(earlier.threshold[:, None])
         entropy, n = stats.entropy, stats.state.n
         sharpness = torch.where(rows.counted & (n > 1), stats.information, -torch.inf)
         flat = sharpness.transpose(0, 1).flatten(1)
         best = flat.topk(min(self.settings.examples, flat.shape[1]), dim=1)
         examples = Examples.none(heads, self.settings.examples)
-        for head, (values, indices) in enumerate(
-            zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ):
-            for index, (value, flat_index) in enumerate(zip(values, indices, strict=True)):
-                if not value > max(threshold[head], -sys.float_info.max):
-                    continue
-                b, i = divmod(flat_index, queries)
-                weights, last = _weights(kernel, b, head, i)
-                examples.put(
-                    (head, index),
-                    weights,
-                    torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu(),
-                    last,
-                    information=value,
-                    entropy=float(entropy[b, head, i]),
-                    position=-1 if positions is None else int(positions[b % len(positions), i]),
-                    n_keys=int(n[b, head, i]),
-                )
+        for head, index in (best.values.cpu() > threshold).nonzero().tolist():
+            b, i = divmod(int(best.indices[head, index]), queries)
+            weights, last = _weights(kernel, b, head, i)
+            ids = torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu()
+            examples.put(
+                (head, index), weights, ids, last,
+                information=float(best.values[head, index]),
+                entropy=float(entropy[b, head, i]),
+                position=-1 if positions is None else int(positions[b % len(positions), i]),
+                n_keys=int(n[b, head, i]),
+            )  # fmt: skip
         return examples if bool((examples.n_keys > 0).any()) else None
 
     def name_tokens(self, parts: Parts) -> None:
@@ -159,11 +149,7 @@ def _weights(rows: KernelCall, batch: int, head: int, row: int) -> tuple[Tensor,
     with exact(rows) as exactly:
         for block in blocks(exactly, region):
             visible = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
-            exponentials, total = block.exponentials(block.largest())
-            width = exponentials.shape[-1]
-            row_weights = (
-                exponentials[0, 0, member, 0].cpu().double() / total[0, 0, member, 0].cpu().double()
-            )
-            weights[block.start : block.start + width] = row_weights
+            e, Z = (x[0, 0, member, 0].cpu().double() for x in block.exponentials(block.largest()))
+            weights[block.start : block.start + len(e)] = e / Z
             last = block.start + int(visible[-1]) if len(visible) else -1
     return weights, last

@@ -66,7 +66,7 @@ class Tokens(threading.local):
             last: index of the last query's position among the keys.
         """
         ids, past = self.ids, self.past
-        if ids is None or past is None or ids.shape[1] != queries or ids.shape[0] not in (1, batch):
+        if ids is None or past is None or ids.shape[1] != queries or len(ids) not in (1, batch):
             return None
         if queries == keys:
             return ids.expand(batch, -1)
@@ -88,11 +88,9 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
         declared = None
     if isinstance(declared, torch.nn.Module) and not isinstance(declared, torch.nn.Embedding):
         return [declared]
-    rows = max((table.num_embeddings for table in tables), default=0)
-    if declared is not None:
-        rows = declared.num_embeddings
+    sizes = [table.num_embeddings for table in ([declared] if declared is not None else tables)]
     # an encoder and its decoder may have a table each, as large
-    return [table for table in tables if table.num_embeddings == rows]
+    return [table for table in tables if table.num_embeddings == max(sizes)]
 
 
 def special_ids(model: torch.nn.Module) -> tuple[int, ...]:
@@ -141,8 +139,8 @@ class PlaceReader(threading.local):
         selected.queries, selected.last, selected.begins = positions, last, begins
         holders = (module, getattr(module, "config", None))
         windows = (call.window, *(getattr(holder, "sliding_window", None) for holder in holders))
-        window = next((size for size in windows if isinstance(size, int) and size), None)
-        if not begins and window is not None and queries < keys == window - 1 + queries:
+        window = next((size for size in windows if isinstance(size, int) and size), 0)
+        if not begins and window and queries < keys == window - 1 + queries:
             selected.before = max(0, tokens - 1 - last)
 
 
@@ -223,7 +221,7 @@ class SelectedCall:
         whole: the call with all its heads and rows.
         rows: which rows of the whole call count.
         heads: indices of the selected heads; None for all.
-        chosen: their numbers in the layer; empty if they are 0, 1, 2, ….
+        first_head: number, in the layer, of this rank's first head.
         sample: how the rows were sampled; None if every row is read.
         queries: (1 or B, L), index of the key at the position of each query of the whole call; None
             in cross-attention.
@@ -235,8 +233,8 @@ class SelectedCall:
     whole: AttentionCall
     rows: CountedRows
     heads: list[int] | None
-    chosen: tuple[int, ...]
-    sample: Sample | None
+    first_head: int = 0
+    sample: Sample | None = None
     queries: Tensor | None = None
     last: int = -1
     before: int = 0
@@ -247,6 +245,13 @@ class SelectedCall:
         """The call restricted to the heads and rows that are read."""
         call = self.whole if self.heads is None else take_heads(self.whole, self.heads)
         return call if self.sample is None else take_rows(call, self.sample)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the selected heads in the layer; empty if they are 0, 1, 2, …."""
+        heads = range(self.whole.query.shape[1]) if self.heads is None else self.heads
+        numbers = tuple(self.first_head + head for head in heads)
+        return () if numbers == tuple(range(len(numbers))) else numbers
 
     @property
     def positions(self) -> Tensor | None:
@@ -276,15 +281,10 @@ def take_heads(call: AttentionCall, heads: list[int]) -> AttentionCall:
             return tensor
         return tensor[..., heads, :, :]
 
-    return replace(
-        call,
-        query=call.query[:, heads],
-        key=call.key[:, shared],
-        value=call.value[:, shared],
-        attn_mask=select(call.attn_mask),
-        bias=select(call.bias),
-        sinks=None if call.sinks is None else call.sinks[heads],
-    )
+    masks: Any = {"attn_mask": select(call.attn_mask), "bias": select(call.bias)}
+    sinks = None if call.sinks is None else call.sinks[heads]
+    key, value = call.key[:, shared], call.value[:, shared]
+    return replace(call, query=call.query[:, heads], key=key, value=value, sinks=sinks, **masks)
 
 
 def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
@@ -298,22 +298,14 @@ def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
             return tensor
         return sample.select(tensor)
 
-    mask = select(call.attn_mask)
+    mask, bias = select(call.attn_mask), select(call.bias)
     if visible is not None and mask is not None and mask.dtype != torch.bool:
         mask = torch.where(visible, mask, -torch.inf)
     elif visible is not None:
         mask = visible if mask is None else mask & visible
-    return replace(
-        call,
-        query=sample.select(call.query),
-        attn_mask=mask,
-        bias=select(call.bias),
-        is_causal=False,
-        query_offset=0,
-        window=None,
-        cu_seqlens=None,
-        real=sample.real,
-    )
+    changed: Any = {"query": sample.select(call.query), "attn_mask": mask, "bias": bias}
+    changed |= {"is_causal": False, "query_offset": 0, "window": None, "cu_seqlens": None}
+    return replace(call, real=sample.real, **changed)
 
 
 class Reader(ABC):

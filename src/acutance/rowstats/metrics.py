@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from acutance.rowstats import coverage
-from acutance.rowstats.coverage import keys_holding
+from acutance.rowstats.coverage import GapStatistics
 from acutance.rowstats.descriptions import DESCRIPTIONS, Description
 from acutance.rowstats.gaussian import expected_entropy
 from acutance.rowstats.state import (
@@ -28,7 +27,7 @@ from acutance.rowstats.state import (
     has_sink,
     merge,
     ratio,
-    unplaced,
+    without_place,
 )
 from acutance.shapes import did_you_mean
 
@@ -340,22 +339,22 @@ def noise_gain(state: RowState) -> Tensor:
 
 def keys_50(state: RowState) -> Tensor:
     """Smallest number of keys that hold half of a row's weight; needs the gap histogram."""
-    return keys_holding(state, 0.5)
+    return RowStatistics(state).keys_holding(0.5)
 
 
 def keys_90(state: RowState) -> Tensor:
     """Smallest number of keys that hold 90 % of a row's weight; needs the gap histogram."""
-    return keys_holding(state, 0.9)
+    return RowStatistics(state).keys_holding(0.9)
 
 
 def keys_95(state: RowState) -> Tensor:
     """Smallest number of keys that hold 95 % of a row's weight; needs the gap histogram."""
-    return keys_holding(state, 0.95)
+    return RowStatistics(state).keys_holding(0.95)
 
 
 def keys_99(state: RowState) -> Tensor:
     """Smallest number of keys that hold 99 % of a row's weight; needs the gap histogram."""
-    return keys_holding(state, 0.99)
+    return RowStatistics(state).keys_holding(0.99)
 
 
 class _Metrics(dict[str, Metric]):
@@ -459,7 +458,7 @@ for _name, _entry in METRICS.items():
 
 
 @dataclass(frozen=True, repr=False)
-class RowStatistics(NamedMetrics):
+class RowStatistics(NamedMetrics, GapStatistics):
     """Every metric of :data:`~acutance.rowstats.METRICS` for each row, as attributes.
 
     A metric is computed from :attr:`state` when read, so unread ones cost nothing; gradients pass
@@ -490,64 +489,6 @@ class RowStatistics(NamedMetrics):
         """Names of the metrics that are defined for this result, in the table's order."""
         return metric_names(noise=has_noise(self.state), gaps=has_gaps(self.state))
 
-    def keys_holding(self, share: float) -> Tensor:
-        """Smallest number of keys that hold a share of each row's weight, (B, Hq, L).
-
-        Needs ``gaps=True``.
-
-        Raises:
-            ValueError: if the share is not above 0 and at most 1, or the call had no ``gaps=True``.
-
-        Example:
-            >>> import torch, acutance
-            >>> query = torch.zeros(1, 1, 3, 8)
-            >>> acutance.row_statistics(query, query, gaps=True).keys_holding(0.6)
-            tensor([[[2., 2., 2.]]])
-        """
-        return coverage.keys_holding(self.state, share)
-
-    def mass_of_largest(self, keys: int) -> Tensor:
-        """Share of each row's weight on its ``keys`` largest keys, (B, Hq, L); needs ``gaps=True``.
-
-        Raises:
-            ValueError: if ``keys`` is below 1, or the call had no ``gaps=True``.
-        """
-        return coverage.mass_of_largest(self.state, keys)
-
-    def mass_below(self, gap: float) -> Tensor:
-        """Share of each row's weight on keys far below its maximum; needs ``gaps=True``.
-
-        Args:
-            gap: how many nats below the maximum; dropping the keys beyond it loses this share.
-
-        Raises:
-            ValueError: if the gap is negative, or the call had no ``gaps=True``.
-        """
-        return coverage.mass_below(self.state, gap)
-
-    def mass_bounds(
-        self, *, keys: int | None = None, gap: float | None = None
-    ) -> coverage.MassBounds:
-        """Bounds of :meth:`mass_of_largest` or :meth:`mass_below`; needs ``gaps=True``.
-
-        Args:
-            keys: bound the share of this many largest keys.
-            gap: bound the share of keys more than this below the maximum, in nats.
-
-        Raises:
-            ValueError: unless exactly one valid argument is given, or if the call had no
-                ``gaps=True``.
-        """
-        return coverage.mass_bounds(self.state, keys=keys, gap=gap)
-
-    def critical_ratio(self) -> Tensor:
-        """Score scale over the scale from which the largest key dominates; needs ``gaps=True``.
-
-        Raises:
-            ValueError: if the call had no ``gaps=True``.
-        """
-        return coverage.critical_ratio(self.state)
-
     def merge(self, other: RowStatistics) -> RowStatistics:
         """Statistics of the same rows over both sets of keys (:func:`~acutance.rowstats.merge`).
 
@@ -561,8 +502,4 @@ class RowStatistics(NamedMetrics):
             raise TypeError(
                 f"RowStatistics can be merged only with RowStatistics, got {type(other).__name__}"
             )
-        parts = (
-            part._replace(first_index=unplaced(part.first_index))
-            for part in (self.state, other.state)
-        )
-        return RowStatistics(merge(*parts))
+        return RowStatistics(merge(without_place(self.state), without_place(other.state)))

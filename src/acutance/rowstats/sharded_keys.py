@@ -98,12 +98,13 @@ def _merged(
 
     Every rank raises what any of them finds wrong, so that none waits for another.
     """
-    index, problem = _placed(state.first_index, first_key)
-    placed = state._replace(first_index=index)
-    wide = [
-        field.detach().cpu().double() if field.is_floating_point() else field.detach().cpu()
-        for field in placed
-    ]
+    problem, index = "", state.first_index
+    try:
+        index = _placed(index, first_key)
+    except ValueError as error:
+        problem = str(error)
+    fields = [field.detach().cpu() for field in state._replace(first_index=index)]
+    wide = [field.double() if field.is_floating_point() else field for field in fields]
     rows = f"{type(state).__name__} {tuple(state.n.shape)} {state.first.dtype}"
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (rows, problem, known, wide), group)
@@ -135,29 +136,34 @@ def _merged(
     return type(state)(*(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in joint))
 
 
-def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]:
-    """Position of each row's first key among all keys, or the reason why it is unknown."""
+def _placed(index: Tensor, first_key: int | Tensor) -> Tensor:
+    """Position of each row's first key among all keys.
+
+    Raises:
+        ValueError: if ``first_key`` does not give it.
+    """
     has_key = index != NO_KEY
     index = torch.where(index < 0, index - UNPLACED, index)  # among this rank's keys
     if isinstance(first_key, int):
         if first_key < 0:
-            return index, f"first_key must be a position, 0 or more, got {first_key}"
-        return torch.where(has_key, index + torch.where(has_key, first_key, 0), NO_KEY), None
+            raise ValueError(f"first_key must be a position, 0 or more, got {first_key}")
+        return index + torch.where(has_key, first_key, 0)
     if first_key.dim() != 1 or first_key.dtype != torch.int64:
-        return index, (
+        raise ValueError(
             "first_key must be an int or the positions of this rank's keys, (S,) int64, got "
             f"{tuple(first_key.shape)} {first_key.dtype}"
         )
     if len(first_key) > 1 and not bool((first_key.diff() > 0).all()):
-        return index, "first_key must contain the positions of this rank's keys in ascending order"
+        raise ValueError(
+            "first_key must contain the positions of this rank's keys in ascending order"
+        )
     if not bool(has_key.any()):
-        return index, None
+        return index
     last = int(index[has_key].max())
     if last >= len(first_key):
-        return index, (
+        raise ValueError(
             "first_key must contain a position for each key of this rank: it has "
             f"{len(first_key)}, but a row's first key is number {last}"
         )
-    return torch.where(
-        has_key, first_key.to(index.device)[torch.where(has_key, index, 0)], NO_KEY
-    ), None
+    keys = torch.where(has_key, index, 0)
+    return torch.where(has_key, first_key.to(index.device)[keys], NO_KEY)

@@ -7,7 +7,7 @@ state from scores, :func:`merge` joins the states of two sets of keys exactly, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,14 +112,8 @@ def empty(
     zero = torch.zeros(rows, dtype=dtype, device=device)
     count = torch.zeros(rows, dtype=torch.int64, device=device)
     sums = dict.fromkeys(("Z", "U", "W", "Q", "mean", "M2", "depth", "first"), zero)
-    state = RowState(
-        n=count,
-        m=torch.full_like(zero, -torch.inf),
-        first_index=torch.full_like(count, NO_KEY),
-        sink=_no_elements(zero),
-        **sums,
-        **_no_values(zero),
-    )
+    m, index = torch.full_like(zero, -torch.inf), torch.full_like(count, NO_KEY)
+    state = RowState(n=count, m=m, first_index=index, **_absent(zero), **sums)
     if gaps:
         state = state._replace(gaps=count.new_zeros((*rows, histogram.BINS), dtype=torch.int32))
     if value_width is None:
@@ -128,15 +122,10 @@ def empty(
     return state._replace(O=wide, R1=wide, R2=zero)
 
 
-def _no_values(rows: Tensor) -> dict[str, Tensor]:
-    """Empty tensors for the values' sums, so that ``vmap`` accepts the state."""
-    none = _no_elements(rows)
-    return {"O": none, "R1": none, "R2": none, "gaps": histogram.absent(rows)}
-
-
-def _no_elements(rows: Tensor) -> Tensor:
-    """An empty tensor (..., 0) for an absent field."""
-    return rows.unsqueeze(-1)[..., :0]
+def _absent(rows: Tensor) -> dict[str, Tensor]:
+    """Empty tensors (..., 0) for the fields that a state may lack; ``vmap`` accepts them."""
+    none = rows.detach().unsqueeze(-1)[..., :0]
+    return dict.fromkeys(("sink", "O", "R1", "R2"), none) | {"gaps": histogram.absent(rows)}
 
 
 def observe(
@@ -219,21 +208,12 @@ def observe_visible(
     if exponentials:
         W, Q = (e * (t - centre).square()).sum(-1), e.square().sum(-1)
     column = seen.to(torch.uint8).argmax(-1)
-    state = RowState(
-        n=n,
-        m=m,
-        Z=Z,
-        U=U,
-        W=W,
-        Q=Q,
-        mean=mean,
-        M2=away.square().sum(-1),
-        depth=depth,
-        first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
-        first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
-        sink=_no_elements(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
-        **_no_values(Z.detach()),
-    )
+    first = plain.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    first_index = torch.where(n > 0, column + place_of(first_key), NO_KEY)
+    M2 = away.square().sum(-1)
+    state = RowState(n, m, Z, U, W, Q, mean, M2, depth, first, first_index, **_absent(Z))
+    if sink is not None:
+        state = state._replace(sink=sink.to(dtype).expand_as(Z))
     if gaps:
         state = state._replace(gaps=histogram.count(s, hidden, histogram.edge(m)))
     if value is None:
@@ -250,10 +230,11 @@ def place_of(first_key: int | None) -> int:
     return UNPLACED if first_key is None else first_key
 
 
-def unplaced(index: Tensor) -> Tensor:
-    """Mark first-key indices as those of a part with unknown position among all keys."""
+def without_place(state: Any) -> Any:
+    """A state whose position among all keys is unknown; ``state`` has a field ``first_index``."""
+    index = state.first_index
     known = (index >= 0) & (index != NO_KEY)
-    return torch.where(known, index + torch.where(known, UNPLACED, 0), index)
+    return state._replace(first_index=index + torch.where(known, UNPLACED, 0))
 
 
 def joined_first(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,24 +296,16 @@ def merge(left: RowState, right: RowState) -> RowState:
     share = right.n.to(Z.dtype) / n.clamp(min=1)
     step = b.depth - a.depth  # between the two means, as distances from the maximum
     later, first_index = joined_first(left.first_index, right.first_index)
-    sink = left.sink if has_sink(left) else right.sink
+    absent = _absent(Z)
+    absent["sink"] = left.sink if has_sink(left) else right.sink
     if has_sink(left) and has_sink(right):  # equal, which is not checked
-        sink = torch.maximum(left.sink, right.sink)
-    state = RowState(
-        n=n,
-        m=m,
-        Z=Z,
-        U=a.U + b.U,
-        W=a.W + b.W + gap.square() * a.Z * ratio(b.Z, Z),
-        Q=a.Q + b.Q,
-        mean=left.mean + (right.mean - left.mean) * share,
-        M2=left.M2 + right.M2 + step.square() * count * share,
-        depth=a.depth + step * share,
-        first=torch.where(later, right.first, left.first),
-        first_index=first_index,
-        sink=sink,
-        **_no_values(Z.detach()),
-    )
+        absent["sink"] = torch.maximum(left.sink, right.sink)
+    W = a.W + b.W + gap.square() * a.Z * ratio(b.Z, Z)
+    mean = left.mean + (right.mean - left.mean) * share
+    M2 = left.M2 + right.M2 + step.square() * count * share
+    depth, first = a.depth + step * share, torch.where(later, right.first, left.first)
+    sums = (Z, a.U + b.U, W, a.Q + b.Q)
+    state = RowState(n, m, *sums, mean, M2, depth, first, first_index, **absent)
     if has_gaps(left) and has_gaps(right):
         top = histogram.edge(m.detach())
         gaps = [

@@ -9,9 +9,8 @@ matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from acutance.rowstats.state import (
     check_state,
     joined_first,
     place_of,
-    unplaced,
+    without_place,
 )
 from acutance.rowstats.state import merge as merge_scores
 from acutance.shapes import check_tensor
@@ -110,8 +109,8 @@ def empty_weights(
     """
     zero = torch.zeros(rows, dtype=dtype, device=device)
     count = torch.zeros(rows, dtype=torch.int64, device=device)
-    index = torch.full_like(count, NO_KEY)
-    return WeightSums(count, zero, zero, zero, zero, zero, zero, zero, index)
+    sums = dict.fromkeys(("c", "T", "A", "Q", "X", "top", "first"), zero)
+    return WeightSums(n=count, first_index=torch.full_like(count, NO_KEY), **sums)
 
 
 def observe_weights(
@@ -157,17 +156,11 @@ def observe_weights(
     if not empty:
         column = rows.to(torch.uint8).argmax(-1).expand(c.shape)
         first = a.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-    return WeightSums(
-        n=n,
-        c=c,
-        T=(a / unit).sum(-1),
-        A=share.sum(-1),
-        Q=torch.linalg.vector_norm(share, dim=-1).square(),
-        X=_share_logs(share) if distribution else unknown(c),
-        top=top,
-        first=first,
-        first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
-    )
+    T, A = (a / unit).sum(-1), share.sum(-1)
+    Q = torch.linalg.vector_norm(share, dim=-1).square()
+    X = _share_logs(share) if distribution else unknown(c)
+    first_index = torch.where(n > 0, column + place_of(first_key), NO_KEY)
+    return WeightSums(n, c, T, A, Q, X, top, first, first_index)
 
 
 def _share_logs(share: Tensor) -> Tensor:
@@ -208,30 +201,24 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     def earlier(mine: Tensor, theirs: Tensor) -> Tensor:
         return torch.where(later, theirs, mine)
 
-    def joined(name: str, join: Callable[..., Tensor]) -> Tensor:
+    joins: dict[str, Any] = dict.fromkeys(("T", "A", "Q", "X"), torch.add)
+    joins |= {"top": torch.maximum, "first": earlier}
+    merged = {"n": left.n + right.n, "c": c, "first_index": first_index}
+    for name, join in joins.items():
         mine, theirs = getattr(x, name), getattr(y, name)
-        return join(mine, theirs) if _known(x, mine) and _known(y, theirs) else unknown(c)
-
-    return WeightSums(
-        n=left.n + right.n,
-        c=c,
-        **{name: joined(name, torch.add) for name in ("T", "A", "Q", "X")},
-        top=joined("top", torch.maximum),
-        first=joined("first", earlier),
-        first_index=first_index,
-    )
+        known = _known(x, mine) and _known(y, theirs)
+        merged[name] = join(mine, theirs) if known else unknown(c)
+    return WeightSums(**merged)
 
 
 def _rescaled(sums: WeightSums, c: Tensor) -> WeightSums:
     """The sums in units of a reference c at or above their own."""
     ratio = sums.c / torch.where(c > 0, c, 1.0)
     log_ratio = torch.log(torch.where(ratio > 0, ratio, 1.0))
-    factors = {"T": ratio, "A": ratio, "Q": ratio**2}
-    scaled = {
-        name: getattr(sums, name) * factor
-        for name, factor in factors.items()
-        if _known(sums, getattr(sums, name))
-    }
+    scaled = {}
+    for name, factor in (("T", ratio), ("A", ratio), ("Q", ratio**2)):
+        if _known(sums, field := getattr(sums, name)):
+            scaled[name] = field * factor
     if _known(sums, sums.X):
         scaled["X"] = (sums.X + log_ratio * sums.A) * ratio
     return sums._replace(**scaled)
@@ -253,7 +240,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 #: Metrics that are of the scores, whatever weights are made of them.
 _OF_SCORES = ("max_logit", "logit_mean", "logit_std")
 #: Metrics of the weights' derivative, and the field of :class:`Slopes` each is.
-_OF_SLOPES = {"jacobian_trace": "trace", "noise_gain": "noise"}
+_OF_SLOPES: dict[str, tuple[str, ...]] = {"jacobian_trace": ("trace",), "noise_gain": ("noise",)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -315,24 +302,18 @@ class WeightStatistics(NamedMetrics):
         if name in _OF_SCORES and self.scores is not None:
             return entry.compute(self.scores)
         if name in _OF_SLOPES and self.slopes is not None:
-            value: Tensor = getattr(self.slopes, _OF_SLOPES[name])
+            value: Tensor = getattr(self.slopes, *_OF_SLOPES[name])
             return torch.where(self.sums.n == 0, torch.nan, value)
         return _compute(name, self.sums)
 
     @property
     def available(self) -> tuple[str, ...]:
         """Names of the metrics these weights have, in the table's order; the others are NaN."""
-        sums = self.sums
-        names = {
-            name
-            for name, needs in _NEEDS.items()
-            if all(_known(sums, getattr(sums, field)) for field in needs)
-        }
+        fields = self.sums._asdict() | ({} if self.slopes is None else self.slopes._asdict())
+        known = {name for name, field in fields.items() if _known(self.sums, field)}
+        names = {name for name, needs in (_NEEDS | _OF_SLOPES).items() if known.issuperset(needs)}
         if self.scores is not None:
             names.update(_OF_SCORES)
-        if self.slopes is not None:
-            parts = self.slopes._asdict()
-            names.update(k for k, field in _OF_SLOPES.items() if _known(sums, parts[field]))
         return tuple(name for name in METRICS if name in names)
 
     def merge(self, other: WeightStatistics) -> WeightStatistics:
@@ -348,13 +329,11 @@ class WeightStatistics(NamedMetrics):
                 "WeightStatistics can be merged only with WeightStatistics, got "
                 f"{type(other).__name__}"
             )
-        scores = None
-        if self.scores is not None and other.scores is not None:
-            states = (self.scores, other.scores)
-            parts = (s._replace(first_index=unplaced(s.first_index)) for s in states)
-            scores = merge_scores(*parts)
-        sums = (s._replace(first_index=unplaced(s.first_index)) for s in (self.sums, other.sums))
-        return WeightStatistics(merge_weights(*sums), scores)
+        sums = merge_weights(without_place(self.sums), without_place(other.sums))
+        if self.scores is None or other.scores is None:
+            return WeightStatistics(sums)
+        scores = merge_scores(without_place(self.scores), without_place(other.scores))
+        return WeightStatistics(sums, scores)
 
 
 def _compute(name: str, sums: WeightSums) -> Tensor:

@@ -134,6 +134,14 @@ class Cells:
         lengths = {"heads": heads, "metrics": metrics, **cls.lengths(others)}
         return replace(cls.none(*(lengths.get(axis, 0) for axis in cls.axes)), **others)
 
+    @classmethod
+    def rounded(cls, **fields: Any) -> Self:
+        """A record whose counts were summed as float64; arrays are taken to the CPU."""
+        for name, array in declared(cls).items():
+            values = fields[name] if array.dtype == torch.float64 else fields[name].round().long()
+            fields[name] = values.contiguous().cpu()
+        return cls(**fields)
+
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name."""
         return {name: getattr(self, name) for name in declared(type(self))}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from scipy.special import stdtrit
@@ -140,8 +140,15 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
         error, dof = between(summary.profile)
         if bool(error.isfinite().any()):
             return Uncertainty(error, floor, dof, "sequences")
-    sequences = _sequences(summary, run)
-    if sequences is None:
+    # without windows of a run, each call has at least one sequence
+    calls = [layer.calls for layer in summary.layers for _ in layer.numbers]
+    sequences = torch.tensor(calls, dtype=torch.float64)
+    if run is not None and run.windows:
+        windows, length = float(run.windows), run.settings.get("length")
+        if isinstance(length, int) and length > 0 and run.tokens:
+            windows = min(windows, run.tokens / length)  # a short last window counts less than one
+        sequences = torch.full_like(sequences, windows)
+    if not bool((sequences > 0).any()):
         unknown = torch.full_like(floor, math.nan)
         return Uncertainty(unknown, floor, unknown, "unknown")
     sequences_with_rows = torch.minimum(sequences[:, None].expand_as(rows), rows)
@@ -171,10 +178,8 @@ def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tens
     if not profile.octaves:
         nothing = profile.count.sum(-1) * math.nan
         return nothing, nothing
-    count = profile.count.to(torch.float64)
-    groups = profile.groups.to(torch.float64)
-    reached = count > 0
-    known = reached & (groups > 1)
+    count, groups = profile.count.double(), profile.groups.double()
+    reached, known = count > 0, (count > 0) & (groups > 1)
     per_row = profile.between / count.clamp(min=1.0)
     error = (per_row / (groups - 1).clamp(min=1.0)).sqrt()
     spread = torch.where(known, error * groups.sqrt(), 0.0).amax(-1, keepdim=True)
@@ -182,28 +187,9 @@ def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tens
     if share is None:
         share = count / count.sum(-1, keepdim=True).clamp(min=1.0)
     parts = torch.where(reached, share * error, 0.0)
-    total = parts.sum(-1)
     lead = torch.where(known, parts, -1.0).argmax(-1, keepdim=True)
-    dof = (groups.gather(-1, lead) - 1).squeeze(-1)
-    none = ~known.any(-1)
-    return total.masked_fill(none, math.nan), dof.masked_fill(none, math.nan)
-
-
-def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
-    """A lower bound on the number of sequences of each head's rows; None if unknown.
-
-    Windows of a run count by their tokens, so that a short last one counts less than one. Without a
-    run, each call has at least one sequence.
-    """
-    heads = torch.tensor([layer.heads for layer in summary.layers], dtype=torch.int64)
-    if run is not None and run.windows:
-        length = run.settings.get("length")
-        whole = float(run.windows)
-        if isinstance(length, int) and length > 0 and run.tokens:
-            whole = min(whole, run.tokens / length)
-        return torch.full((int(heads.sum()),), whole, dtype=torch.float64)
-    calls = torch.tensor([layer.calls for layer in summary.layers], dtype=torch.float64)
-    return torch.repeat_interleave(calls, heads) if bool((calls > 0).any()) else None
+    dof, none = (groups.gather(-1, lead) - 1).squeeze(-1), ~known.any(-1)
+    return parts.sum(-1).masked_fill(none, math.nan), dof.masked_fill(none, math.nan)
 
 
 def slope(
@@ -241,8 +227,7 @@ def slope(
     return summary.profile.slope(head, column, least_n=least_n, fewest=fewest)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """One head that both summaries have.
 
     Attributes:
@@ -415,22 +400,12 @@ class Diff(Columns):
         """
         column = self._column(metric)
         size = self.change / self.deviation.masked_fill(self.deviation == 0, math.nan)
-        names = ("before", "after", "change", "error", "low", "high")
-        arrays = [getattr(self, name) for name in names]
-        numbers = torch.stack([array[:, column] for array in (*arrays, size)], 1).tolist()
-        rows, verdicts = self.rows[:, :, column].T.tolist(), self.verdicts[:, column].tolist()
-        return [
-            HeadChange(
-                metric,
-                place.layer,
-                place.head,
-                place.module,
-                **dict(zip((*names, "size"), numbers[index], strict=True)),
-                rows=tuple(rows[index]),
-                verdict=None if verdicts[index] < 0 else ORDER[verdicts[index]],
-            )
-            for index, place in enumerate(self.matched.places)
-        ]
+        arrays = (self.before, self.after, self.change, self.error, self.low, self.high, size)
+        numbers = torch.stack([array[:, column] for array in arrays], 1).tolist()
+        rows = map(tuple, self.rows[:, :, column].T.tolist())
+        verdicts = [ORDER[v] if v >= 0 else None for v in self.verdicts[:, column].tolist()]
+        heads = zip(self.matched.places, numbers, rows, verdicts, strict=True)
+        return [HeadChange(metric, *place, *values, *others) for place, values, *others in heads]
 
     def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
         """Heads whose change is significant first, then the others, each group by size of change.
@@ -453,11 +428,21 @@ class Diff(Columns):
         Raises:
             ValueError: if the two do not share the metric.
         """
-        heads = self.of(metric)
-        return [
-            _layer(metric, [head for head in heads if head.layer == layer])
-            for layer in dict.fromkeys(head.layer for head in heads)
-        ]
+        of_layer: dict[tuple[int, str], list[HeadChange]] = {}
+        for head in self.of(metric):
+            of_layer.setdefault((head.layer, head.module), []).append(head)
+        layers = []
+        for layer, heads in of_layer.items():
+            judged = [head for head in heads if head.verdict is not None]
+            numbers: list[Any] = [
+                math.fsum(getattr(head, name) for head in judged) / (len(judged) or math.nan)
+                for name in ("before", "after", "change", "error")
+            ]
+            moved = sum(head.verdict == "moved" for head in judged)
+            most = max(judged, key=lambda head: abs(head.change)).head if judged else None
+            numbers += [len(heads), moved, most]
+            layers.append(LayerChange(metric, *layer, *numbers))
+        return layers
 
     def columns(self) -> dict[str, list[Any]]:
         """One row for each metric and shared head, as columns: the fields of :class:`HeadChange`.
@@ -469,7 +454,7 @@ class Diff(Columns):
         for column, metric in enumerate(self.metrics):
             floors, shifts = self.floor[:, column].tolist(), self.shift[:, column].tolist()
             for head, floor, shift in zip(self.of(metric), floors, shifts, strict=True):
-                record = asdict(head)
+                record = dict(vars(head))
                 record["rows_before"], record["rows_after"] = record.pop("rows")
                 record |= {"floor": floor, "shift": shift, "verdict": record.pop("verdict")}
                 for name, value in record.items():
@@ -479,8 +464,7 @@ class Diff(Columns):
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; unknown values are None."""
         columns = self.columns()
-        names = list(columns)
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         record = {
             "schema": SCHEMA,
             "before": dict(self.about[0]),
@@ -497,26 +481,6 @@ class Diff(Columns):
             "heads": rows,
         }
         return {name: finite(value) for name, value in record.items()}
-
-
-def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
-    """The mean change of one layer's heads."""
-    judged = [head for head in heads if head.verdict is not None]
-    means = {
-        name: math.fsum(getattr(head, name) for head in judged) / len(judged)
-        if judged
-        else math.nan
-        for name in ("before", "after", "change", "error")
-    }
-    return LayerChange(
-        metric,
-        heads[0].layer,
-        heads[0].module,
-        **means,
-        heads=len(heads),
-        moved=sum(head.verdict == "moved" for head in judged),
-        most=max(judged, key=lambda head: abs(head.change)).head if judged else None,
-    )
 
 
 def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bool = False) -> Diff:
@@ -670,12 +634,10 @@ def _at_equal_n(
     near = both & ((first.log_n - second.log_n).abs() <= ALIKE)
     if not bool(near.any()):
         seen = [profile.log_n[profile.rows > 0].exp() for profile in profiles]
-        spans = [
-            f"{float(n.min()):.0f} to {float(n.max()):.0f}" if n.numel() else "no" for n in seen
-        ]
+        one, other = (f"{n.min():.0f} to {n.max():.0f}" if n.numel() else "no" for n in seen)
         raise ValueError(
-            f"the two states have no number of keys in common: by octaves, rows see {spans[0]} "
-            f"keys in one and {spans[1]} in the other"
+            f"the two states have no number of keys in common: by octaves, rows see {one} keys in "
+            f"one and {other} in the other"
         )
     shared = near[:, None] & (first.count > 0) & (second.count > 0)
     weight = torch.where(shared, torch.minimum(first.count, second.count), 0).double()
@@ -732,18 +694,11 @@ def match(first: HeadSummary, second: HeadSummary) -> Matched:
             f"the two states have no head in common: one has {_layers_of(first.layers)}, the other "
             f"{_layers_of(second.layers)}"
         )
-    return Matched(
-        tuple(Place(names[0].index(module), head, module) for module, head in shared),
-        (
-            torch.tensor([rows[0][head] for head in shared]),
-            torch.tensor([rows[1][head] for head in shared]),
-        ),
-        (
-            tuple(_only_in_first(first, second, *names)),
-            tuple(_only_in_first(second, first, *reversed(names))),
-        ),
-        by_order,
-    )
+    places = tuple(Place(names[0].index(module), head, module) for module, head in shared)
+    before, after = (torch.tensor([of_side[head] for head in shared]) for of_side in rows)
+    only_before = tuple(_only_in_first(first, second, *names))
+    only_after = tuple(_only_in_first(second, first, *reversed(names)))
+    return Matched(places, (before, after), (only_before, only_after), by_order)
 
 
 def _only_in_first(
@@ -773,12 +728,14 @@ def warnings(states: Sequence[State], matched: Matched, *, equal_n: bool = False
     abouts = [state.summary.about for state in states]
     settings = [state.run.settings for state in states]
 
-    def facts(name: str, setting: str = "") -> list[Any]:
+    def differing(name: str, setting: str = "") -> list[Any]:
+        """A fact of both, if it is known and differs; else an empty list."""
         pairs = zip(abouts, settings, strict=True)
-        return [known.get(setting, about.get(name)) for about, known in pairs]
+        values = [known.get(setting, about.get(name)) for about, known in pairs]
+        return values if None not in values and values[0] != values[1] else []
 
-    kinds = [about.get("architecture", about.get("model")) for about in abouts]
-    if _differ(kinds):
+    abouts = [{"architecture": about.get("model"), **about} for about in abouts]
+    if kinds := differing("architecture"):
         yield (
             f"The models are of different kinds, {brief(kinds[0])} and {brief(kinds[1])}: heads "
             "with the same number need not correspond."
@@ -788,10 +745,10 @@ def warnings(states: Sequence[State], matched: Matched, *, equal_n: bool = False
             "No module has the same name in both, so layers are matched by order, which may "
             "be wrong."
         )
-    texts, lengths = facts("text"), facts("window_length", "length")
+    texts, lengths = differing("text"), differing("window_length", "length")
     same_cut = settings[0].get("length") == settings[1].get("length")
-    other_tokens = same_cut and _differ([known.get("text") for known in settings])
-    if _differ(texts):
+    other_tokens = same_cut and differing("", "text")
+    if texts:
         yield (
             f"They read different texts, {brief(texts[0])} and {brief(texts[1])}: part "
             "of each change may be due to the text."
@@ -801,17 +758,15 @@ def warnings(states: Sequence[State], matched: Matched, *, equal_n: bool = False
             "They read different texts or different tokens of the same text: part of each "
             "change may be due to that."
         )
-    if _differ(lengths) and equal_n:
+    if lengths and equal_n:
         yield (
             f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens); rows with the "
             "same number of keys are comparable."
         )
-    elif _differ(lengths):
+    elif lengths:
         profiles = [state.summary.profile for state in states]
-        octaves = [
-            0 if profile is None else int((profile.rows > 0).any(0).sum()) for profile in profiles
-        ]
-        hint = ", or rows at equal n (--equal-n)" if min(octaves) > 2 else ""
+        wide = [profile and int((profile.rows > 0).any(0).sum()) > 2 for profile in profiles]
+        hint = ", or rows at equal n (--equal-n)" if all(wide) else ""
         yield (
             f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens): entropy, "
             "information and effective keys change with the number of keys even if a head "
@@ -827,13 +782,11 @@ def warnings(states: Sequence[State], matched: Matched, *, equal_n: bool = False
                 f"Rows see {keys[0]:.4g} and {keys[1]:.4g} keys on average: metrics that depend on "
                 "n differ even if a head does not."
             )
-    other_text = other_tokens or _differ(texts)
-    if _differ(facts("model", "model")) and (other_text or _differ(lengths)):
-        difference = "text" if other_text else "length"
+    if differing("model", "model") and (other_tokens or texts or lengths):
+        difference = "text" if other_tokens or texts else "length"
         yield f"Model and {difference} differ, so changes cannot be attributed to one of them."
     for name, label in _SETTINGS.items():
-        values = facts(name)
-        if _differ(values):
+        if values := differing(name):
             yield f"The {label} differ: {brief(values[0])} and {brief(values[1])}."
     before, after = (state.run for state in states)
     both = sum(
@@ -858,8 +811,3 @@ def warnings(states: Sequence[State], matched: Matched, *, equal_n: bool = False
         if count := len(state.summary.unread):
             pieces = f"{count} piece{'s' * (count > 1)}"
             yield f"The {which} state lists {pieces} of attention as unread."
-
-
-def _differ(values: Sequence[Any]) -> bool:
-    """Whether both of two values are known and differ."""
-    return None not in values and values[0] != values[1]

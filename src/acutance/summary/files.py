@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,9 @@ import torch
 from torch import Tensor
 
 from acutance.files import check_regular
-from acutance.from_json import checked
-from acutance.rowstats import METRICS
-from acutance.structure import STRUCTURE
-from acutance.summary.cells import MOST, Parts
-from acutance.summary.layer import COUNTS, Layer
-from acutance.summary.readouts import READOUTS
-from acutance.summary.readouts.moments import Moments
 
-#: Heads of all layers and bytes of a file, many times those of any model: files may be sparse.
-MOST_HEADS, MOST_BYTES = 1 << 17, 1 << 34
+#: Bytes of a file, many times those of any model's state: files may be sparse.
+MOST_BYTES = 1 << 34
 #: Field of the header that tells a damaged file.
 SEAL = "sha256"
 
@@ -117,122 +109,6 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
         what = "a JSON object" if kind is dict else f"a {kind.__name__}"
         raise ValueError(f"{field!r} must be {what}, got {type(record).__name__}")
     return record
-
-
-@dataclass(frozen=True)
-class Record:
-    """What the header of a summary's file says beside texts and maps.
-
-    Attributes:
-        metrics: names of the metrics.
-        layers: a :class:`Layer` for each layer.
-        about: facts about the run.
-        unread: attention that could not be read.
-        not_provided: attention that the model computed itself.
-    """
-
-    metrics: tuple[Any, ...]
-    layers: tuple[Any, ...]
-    about: Mapping[str, Any]
-    unread: tuple[str, ...]
-    not_provided: tuple[str, ...] = ()
-
-
-def checked_record(header: Mapping[str, str]) -> Record:
-    """Check the header of a summary.
-
-    Raises:
-        ValueError: naming the first thing that does not fit.
-    """
-    record = checked(Record, parse(header, "summary"), "'summary'")
-    for name in record.metrics:
-        if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
-            raise ValueError(f"{_short(name)} is not a metric of this version")
-    layers = tuple(_layer(f"layers[{i}]", layer) for i, layer in enumerate(record.layers))
-    if (heads := sum(layer.heads for layer in layers)) > MOST_HEADS:
-        raise ValueError(f"a state can hold at most {MOST_HEADS} heads, got {heads}")
-    modules = [layer.module for layer in layers]
-    for field, names in (("metric", record.metrics), ("layer", modules)):
-        if len(set(names)) != len(names):
-            raise ValueError(f"'{field}s' must name each {field} once, got {_short(list(names))}")
-    return replace(record, layers=layers)
-
-
-def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
-    """Decode the JSON object or list in a header field, or an empty one if the field is missing.
-
-    Raises:
-        ValueError: if it has another type.
-    """
-    return parse(header, field, kind) if field in header else kind()
-
-
-def _layer(place: str, record: Any) -> Layer:
-    """Check and build one layer of a state file; ``place`` names it in messages."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} must be a JSON object, got {_short(record)}")
-    error = record.get("error")  # infinite for an output that is NaN where the model's is not
-    layer = checked(Layer, {name: record[name] for name in record if name != "error"}, place)
-    for name in ("heads", *COUNTS):
-        if (value := getattr(layer, name)) < (name == "heads"):
-            raise ValueError(f"{name} of {place} must be a whole number, got {value}")
-    if layer.chosen and (
-        len(layer.chosen) != layer.heads
-        or layer.chosen[0] < 0
-        or sorted(set(layer.chosen)) != list(layer.chosen)
-    ):
-        raise ValueError(
-            f"chosen of {place} must be {layer.heads} ascending numbers, one for each head, got "
-            f"{_short(list(layer.chosen))}"
-        )
-    known = type(error) is float or (type(error) is int and error <= MOST)
-    if error is not None and not (known and error >= 0):
-        raise ValueError(f"error of {place} must be a number, 0 or more, got {_short(error)}")
-    return replace(layer, error=error)
-
-
-def checked_cells(
-    header: Mapping[str, str], tensors: Mapping[str, Tensor], heads: int, metrics: int
-) -> tuple[Moments, Parts]:
-    """The moments and readouts of a file, after checking their arrays and texts.
-
-    Args:
-        header: the file's header.
-        tensors: arrays by name: those of the moments, and ``<readout>.<array>``.
-        heads: heads of all layers.
-        metrics: number of metrics.
-
-    Raises:
-        ValueError: naming the first array that does not fit.
-    """
-    tensors = dict(tensors)
-    if not {"weight", "sampling"} & set(tensors) and {"count", "mean"} <= set(tensors):
-        # states of the first schema: there every row that counts stands for itself
-        tensors["weight"] = tensors["count"].to(torch.float64)
-        tensors["sampling"] = torch.zeros_like(tensors["mean"])
-    kinds = {"": Moments} | {name: readout.cells for name, readout in READOUTS.items()}
-    records = {}
-    for record, kind in kinds.items():
-        prefix = f"{record}." if record else ""
-        names = {f"{prefix}{name}": name for name in kind.none().tensors()}
-        if record and not any(name.startswith(prefix) for name in tensors):
-            continue
-        if missing := [name for name in names if name not in tensors]:
-            raise ValueError(f"the array {missing[0]!r} is missing")
-        arrays = {name: tensors.pop(stored) for stored, name in names.items()}
-        texts = optional(header, kind.text_field, kind.text_kind)
-        records[record] = kind.checked(arrays, heads, metrics, texts)
-    if tensors:
-        raise ValueError(f"the array {_short(min(tensors))} does not belong to a summary")
-    moments = records.pop("")
-    assert isinstance(moments, Moments)
-    return moments, Parts(records)
-
-
-def _short(value: Any) -> str:
-    """The repr of a value, at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _line(error: Exception) -> str:

@@ -22,13 +22,7 @@ from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.cells import Parts
 from acutance.summary.files import compact, sealed
-from acutance.summary.layer import (
-    LEFT_OUT,
-    Layer,
-    LayerSummary,
-    coverage_line,
-    notices,
-)
+from acutance.summary.layer import LEFT_OUT, Layer, LayerSummary, coverage_line, notices
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.by_octave import Profile
 from acutance.summary.readouts.distances import Distances
@@ -311,17 +305,14 @@ class HeadSummary(Columns):
             rest_logit_std=rest_std.clamp(min=0).numpy(),
             rest_jensen_gap=jensen.clamp(min=0).numpy(),
         )
-        measured = mean.masked_fill(count == 0, math.nan)
+        means = dict(zip(metrics, mean.masked_fill(count == 0, math.nan).unbind(1), strict=True))
+        impossible = np.isfinite(expected.first_weight) & np.isnan(expected.entropy)
         return PredictedHeads(
             n=torch.where(rows.sum(1) > 0, keys, math.nan),
             predicted={name: torch.as_tensor(getattr(expected, name)) for name in PREDICTED},
-            measured={
-                name: measured[:, metrics.index(name)] for name in PREDICTED if name in metrics
-            },
+            measured={name: means[name] for name in PREDICTED if name in means},
             skewness=torch.as_tensor(expected.skewness),
-            impossible=torch.as_tensor(
-                np.isfinite(expected.first_weight) & np.isnan(expected.entropy)
-            ),
+            impossible=torch.as_tensor(impossible),
         )
 
     def layer(self, index: int) -> Moments:
@@ -417,11 +408,10 @@ class HeadSummary(Columns):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values; numbers that are not finite become None."""
+        numbers = self.moments.to_dicts(self.metrics, sampled=self.sampled)
         heads = [
             {"layer": layer, "head": head, "metrics": metrics}
-            for (layer, head), metrics in zip(
-                self.places, self.moments.to_dicts(self.metrics, sampled=self.sampled), strict=True
-            )
+            for (layer, head), metrics in zip(self.places, numbers, strict=True)
         ]
         for entry, predicted in zip(heads, self.predicted_entropy or (), strict=False):
             entry["predicted_entropy"] = finite(predicted)
@@ -452,13 +442,9 @@ class HeadSummary(Columns):
 
     def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
         """Header and arrays for a file or a message, which ``summary.state.from_parts`` reads."""
-        record = {
-            "metrics": self.metrics,
-            "layers": [asdict(layer) for layer in self.layers],
-            "about": dict(self.about),
-            "unread": self.unread,
-            "not_provided": self.not_provided,
-        }
+        names = ("metrics", "layers", "about", "unread", "not_provided")
+        record = {name: getattr(self, name) for name in names}
+        record |= {"layers": [asdict(layer) for layer in self.layers], "about": dict(self.about)}
         arrays = self.moments.tensors() | self.optional_parts.tensors()
         tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
         header = {"schema": SCHEMA, "summary": json.dumps(record)}
@@ -467,9 +453,8 @@ class HeadSummary(Columns):
                 header[cells.text_field] = json.dumps(texts)
         if self.maps:
             header["maps"] = json.dumps([head_map.record() for head_map in self.maps])
-            tensors |= {
-                f"maps.{i}": head_map.weights.contiguous() for i, head_map in enumerate(self.maps)
-            }
+        for index, head_map in enumerate(self.maps):
+            tensors[f"maps.{index}"] = head_map.weights.contiguous()
         return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:

@@ -8,14 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from acutance.from_json import checked
-from acutance.summary.files import checked_cells, checked_record, expand, optional, parse, read
+from acutance.rowstats import METRICS
+from acutance.structure import STRUCTURE
+from acutance.summary.cells import MOST, Cells, Parts
+from acutance.summary.files import expand, parse, read
 from acutance.summary.head_summary import SCHEMA, HeadSummary
+from acutance.summary.layer import COUNTS, Layer
+from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.head_maps import checked_maps
+from acutance.summary.readouts.moments import Moments
 
 Ranges = tuple[tuple[int, int], ...]
+#: Heads of all layers of a state, many times those of any model: files may be sparse.
+MOST_HEADS = 1 << 17
 #: Entries of two lists that are compared one by one.
 _FEW = 1000
 #: How messages describe a setting that differs; other settings are described by their values.
@@ -283,18 +292,84 @@ def brief(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+@dataclass(frozen=True)
+class _Header:
+    """What the header of a summary's file says beside texts and maps, as :class:`HeadSummary`."""
+
+    metrics: tuple[Any, ...]
+    layers: tuple[Any, ...]
+    about: Mapping[str, Any]
+    unread: tuple[str, ...]
+    not_provided: tuple[str, ...] = ()
+
+
 def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:
-    """Rebuild a summary from its :meth:`HeadSummary.parts`.
+    """Rebuild a summary from its :meth:`HeadSummary.parts`, after checking them.
 
     Raises:
         ValueError: naming the first thing that does not fit.
     """
-    record, tensors = checked_record(header), expand(header, tensors)
-    heads = sum(layer.heads for layer in record.layers)
-    rows = {name[5:]: tensors.pop(name) for name in list(tensors) if name.startswith("maps.")}
-    maps = checked_maps(optional(header, "maps", list), rows)
-    moments, parts = checked_cells(header, tensors, heads, len(record.metrics))
-    return HeadSummary(**vars(record), moments=moments, optional_parts=parts, maps=maps)
+    record = checked(_Header, parse(header, "summary"), "'summary'")
+    for name in record.metrics:
+        if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
+            raise ValueError(f"{brief(repr(name))} is not a metric of this version")
+    layers = tuple(_layer(f"layers[{i}]", layer) for i, layer in enumerate(record.layers))
+    if (heads := sum(layer.heads for layer in layers)) > MOST_HEADS:
+        raise ValueError(f"a state can hold at most {MOST_HEADS} heads, got {heads}")
+    modules = [layer.module for layer in layers]
+    for field, names in (("metric", record.metrics), ("layer", modules)):
+        if len(set(names)) != len(names):
+            shown = brief(repr(list(names)))
+            raise ValueError(f"'{field}s' must name each {field} once, got {shown}")
+    arrays = expand(header, tensors)
+    rows = {name[5:]: arrays.pop(name) for name in list(arrays) if name.startswith("maps.")}
+    maps = checked_maps(parse({"maps": "[]", **header}, "maps", list), rows)
+    if not {"weight", "sampling"} & set(arrays) and {"count", "mean"} <= set(arrays):
+        # states of the first schema: there every row that counts stands for itself
+        arrays["weight"] = arrays["count"].to(torch.float64)
+        arrays["sampling"] = torch.zeros_like(arrays["mean"])
+    parts = Parts()
+    kinds: dict[str, type[Cells]] = {"": Moments}
+    kinds |= {name: readout.cells for name, readout in READOUTS.items()}
+    for name, kind in kinds.items():
+        prefix = f"{name}." if name else ""
+        stored = {array: f"{prefix}{array}" for array in kind.none().tensors()}
+        if name and not any(array.startswith(prefix) for array in arrays):
+            continue
+        if missing := [array for array in stored.values() if array not in arrays]:
+            raise ValueError(f"the array {missing[0]!r} is missing")
+        of_record = {array: arrays.pop(key) for array, key in stored.items()}
+        field = kind.text_field
+        texts = parse(header, field, kind.text_kind) if field in header else kind.text_kind()
+        parts[name] = kind.checked(of_record, heads, len(record.metrics), texts)
+    if arrays:
+        raise ValueError(f"the array {brief(repr(min(arrays)))} does not belong to a summary")
+    moments: Any = parts.pop("")
+    fields = vars(record) | {"layers": layers}
+    return HeadSummary(**fields, moments=moments, optional_parts=parts, maps=maps)
+
+
+def _layer(place: str, record: Any) -> Layer:
+    """Check and build one layer of a state file; ``place`` names it in messages."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} must be a JSON object, got {brief(repr(record))}")
+    error = record.get("error")  # infinite for an output that is NaN where the model's is not
+    layer = checked(Layer, {name: record[name] for name in record if name != "error"}, place)
+    for name in ("heads", *COUNTS):
+        if (value := getattr(layer, name)) < (name == "heads"):
+            raise ValueError(f"{name} of {place} must be a whole number, got {value}")
+    numbers = list(layer.chosen)
+    if numbers and not (
+        len(numbers) == layer.heads and numbers[0] >= 0 and sorted(set(numbers)) == numbers
+    ):
+        raise ValueError(
+            f"chosen of {place} must be {layer.heads} ascending numbers, one for each head, got "
+            f"{brief(repr(numbers))}"
+        )
+    known = type(error) is float or (type(error) is int and error <= MOST)
+    if error is not None and not (known and error >= 0):
+        raise ValueError(f"error of {place} must be a number, 0 or more, got {brief(repr(error))}")
+    return replace(layer, error=error)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:

@@ -338,9 +338,8 @@ class Checker:
             return False  # it computes what it is given: the arguments are what is wrong
         cause = find_cause(wide, theirs, counted, module)
         if cause is not None:
-            text = f"the output agrees if {cause.agrees}: {cause.means}"
             for kind in cause.kind.split(" and "):
-                self._of_call("output", call, error, limit, Difference(kind, text))
+                self._of_call("output", call, error, limit, Difference(kind, cause.sentence))
         elif not found and call.unknown:
             text = f"output not checked: verify does not know {', '.join(call.unknown)}"
             self._problem(call.module, text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from acutance.summary.readouts.moments import CallRows, sums_by_label
 
 #: Octaves of a count; the last takes all that lies beyond.
 MOST_OCTAVES = 32
-_INTEGERS = ("rows", "count", "groups")
 
 
 class Slope(NamedTuple):
@@ -115,10 +115,10 @@ class Profile(Cells):
         which = slice(0, 1) if alike else slice(None)
         counted = mask[:, which]
         size = n.expand(-1, heads, -1)[:, which].clamp(min=1).to(torch.float64)
-        octave = (torch.frexp(size).exponent - 1).clamp(max=MOST_OCTAVES - 1)
+        octave = (torch.frexp(size).exponent - 1).clamp(max=MOST_OCTAVES - 1).long()
         octaves = int(octave.masked_fill(~counted, 0).max()) + 1
-        places = torch.nn.functional.one_hot(octave.long().clamp(max=octaves - 1), octaves)
-        share = places.masked_fill(~counted.unsqueeze(-1), 0).transpose(0, 1).to(torch.float64)
+        member = torch.nn.functional.one_hot(octave.clamp(max=octaves - 1), octaves)
+        share = member.masked_fill(~counted.unsqueeze(-1), 0).transpose(0, 1).to(torch.float64)
         rows = share.sum((1, 2)).expand(heads, octaves)  # share is (heads or 1, B, L, octaves)
         log_n = (size.log().transpose(0, 1).unsqueeze(-1) * share).sum((1, 2)).expand(heads, -1)
         x = values.detach()
@@ -126,26 +126,20 @@ class Profile(Cells):
             x = torch.where(mask.transpose(0, 1), x, 0.0)
         sums = sums_by_label(x, share.to(x.dtype))
         arrays = {name: array.transpose(0, 1) for name, array in sums.items()}
-        arrays |= {"rows": rows, "log_n": log_n / rows.clamp(min=1.0)}
-        return Profile(
-            **{
-                name: (part.round().long() if name in _INTEGERS else part).contiguous().cpu()
-                for name, part in arrays.items()
-            }
-        )
+        return Profile.rounded(rows=rows, log_n=log_n / rows.clamp(min=1.0), **arrays)
 
     @property
     def octaves(self) -> int:
         """Number of octaves."""
         return self.rows.shape[-1]
 
-    @property
+    @cached_property
     def std(self) -> Tensor:
         """Standard deviation over rows, (heads, metrics, octaves); NaN without rows."""
         count = self.count.double().masked_fill(self.count == 0, math.nan)
         return torch.sqrt(self.M2 / count)
 
-    @property
+    @cached_property
     def error(self) -> Tensor:
         """Standard error of each mean, from differences between sequences; NaN for one sequence."""
         groups = self.groups.double().masked_fill(self.groups < 2, math.nan)
@@ -197,17 +191,11 @@ class Profile(Cells):
         left = y - level - value * away
         scatter = (weight * left.square()).sum() / (len(x) - 2) / spread
         variance = (pull.square() * error.square()).sum() + scatter
-        ends = level + value * (x[[0, -1]] - centre)
-        return Slope(
-            float(value),
-            float(variance.sqrt()),
-            len(x),
-            float(x[0].exp()),
-            float(x[-1].exp()),
-            float(ends[0]),
-            float(ends[1]),
-            int(groups[use].min()),
-        )
+        ends = x[[0, -1]]
+        fitted = level + value * (ends - centre)
+        numbers: list[Any] = [float(value), float(variance.sqrt()), len(x)]
+        numbers += [*ends.exp().tolist(), *fitted.tolist(), int(groups[use].min())]
+        return Slope(*numbers)
 
     def final_slope(self, head: int, metric: int, *, octaves: int, least_n: float) -> Slope | None:
         """Slope of a metric over log n in its last ``octaves`` octaves of n.
@@ -236,26 +224,21 @@ class Profile(Cells):
         ``from`` is the lowest count of an octave and ``typical`` the mean of its rows; then follow
         for each metric ``count``, ``mean``, ``std``, ``error`` and ``groups``.
         """
-        typical = self.log_n.exp().tolist()
         names = ("count", "mean", "std", "error", "groups")
-        columns = {name: getattr(self, name).tolist() for name in names}
+        columns = {name: getattr(self, name) for name in names}
         heads = []
-        for head, rows in enumerate(self.rows.tolist()):
-            used = [octave for octave, count in enumerate(rows) if count]
-            heads.append(
-                {
-                    "from": [1 << octave for octave in used],
-                    "typical": [typical[head][octave] for octave in used],
-                    "rows": [rows[octave] for octave in used],
-                    "metrics": {
-                        metric: {
-                            name: [column[head][index][octave] for octave in used]
-                            for name, column in columns.items()
-                        }
-                        for index, metric in enumerate(metrics)
-                    },
-                }
-            )
+        for head, rows in enumerate(self.rows):
+            used = rows.nonzero().flatten()
+            lists = [column[head][:, used].tolist() for column in columns.values()]
+            of_metrics = [
+                dict(zip(names, values, strict=True)) for values in zip(*lists, strict=True)
+            ]
+            octaves = {
+                "from": (1 << used).tolist(),
+                "typical": self.log_n[head, used].exp().tolist(),
+                "rows": rows[used].tolist(),
+            }
+            heads.append(octaves | {"metrics": dict(zip(metrics, of_metrics, strict=True))})
         return heads
 
 

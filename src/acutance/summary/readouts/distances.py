@@ -77,19 +77,10 @@ class Distances(Cells):
 
     def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
         """Each head's numbers as JSON values."""
-        rows, peaks = self.rows.tolist(), self.peaks.tolist()
-        mass, even = self.mass.tolist(), self.even.tolist()
-        return [
-            {
-                "rows": rows[head],
-                "behind": mass[head][0],
-                "ahead": mass[head][1],
-                "even_behind": even[head][0],
-                "even_ahead": even[head][1],
-                "peaks": peaks[head],
-            }
-            for head in range(len(rows))
-        ]
+        sides = [*self.mass.unbind(1), *self.even.unbind(1)]
+        names = ("rows", "behind", "ahead", "even_behind", "even_ahead", "peaks")
+        columns = (array.tolist() for array in (self.rows, *sides, self.peaks))
+        return [dict(zip(names, head, strict=True)) for head in zip(*columns, strict=True)]
 
     def columns(self, metrics: tuple[str, ...]) -> dict[str, list[float]]:
         """Mean weights by octave, ``mass_octave_<k>`` and ``mass_octave_ahead_<k>`` (heads,)."""

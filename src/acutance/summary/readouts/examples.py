@@ -45,18 +45,10 @@ class Example:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "position": self.position,
-            "n_keys": self.n_keys,
-            "entropy": self.entropy,
-            "information": self.information,
-            "query": self.query,
-            "attended": [
-                {"token": token, "position": place, "weight": weight}
-                for token, place, weight in self.attended
-            ],
-            "context": [{"token": token, "weight": weight} for token, weight in self.context],
-        }
+        columns = ("token", "position", "weight")
+        attended = [dict(zip(columns, row, strict=True)) for row in self.attended]
+        context = [{"token": token, "weight": weight} for token, weight in self.context]
+        return {**vars(self), "attended": attended, "context": context}
 
 
 @dataclass(frozen=True)
@@ -139,10 +131,9 @@ class Examples(Cells):
     @property
     def threshold(self) -> Tensor:
         """Information that a row must exceed to enter the record, (heads,), in nats."""
-        lowest = self.information.nan_to_num(-math.inf)
         if not self.depth:
-            return lowest.new_full((len(lowest),), math.inf)
-        return lowest.amin(1)
+            return self.information.new_full((len(self.information),), math.inf)
+        return self.information.nan_to_num(-math.inf).amin(1)
 
     def text(self, token: int) -> str:
         """Text of a token id: the decoded token, else its number; empty for padding."""
@@ -161,22 +152,14 @@ class Examples(Cells):
             if math.isnan(row["information"]):
                 continue
             known = sum(token >= 0 for token in row["context"])
-            attended = zip(row["tokens"], row["keys"], row["weights"], strict=True)
-            context = list(zip(row["context"], row["context_weights"], strict=True))[:known]
-            rows.append(
-                Example(
-                    **{
-                        name: row[name] for name in ("position", "n_keys", "entropy", "information")
-                    },
-                    query=self.text(row["query"]),
-                    attended=tuple(
-                        (self.text(token), key, weight)
-                        for token, key, weight in attended
-                        if key >= 0
-                    ),
-                    context=tuple((self.text(token), weight) for token, weight in context),
-                )
-            )
+            texts = map(self.text, row["tokens"])
+            keys = zip(texts, row["keys"], row["weights"], strict=True)
+            attended = tuple(entry for entry in keys if entry[1] >= 0)
+            context = list(zip(map(self.text, row["context"]), row["context_weights"], strict=True))
+            row["query"] = self.text(row["query"])
+            names = ("position", "n_keys", "entropy", "information", "query")
+            numbers = {name: row[name] for name in names}
+            rows.append(Example(**numbers, attended=attended, context=tuple(context[:known])))
         return rows
 
     def merge(self, other: Examples) -> Examples:

@@ -72,18 +72,24 @@ _METRICS_OF: dict[Scale, tuple[str, ...]] = {
         *("varentropy", "noise_gain", "attention_distance", "critical_ratio"),
     ),
     "signed": (
-        "entropy_slope",
-        "mean_field_entropy",
-        "max_logit",
-        "first_gap",
-        "lse",
-        "logit_mean",
+        *("entropy_slope", "mean_field_entropy", "max_logit", "first_gap", "lse", "logit_mean"),
     ),
 }
 #: Scale of each metric's histogram; a metric not named here has scale "unit", 0 to 1.
 SCALES = {name: scale for scale, names in _METRICS_OF.items() for name in names}
 
 _MOST_NATS, _OCTAVES, _DECADES, _MOST_SIGNED = 16.0, 32.0, 6.0, 1e5
+
+
+_STEPS = [index / BINS for index in range(BINS + 1)]
+#: Histogram edges of each scale, BINS + 1 of them.
+_EDGES: dict[Scale, list[float]] = {
+    "unit": _STEPS,
+    "nats": [_MOST_NATS * step for step in _STEPS],
+    "keys": [2.0 ** (_OCTAVES * step) for step in _STEPS],
+    "positive": [10.0 ** (2 * _DECADES * (step - 0.5)) for step in _STEPS],
+    "signed": [math.sinh(2 * math.asinh(_MOST_SIGNED) * (step - 0.5)) for step in _STEPS],
+}
 
 
 def edges(name: str) -> list[float]:
@@ -97,21 +103,7 @@ def edges(name: str) -> list[float]:
         >>> edges("effective_keys")[:3]
         [1.0, 1.4142135623730951, 2.0]
     """
-    return _edges(_scale(name))
-
-
-def _edges(scale: Scale) -> list[float]:
-    """Histogram edges of a scale, BINS + 1 of them."""
-    steps = [index / BINS for index in range(BINS + 1)]
-    if scale == "nats":
-        return [_MOST_NATS * step for step in steps]
-    if scale == "keys":
-        return [2.0 ** (_OCTAVES * step) for step in steps]
-    if scale == "positive":
-        return [10.0 ** (2 * _DECADES * (step - 0.5)) for step in steps]
-    if scale == "signed":
-        return [math.sinh(2 * math.asinh(_MOST_SIGNED) * (step - 0.5)) for step in steps]
-    return steps
+    return list(_EDGES[SCALES.get(name, "unit")])
 
 
 @functools.lru_cache
@@ -121,7 +113,7 @@ def _boundaries(scale: Scale, dtype: torch.dtype, device: torch.device) -> Tenso
     Each is the least number of that dtype at or above the exact edge, so that rounding puts no
     value into the wrong bin.
     """
-    exact = torch.tensor(_edges(scale)[1:-1], dtype=torch.float64, device="cpu")
+    exact = torch.tensor(_EDGES[scale][1:-1], dtype=torch.float64, device="cpu")
     near = exact.to(dtype)
     up = torch.nextafter(near, torch.full_like(near, torch.inf))
     return torch.where(near.to(torch.float64) < exact, up, near).to(device)
@@ -213,7 +205,7 @@ class Moments(Cells):
             return Moments.none(heads, metrics)
         bins = torch.empty(x.shape, dtype=torch.int64, device=x.device)
         for index, name in enumerate(names):
-            _find_bins(x[index], _scale(name), bins[index])
+            _find_bins(x[index], SCALES.get(name, "unit"), bins[index])
         low, high = x.amin(-1), x.amax(-1)
         count = torch.full((metrics, heads), rows, device=x.device)
         wide = x.to(torch.float64, copy=True)
@@ -233,19 +225,12 @@ class Moments(Cells):
         histogram = torch.bincount(
             bins.add_(starts).flatten(), minlength=metrics * heads * (BINS + 1)
         )
-        arrays = {
-            "count": count,
-            "mean": mean,
-            "M2": torch.linalg.vector_norm(away, dim=-1).square(),
-            "low": low.to(torch.float64),
-            "high": high.to(torch.float64),
-            "histogram": histogram.view(metrics, heads, BINS + 1)[..., :BINS],
-            "weight": count.to(torch.float64),
-            "sampling": torch.zeros_like(mean),
-        }
-        return Moments(
-            **{name: array.transpose(0, 1).contiguous().cpu() for name, array in arrays.items()}
-        )
+        M2 = torch.linalg.vector_norm(away, dim=-1).square()
+        histogram = histogram.view(metrics, heads, BINS + 1)[..., :BINS]
+        arrays = (count, mean, M2, low.double(), high.double(), histogram)
+        weight, sampling = count.double(), torch.zeros_like(mean)
+        columns = (*arrays, weight, sampling)
+        return Moments(*(column.transpose(0, 1).contiguous().cpu() for column in columns))
 
     def possible(self) -> dict[str, Tensor]:
         """For each array a boolean mask (heads, metrics) of the values that rows can give."""
@@ -295,12 +280,8 @@ class Moments(Cells):
         undefined = torch.where(self.count == 1, math.nan, 0.0)
         variance = self.M2 / (self.count - 1).clamp(min=1) + undefined
         per_row = (1 - drawn / total) * variance / self.count.clamp(min=1)
-        return replace(
-            self,
-            weight=weight,
-            M2=self.M2 * (total / drawn),
-            sampling=torch.where(self.count == 0, 0.0, weight.square() * per_row),
-        )
+        sampling = torch.where(self.count == 0, 0.0, weight.square() * per_row)
+        return replace(self, weight=weight, M2=self.M2 * (total / drawn), sampling=sampling)
 
     def columns(self, metrics: tuple[str, ...], *, sampled: bool = False) -> dict[str, list[float]]:
         """Mean, spread and extremes of each metric, a value for each head; NaN without rows."""
@@ -337,15 +318,10 @@ class Moments(Cells):
         """Standard error of each mean from sampling rows; 0 where all rows were read."""
         return self.sampling.sqrt() / torch.where(self.count == 0, math.nan, self.weight)
 
-    @property
+    @functools.cached_property
     def std(self) -> Tensor:
         """Standard deviation over rows; NaN without rows."""
         return torch.sqrt(self.M2 / self.weight.masked_fill(self.count == 0, math.nan))
-
-
-def _scale(name: str) -> Scale:
-    """Histogram scale of a metric."""
-    return SCALES.get(name, "unit")
 
 
 def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
@@ -418,10 +394,6 @@ def sums_by_label(x: Tensor, share: Tensor, *, weights: bool = False) -> dict[st
     seen = count.sum(0)
     mean = first.sum(0) / seen.clamp(min=1.0)
     between = (count * (average - mean).square()).sum(0)
-    return {
-        "count": seen,
-        "mean": torch.where(seen > 0, mean + centre.double()[..., 0], 0.0),
-        "M2": within.sum(0) + between,
-        "groups": (count > 0).sum(0).double(),
-        "between": between,
-    }
+    groups, M2 = (count > 0).sum(0).double(), within.sum(0) + between
+    mean = torch.where(seen > 0, mean + centre.double()[..., 0], 0.0)
+    return {"count": seen, "mean": mean, "M2": M2, "groups": groups, "between": between}
