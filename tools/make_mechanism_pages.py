@@ -30,7 +30,7 @@ import torch
 import acutance
 from acutance.comparison import Comparison, compare
 from acutance.files import write_text, write_whole
-from acutance.mechanisms.entry import Mechanism
+from acutance.mechanisms.table import Mechanism
 from acutance.report.plot_style import DARK, LIGHT, Theme, curves, label, new_figure, reference
 
 PAGES = Path(__file__).parents[1] / "docs" / "mechanisms"

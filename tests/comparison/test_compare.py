@@ -21,7 +21,7 @@ from acutance.comparison.runner import (
     query_gradient,
 )
 from acutance.mechanisms import MECHANISMS
-from acutance.mechanisms.entry import Linear
+from acutance.mechanisms.table import Linear
 
 
 def inputs(n: int = 64, d: int = 16, **changed: Any) -> Inputs:

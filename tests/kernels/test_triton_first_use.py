@@ -49,9 +49,9 @@ class Planted:
     def __init__(self, module: Any, name: str, spoil: Any) -> None:
         self.launch, self.spoil, self.launches = getattr(module, name), spoil, 0
 
-    def __call__(self, blocks: Any, arguments: Any) -> None:
+    def __call__(self, blocks: Any, **arguments: Any) -> None:
         self.launches += 1
-        self.launch(blocks, arguments)
+        self.launch(blocks, **arguments)
         self.spoil(arguments)
 
 

@@ -222,8 +222,8 @@ def test_tile_sizes_come_from_a_table(
         device = Device(room)
         launch = arguments.Launcher(device, tiles)  # type: ignore[arg-type]
         for _ in range(2):
-            launch(lambda tile: 1, given)
+            launch(lambda tile: 1, **given)
         assert device.launched == 2 * [next(size for size in sizes if size[0] <= room)]
     nowhere = arguments.Launcher(Device(0), tiles)  # type: ignore[arg-type]
     with pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory"):
-        nowhere(lambda tile: 1, given)
+        nowhere(lambda tile: 1, **given)

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def main(capability: int, dtype: torch.dtype | None) -> None:
     compiled: dict[str, Any] = {}
     sizes: dict[str, int] = dict(SMALL)
 
-    def compile_only(self: Any, blocks: Callable[[Any], int], given: Mapping[str, Any]) -> None:
+    def compile_only(self: Any, blocks: Callable[[Any], int], **given: Any) -> None:
         tile, (warps, stages) = sizes, (WARPS, STAGES)
         if sizes["BLOCK_M"] == WIDE_ROWS:
             warps = WIDE_WARPS

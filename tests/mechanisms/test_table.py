@@ -15,7 +15,7 @@ import acutance
 from acutance import scores, theory
 from acutance.mechanisms import FEATURE_MAPS, MECHANISMS, Mechanism, alibi_decays, retnet_decays
 from acutance.mechanisms import mechanism as find
-from acutance.mechanisms.entry import Linear, Recurrence, Rows
+from acutance.mechanisms.table import Linear, Recurrence, Rows
 from acutance.theory import PREDICTED_MECHANISMS
 from acutance.weights import WEIGHTS
 

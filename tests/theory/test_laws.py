@@ -9,7 +9,7 @@ import pytest
 from acutance.theory import (
     families,
     hazard_scale,
-    laws,
+    scales,
     scaling_exponent,
 )
 from tests.contract.theory.test_laws import FAMILIES, FAMILY_IDS
@@ -20,8 +20,8 @@ def test_constants_of_the_poisson_limit():
     for keys in (1.1, 2.0, 5.0):
         exponential = scaling_exponent("exponential", effective_keys=keys).constant
         assert exponential == pytest.approx(keys / (keys - 1))
-        assert laws._edge_constant(1e6, keys) == pytest.approx(exponential, rel=1e-4)
-    uniform = [laws._edge_constant(1.0, keys) for keys in (1.1, 2.0, 5.0)]
+        assert scales._edge_constant(1e6, keys) == pytest.approx(exponential, rel=1e-4)
+    uniform = [scales._edge_constant(1.0, keys) for keys in (1.1, 2.0, 5.0)]
     assert uniform == pytest.approx([10.2966954, 1.2328105, 0.3901535], rel=1e-6)
     assert scaling_exponent("uniform").constant == pytest.approx(1.2328105 / 2, rel=1e-6)
 
@@ -30,7 +30,7 @@ def test_constants_of_the_poisson_limit():
 def test_constants_by_sampling_the_poisson_limit(a):
     rng = np.random.default_rng(5)
     gaps = np.cumsum(rng.exponential(size=(4000, 1000)), axis=1) ** (1 / a)
-    weights = np.exp(-laws._edge_constant(a, 2.0) * a * (gaps - gaps[:, :1]))
+    weights = np.exp(-scales._edge_constant(a, 2.0) * a * (gaps - gaps[:, :1]))
     collision = (weights**2).sum(1) / weights.sum(1) ** 2
     assert collision.mean() == pytest.approx(0.5, abs=4 * collision.std() / math.sqrt(4000))
 
@@ -47,4 +47,4 @@ def test_families_by_name_and_as_objects(family, parameter, law):
 
 
 def test_every_family_of_independent_logits_has_a_law():
-    assert set(laws._LAWS) - set(families.FAMILIES) == {"two_level", "planted"}
+    assert set(scales._WITH_LAWS) - set(families.FAMILIES) == {"two_level", "planted"}

@@ -49,8 +49,7 @@ from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import find_rotary
 from acutance.scaling import HeadTable, Window
-from acutance.scaling.fitted import LearnedScaling, interpolate
-from acutance.scaling.laws import Rows
+from acutance.scaling.laws import LearnedScaling, Rows, interpolate
 from acutance.shapes import check_flag
 
 _FEW = 32  # tokens of the run that finds the layers

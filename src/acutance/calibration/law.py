@@ -26,7 +26,7 @@ from acutance.capture.find_layers import (
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
 from acutance.scaling import SCALINGS, AnyScaling, Scaling, Window, from_dict, get
-from acutance.scaling.fitted import LearnedScaling
+from acutance.scaling.laws import LearnedScaling
 from acutance.shapes import check_count, did_you_mean
 from acutance.summary.layer import NOT_LOADED
 

@@ -24,7 +24,7 @@ from acutance import scaling, theory
 from acutance.comparison.record import COMPARED, Comparison, Reading, Result
 from acutance.comparison.timing import Seconds, timed
 from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
-from acutance.mechanisms.entry import Decay, FeatureMap, Gated, Linear, Recurrence, Rows, Statistics
+from acutance.mechanisms.table import Decay, FeatureMap, Gated, Linear, Recurrence, Rows, Statistics
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get

@@ -18,23 +18,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.kernels.call import (
-    ALL,
-    Gradients,
-    KernelCall,
-    SumGradients,
-    Sums,
-    accumulate_dtype,
-)
+from acutance.kernels.call import ALL, Gradients, KernelCall, SumGradients, Sums, accumulate_dtype
 from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
-from acutance.kernels.tile_sums import FLOOR, LOG2E, finite, inverse_normaliser, ratio
 from acutance.kernels.tiles import (
+    FLOOR,
+    LOG2E,
     Buffers,
     Work,
     as_mask_shape,
     draw_kept,
     dropout_generator,
+    finite,
     fold_rows,
+    inverse_normaliser,
+    ratio,
     sink_rows,
     tile_rows,
     tile_scores,
@@ -82,13 +79,14 @@ def backward(
     for work in tile_rows(call):
         region = work.region
         q = fold_rows(q5, work).to(dtype) * call.scale
-        row = _RowGradients(
-            Sums(*(fold_rows(part, work) if part.numel() else part for part in rows)),
-            SumGradients(*(None if part is None else fold_rows(part, work) for part in grads)),
-            sink_rows(call, work, q),
-        )
+        block = Sums(*(fold_rows(part, work) if part.numel() else part for part in rows))
+        given = SumGradients(*(None if part is None else fold_rows(part, work) for part in grads))
+        row = row_coefficients(block, given, sink_rows(call, work, q))
+        shift, d_out = finite(block.m).unsqueeze(-1), None
+        if given.out is not None and row.inverse is not None:
+            d_out = given.out * row.inverse.unsqueeze(-1)
         # a row's normaliser may be NaN where its gradient of the output is not
-        finite_out = not hides or row.dO is None or all_finite(row.dO)
+        finite_out = not hides or d_out is None or all_finite(d_out)
         clean_q, clean_keys = q, work.key
         if clean_q5 is not q5:
             clean_q = fold_rows(clean_q5, work).to(dtype) * call.scale
@@ -96,32 +94,32 @@ def backward(
             clean_keys = clean_key[region.batch, region.heads].to(dtype).flatten(0, 1)
         row_dq = torch.zeros_like(q)
         part_dk = dk[region.batch, region.heads]
-        largest = _largest(q, work, call, scratch, width) if row.gm is not None else None
+        largest = _largest(q, work, call, scratch, width) if given.m is not None else None
         for tile in masking.tiles(region, width):
             columns = slice(tile.start, tile.stop)
             s = tile_scores(q, work, tile, call.softcap, scratch)
-            t, folded = s.sub_(row.shift.unsqueeze(-1)), as_mask_shape(s, work)
+            t, folded = s.sub_(shift), as_mask_shape(s, work)
             if tile.hidden is not None:
                 tile.hidden.blank(folded)
                 tile.hidden.bury(folded, FLOOR)
             e = torch.mul(t, LOG2E, out=scratch("weights", *t.shape)).exp2_()
             keep = draw_kept(tuple(e.shape), call.dropout_p, generator, e)
             ds = scratch("gradient", *t.shape)
-            if row.dO is not None and work.value is not None:
-                torch.bmm(row.dO, work.value[:, columns].transpose(1, 2), out=ds)
+            if d_out is not None and work.value is not None:
+                torch.bmm(d_out, work.value[:, columns].transpose(1, 2), out=ds)
                 if keep is not None:
                     ds.mul_(keep)
                 if dv is not None:
                     dropped = e if keep is None else e * keep
                     part_dv = dv[region.batch, region.heads, columns]
-                    part_dv += value_gradient(dropped, row.dO, finite_out).view(part_dv.shape)
+                    part_dv += value_gradient(dropped, d_out, finite_out).view(part_dv.shape)
             else:
                 ds.zero_()
-            row.scores(ds, t, e)
+            _to_scores(ds, t, e, row)
             if tile.hidden is not None:
                 tile.hidden.blank(as_mask_shape(ds, work))
-            _put_single(ds, row.first_index, row.gfirst, tile)
-            _put_single(ds, largest, row.gm, tile)
+            _put_single(ds, block.first_index, given.first, tile)
+            _put_single(ds, largest, given.m, tile)
             for shared in (added_mask, added_bias):
                 if shared is not None:
                     shared.add(ds, work, tile)
@@ -136,8 +134,8 @@ def backward(
                 part += torch.bmm(ds.transpose(1, 2), clean_q).view(part.shape)
         target = dq[region.batch, region.heads, :, region.rows]
         target.copy_(row_dq.mul_(call.scale).view(target.shape))
-        if row.dsink is not None:
-            dsinks[region.heads] += row.dsink.view(work.fold).sum((0, 3))
+        if row.sink is not None:
+            dsinks[region.heads] += row.sink.view(work.fold).sum((0, 3))
     return Gradients(
         query=dq.view(query.shape).to(query.dtype) if want_q else None,
         key=dk.to(key.dtype) if want_k else None,
@@ -233,39 +231,25 @@ def sink_gradient(sinks: Tensor | None, rows: Coefficients) -> Tensor | None:
     return rows.sink.sum((0, 2)).to(sinks.dtype)
 
 
-class _RowGradients:
-    """The :class:`Coefficients` of one block of query rows, each (blocks, rows)."""
+def _to_scores(ds: Tensor, t: Tensor, e: Tensor, row: Coefficients) -> None:
+    """Turn ``ds``, in place, into the gradient with respect to a tile's scores.
 
-    def __init__(self, sums: Sums, grad: SumGradients, sink: Tensor | None) -> None:
-        found = row_coefficients(sums, grad, sink)
-        none = torch.zeros_like(sums.Z)
-        self.shift = finite(sums.m)
-        self.constant, self.linear, self.square = (
-            none if part is None else part for part in (found.constant, found.linear, found.square)
-        )
-        self.weight, self.slope, self.plain = found.weight, found.slope, found.plain
-        self.dO: Tensor | None = None
-        if grad.out is not None and found.inverse is not None:
-            self.dO = grad.out * found.inverse.unsqueeze(-1)
-        self.dsink = found.sink
-        self.first_index, self.gfirst, self.gm = sums.first_index, grad.first, grad.m
-
-    def scores(self, ds: Tensor, t: Tensor, e: Tensor) -> None:
-        """Turn ``ds``, in place, into the gradient with respect to a tile's scores.
-
-        All are (blocks, rows, keys). On entry ``ds`` contains dO·v / Z and ``t`` the scores minus
-        the row's maximum; ``t`` is overwritten. ``e`` is exp(t).
-        """
-        ds.add_(self.constant.unsqueeze(-1)).addcmul_(self.linear.unsqueeze(-1), t)
-        if self.weight is not None:
-            ds.addcmul_(self.weight.unsqueeze(-1), e)
-        if self.slope is None:
-            ds.addcmul_(self.square.unsqueeze(-1), t.square_()).mul_(e)
-        else:
-            ds.addcmul_(self.square.unsqueeze(-1) * t, t).mul_(e)
-            ds.addcmul_(self.slope.unsqueeze(-1), t)
-        if self.plain is not None:
-            ds.add_(self.plain.unsqueeze(-1))
+    All are (blocks, rows, keys). On entry ``ds`` contains dO·v / Z and ``t`` the scores minus
+    the row's maximum; ``t`` is overwritten. ``e`` is exp(t).
+    """
+    if row.constant is not None:
+        ds.add_(row.constant.unsqueeze(-1))
+    if row.linear is not None:
+        ds.addcmul_(row.linear.unsqueeze(-1), t)
+    if row.weight is not None:
+        ds.addcmul_(row.weight.unsqueeze(-1), e)
+    if row.square is not None:
+        ds.addcmul_(row.square.unsqueeze(-1), t.square_() if row.slope is None else t.square())
+    ds.mul_(e)
+    if row.slope is not None:
+        ds.addcmul_(row.slope.unsqueeze(-1), t)
+    if row.plain is not None:
+        ds.add_(row.plain.unsqueeze(-1))
 
 
 def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Tile) -> None:

@@ -19,21 +19,19 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.call import KernelCall, Sums, accumulate_dtype
-from acutance.kernels.tile_sums import (
+from acutance.kernels.tiles import (
     LOG2E,
     MODERATE,
     Part,
     Running,
-    inverse_normaliser,
-    ratio,
-    row_fields,
-)
-from acutance.kernels.tiles import (
     Work,
     draw_kept,
     dropout_generator,
     fold_rows,
+    inverse_normaliser,
     lent_buffers,
+    ratio,
+    row_fields,
     sink_rows,
     tile_rows,
     tile_scores,

@@ -15,14 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import (
-    Tensor,
-    empty_like,
-    float32,
-    float64,
-    get_num_threads,
-    is_autocast_enabled,
-)
+from torch import Tensor, empty_like, float32, float64, get_num_threads, is_autocast_enabled
 
 from acutance.compiling import unobserved
 from acutance.kernels import dispatch, library

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from acutance.mechanisms.entry import Mechanism, Theory
 from acutance.mechanisms.features import FEATURE_MAPS, alibi_decays, decay_statistics, retnet_decays
-from acutance.mechanisms.table import MECHANISMS, mechanism
+from acutance.mechanisms.table import MECHANISMS, Mechanism, Theory, mechanism
 
 __all__ = [
     "FEATURE_MAPS",

@@ -7,8 +7,7 @@ where a key takes part.
 
 from __future__ import annotations
 
-from acutance.nn.attention import MultiheadAttention
-from acutance.nn.gated import GatedAttentionUnit
+from acutance.nn.attention import GatedAttentionUnit, MultiheadAttention
 from acutance.nn.positions import Alibi, Rotary, rotate
 from acutance.nn.recording import Recorded
 

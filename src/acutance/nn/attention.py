@@ -1,26 +1,33 @@
-"""Multi-head attention with PyTorch's arguments, and any score, weighting, scaling and position."""
+r"""Multi-head attention with PyTorch's arguments, and the gated attention unit.
+
+Both take any score, weighting, scaling and position. ``nn.MultiheadAttention`` and
+:func:`~torch.nn.functional.scaled_dot_product_attention` disagree on the meaning of True in a mask.
+In what :func:`translate` returns, as in the latter, True marks a key that takes part.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout as drop_weights
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad, silu
 
 from acutance import scaling as scalings
+from acutance import scores
+from acutance import weights as weightings
 from acutance.attend import Score, attention, computed, validated
 from acutance.kernels.whole_rows import weighted_values, whole_weights
-from acutance.nn.options import HeldWeights, hold_score, translate
 from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
 from acutance.nn.recording import Recorded, Recording
 from acutance.scaling import AnyScaling
-from acutance.scores import QKNorm
-from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
-from acutance.weights import Weighting
+from acutance.scores import Additive, AdditiveScore, General, GeneralScore, Location, QKNorm
+from acutance.shapes import FLOATS, check_count, check_flag, check_number, check_tensor, describe
+from acutance.weights import Sink, Weighting
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -384,3 +391,302 @@ class _Scaled:
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         return query, key, self.scale
+
+
+class GatedAttentionUnit(Recorded):
+    r"""A gated attention unit (GAU): attention and gated linear unit in one.
+
+    .. math::
+        u, v, z = \mathrm{silu}(x W_u), \mathrm{silu}(x W_v), \mathrm{silu}(x W_z), \qquad
+        q = \gamma_q \odot z + \beta_q, \quad k = \gamma_k \odot z + \beta_k, \\
+        a_{ij} = \tfrac{1}{n_i} \mathrm{relu}(q_i \cdot k_j / \sqrt{s})^2, \qquad
+        o_i = \Bigl(u_i \odot \textstyle\sum_j a_{ij} v_j\Bigr) W_o
+
+    Query and key share one narrow z, each with a scale and an offset per component. The norm before
+    the unit and the residual sum are not part of the module: ``x + unit(norm(x))``.
+
+    The articles differ in constants. Su divides by :math:`n s`, as here. The first article's code
+    has :math:`\mathrm{relu}(q \cdot k / n)^2`, 1/n² in all, and a relative bias instead of rotary
+    positions. Here n is the number of keys that the row sees, not the padded length.
+
+    Args:
+        embed_dim: width of input and output, d.
+        key_dim: width of z, s.
+        expansion: u and v have width ``expansion · embed_dim``.
+        bias: add a bias to the projections.
+        weights: ``"relu2"`` as in the articles; ``"softmax"`` with ``scaling=LogN(train_length=512,
+            n_min=1)`` is Su's softmax plus; any other weighting of :mod:`acutance.weights`.
+        score: a name or score of :mod:`acutance.scores`.
+        scaling: a name or law of :mod:`acutance.scaling`.
+        positions: None, ``"rotary"`` or a :class:`Rotary`.
+        dropout: probability of dropping a weight in training.
+        statistics: ``"detached"``, ``"graph"`` or ``"off"``, see :class:`Recorded`.
+        device, dtype: of the parameters.
+
+    Attributes:
+        last_statistics: statistics of the last forward, fields (B, 1, L).
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one does not fit.
+
+    Example:
+        >>> unit = GatedAttentionUnit(16, key_dim=8, positions="rotary")
+        >>> unit(torch.randn(2, 10, 16), is_causal=True).shape
+        torch.Size([2, 10, 16])
+        >>> unit.last_statistics.sparsity.shape
+        torch.Size([2, 1, 10])
+
+        >>> from acutance.scaling import LogN
+        >>> law = LogN(train_length=512, n_min=1)
+        >>> plus = GatedAttentionUnit(16, weights="softmax", scaling=law)
+
+    Source:
+        Hua et al. (2022), arXiv:2202.10447; Su Jianlin, kexue.fm articles 8934 and 9019 (softmax
+        plus).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        key_dim: int = 128,
+        expansion: int = 2,
+        *,
+        bias: bool = True,
+        weights: str | Weighting = "relu2",
+        score: str | Score = "scaled_dot",
+        scaling: str | AnyScaling | None = None,
+        positions: Positions = None,
+        dropout: float = 0.0,
+        statistics: Recording = "detached",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(statistics)
+        self.embed_dim = check_count("embed_dim", embed_dim, 1)
+        self.key_dim = check_count("key_dim", key_dim, 1)
+        self.hidden = check_count("expansion", expansion, 1) * embed_dim
+        self.positions = find_positions(positions, alibi=False)
+        if self.positions is not None and key_dim % 2:
+            raise ValueError(f"positions='rotary' needs an even key_dim, got {key_dim}")
+        self.dropout = check_number("dropout", dropout, above=0.0, below=1.0, including=True)
+        check_flag("bias", bias)
+        wide = 2 * self.hidden + key_dim
+        self.in_proj = nn.Linear(embed_dim, wide, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(self.hidden, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.gamma = nn.Parameter(torch.empty(2, key_dim, device=device, dtype=dtype))
+        self.beta = nn.Parameter(torch.empty(2, key_dim, device=device, dtype=dtype))
+        self.score = hold_score(score, key_dim, 1, 1, device=device, dtype=dtype)
+        self.weights = HeldWeights(weights, 1, device=device, dtype=dtype)
+        self.scaling = scalings.get(scaling)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as published: Glorot projections, zero biases, γ ~ N(0, 0.02²), β = 0."""
+        for layer in (self.in_proj, self.out_proj):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.gamma, std=0.02)
+        nn.init.zeros_(self.beta)
+
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """The unit's output, before the residual sum.
+
+        Args:
+            x: (B, L, embed_dim), already normalised.
+            key_padding_mask: boolean (B, L), **True hides**.
+            is_causal: row i sees rows up to i.
+
+        Returns:
+            (B, L, embed_dim).
+        """
+        if check_tensor("x", x).dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(
+                f"x must have shape (B, L, embed_dim={self.embed_dim}), got {tuple(x.shape)}"
+            )
+        wide = silu(self.in_proj(x))
+        u, v, z = wide.split([self.hidden, self.hidden, self.key_dim], -1)
+        q, k = (z.unsqueeze(-2) * self.gamma + self.beta).unsqueeze(1).unbind(-2)
+        if isinstance(self.positions, Rotary):
+            q, k = self.positions(q), self.positions(k)
+        out, stats = attention(
+            q,
+            k,
+            v.unsqueeze(1),
+            is_causal=check_flag("is_causal", is_causal),
+            key_mask=key_mask(key_padding_mask, x.shape[0], x.shape[1]),
+            dropout_p=self.dropout if self.training else 0.0,
+            score=self.score,
+            weights=self.weights(),
+            scaling=self.scaling,
+            return_stats=True,
+        )
+        self._record(stats)
+        gated: Tensor = self.out_proj(u * out.squeeze(1))
+        return gated
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print``."""
+        return (
+            f"{self.embed_dim}, key_dim={self.key_dim}, hidden={self.hidden}, "
+            f"scaling={self.scaling}, positions={self.positions}"
+        )
+
+
+_RECORDS = (General, Additive, Location)
+
+
+def hold_score(
+    score: str | Score, width: int, num_heads: int, num_kv_heads: int, **factory: Any
+) -> Score:
+    """The score for a name, trainable if it has parameters, or the given score.
+
+    Parameters are created with the device and dtype of ``factory``.
+
+    Raises:
+        ValueError: if the name is unknown, or its parameters must be given explicitly.
+        TypeError: if it is not a score, or a record whose parameters would not be trained.
+    """
+    if score == "general":
+        return GeneralScore(width, num_heads=num_heads, **factory)
+    if score == "additive":
+        return AdditiveScore(width, num_heads=num_heads, num_kv_heads=num_kv_heads, **factory)
+    for name, part in (vars(score) if isinstance(score, _RECORDS) else {}).items():
+        if isinstance(part, nn.Parameter):
+            kind = type(score).__name__
+            raise TypeError(
+                f"score={kind}(...) contains the Parameter {name}, which this module would not "
+                f"train: pass the module scores.{kind}Score"
+            )
+    return scores.get(score)
+
+
+class HeldWeights(nn.Module):
+    """A weighting whose tensors are parameters or buffers of this module.
+
+    Args:
+        weights: a name or a weighting. ``"sink"`` trains a sink for each head, initially 0.
+        num_heads: number of query heads, Hq.
+        factory: device and dtype of new parameters.
+    """
+
+    def __init__(self, weights: str | Weighting, num_heads: int, **factory: Any) -> None:
+        super().__init__()
+        if weights == Sink.name:
+            weights = Sink(nn.Parameter(torch.zeros(num_heads, **factory)))
+        record = weightings.get(weights)
+        self.names = [name for name, part in vars(record).items() if isinstance(part, Tensor)]
+        for name in self.names:
+            tensor = getattr(record, name)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.record = record
+
+    def forward(self) -> Weighting:
+        """The weighting with the current tensors."""
+        if not self.names:
+            return self.record
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in self.names}
+        return replace(self.record, **tensors)
+
+    def extra_repr(self) -> str:
+        """The weighting's name, for ``print``."""
+        return repr(self.record.name)
+
+
+def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """The inverse of a boolean padding mask: (B, S), True for visible keys.
+
+    Raises:
+        TypeError: if it is not boolean.
+        ValueError: if it is not (B, S).
+    """
+    if key_padding_mask is None:
+        return None
+    if check_tensor("key_padding_mask", key_padding_mask).dtype != torch.bool:
+        raise TypeError(
+            f"key_padding_mask must be boolean, True for hidden keys, got {key_padding_mask.dtype}"
+        )
+    _check_padding(key_padding_mask, batch, keys)
+    return torch.logical_not(key_padding_mask)
+
+
+def _check_padding(key_padding_mask: Tensor, batch: int, keys: int) -> None:
+    """Raise ValueError unless a padding mask is (B, S)."""
+    if tuple(key_padding_mask.shape) != (batch, keys):
+        raise ValueError(
+            f"key_padding_mask must have shape (B, S) = ({batch}, {keys}), got "
+            f"{tuple(key_padding_mask.shape)}"
+        )
+
+
+def translate(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    size: tuple[int, int, int, int],
+    *,
+    is_causal: bool,
+    extra: int,
+) -> dict[str, Tensor | None]:
+    """Convert the masks of ``nn.MultiheadAttention``, for keys preceded by ``extra`` further keys.
+
+    ``size`` is (B, Hq, L, S), without those further keys.
+
+    Raises:
+        TypeError: if a mask is neither boolean nor floating.
+        ValueError: if its shape does not fit.
+    """
+    batch, _, _, keys = size
+    biases = []
+    seen = None
+    if key_padding_mask is not None:
+        if _check_kind("key_padding_mask", key_padding_mask) == torch.bool:
+            seen = key_mask(key_padding_mask, batch, keys)
+            assert seen is not None
+            seen = pad(seen, (extra, 0), value=True) if extra else seen
+        else:
+            _check_padding(key_padding_mask, batch, keys)
+            biases.append(pad(key_padding_mask, (extra, 0)).view(batch, 1, 1, extra + keys))
+    mask = None
+    if attn_mask is not None:
+        boolean = _check_kind("attn_mask", attn_mask) == torch.bool
+        mask = _four_dimensional(attn_mask, size)
+        mask = torch.logical_not(mask) if boolean else mask
+        if extra:
+            mask = pad(mask, (extra, 0), value=True) if boolean else pad(mask, (extra, 0))
+        if is_causal:  # attention() takes one or the other; a bias goes with both
+            if boolean:
+                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+            biases.append(mask)
+            mask = None
+    bias = functools.reduce(torch.add, biases) if biases else None
+    return {"attn_mask": mask, "key_mask": seen, "bias": bias}
+
+
+def _check_kind(name: str, mask: Tensor) -> torch.dtype:
+    """Dtype of a mask; raises TypeError unless it is boolean or floating."""
+    dtype = check_tensor(name, mask).dtype
+    if dtype != torch.bool and dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must be boolean (True hides) or floating-point (added to the scores), got "
+            f"{dtype}"
+        )
+    return dtype
+
+
+def _four_dimensional(mask: Tensor, size: tuple[int, int, int, int]) -> Tensor:
+    """Reshape a mask (L, S) or (B·Hq, L, S) to (1, 1, L, S) or (B, Hq, L, S)."""
+    batch, heads, queries, keys = size
+    if tuple(mask.shape) == (queries, keys):
+        return mask[None, None]
+    if tuple(mask.shape) == (batch * heads, queries, keys):
+        return mask.view(size)
+    raise ValueError(
+        f"attn_mask must have shape (L, S) = ({queries}, {keys}) or (B·Hq, L, S) = "
+        f"({batch * heads}, {queries}, {keys}), got {tuple(mask.shape)}"
+    )

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from acutance.escapes import check_name
-from acutance.scaling import fitted, laws, lengths, window
-from acutance.scaling.fitted import *
+from acutance.scaling import laws, window
 from acutance.scaling.laws import *
 from acutance.scaling.laws import arguments, required
-from acutance.scaling.lengths import *
 from acutance.scaling.window import *
 from acutance.shapes import check_tensor
 
@@ -34,9 +32,7 @@ __all__ = [
     "apply_scaling",
     "from_dict",
     "get",
-    *fitted.__all__,
     *laws.__all__,
-    *lengths.__all__,
     *window.__all__,
 ]
 

@@ -14,12 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from acutance.escapes import check_name
-from acutance.scores import base, modules, records
-from acutance.scores.base import *
+from acutance.scores import modules, records
 from acutance.scores.modules import *
 from acutance.scores.records import *
 
-__all__ = ["SCORES", "get", *base.__all__, *modules.__all__, *records.__all__]
+__all__ = ["SCORES", "get", *modules.__all__, *records.__all__]
 
 #: Every score by its name.
 SCORES: dict[str, type[Any]] = {

@@ -10,13 +10,23 @@ A normalisation removes whatever multiplied the query before it: a scaling comes
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from acutance.scores.base import PreparedScore, TileScore, check_pair, precise
-from acutance.scores.records import Additive, General, Location, l2_norm, layer_norm, rms_norm
+from acutance.scores.records import (
+    Additive,
+    General,
+    Location,
+    PreparedScore,
+    TileScore,
+    check_pair,
+    l2_norm,
+    layer_norm,
+    precise,
+    rms_norm,
+)
 from acutance.shapes import check_count, check_flag, check_number, describe
 
 __all__ = ["AdditiveScore", "GeneralScore", "HenryGain", "LocationScore", "QKNorm", "SwinGain"]
@@ -32,13 +42,10 @@ Sides = Literal["both", "query", "key"]
 class _Bilinear(nn.Module):
     """A trained W, (rows, columns), or one for each head."""
 
-    def __init__(
-        self, shape: tuple[int, ...], init: Init, device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: tuple[int, ...], init: Init, **factory: Any) -> None:
         super().__init__()
         _check_choice("init", init, get_args(Init))
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
         self.init: Init = init
         self.reset_parameters()
 
@@ -85,7 +92,7 @@ class GeneralScore(_Bilinear):
     ) -> None:
         key_width = query_width if key_width is None else key_width
         shape = _shape(num_heads, query_width=query_width, key_width=key_width)
-        super().__init__(shape, init, device, dtype)
+        super().__init__(shape, init, device=device, dtype=dtype)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         """The query times W (B, Hq, L, Ek), the key unchanged, and the scale 1."""
@@ -209,7 +216,7 @@ class LocationScore(_Bilinear, TileScore):
         dtype: torch.dtype | None = None,
     ) -> None:
         shape = _shape(num_kv_heads, max_keys=max_keys, width=width)
-        super().__init__(shape, init, device, dtype)
+        super().__init__(shape, init, device=device, dtype=dtype)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         """The query unchanged, rows of W as keys (B, H, S, E), and the scale 1."""

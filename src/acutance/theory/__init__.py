@@ -6,24 +6,18 @@ NumPy and SciPy only: nothing here is shared with what measures. Names are those
 from __future__ import annotations
 
 from acutance.theory import (
-    asymptotic,
-    bounds,
     cosine,
     entropy,
     expected,
-    laws,
     noise,
     prediction,
     scales,
     sparsity,
     trained_heads,
 )
-from acutance.theory.asymptotic import *
-from acutance.theory.bounds import *
 from acutance.theory.cosine import *
 from acutance.theory.entropy import *
 from acutance.theory.expected import *
-from acutance.theory.laws import *
 from acutance.theory.noise import *
 from acutance.theory.prediction import *
 from acutance.theory.scales import *
@@ -31,12 +25,9 @@ from acutance.theory.sparsity import *
 from acutance.theory.trained_heads import *
 
 __all__ = [
-    *asymptotic.__all__,
-    *bounds.__all__,
     *cosine.__all__,
     *entropy.__all__,
     *expected.__all__,
-    *laws.__all__,
     *noise.__all__,
     *prediction.__all__,
     *scales.__all__,

@@ -9,7 +9,7 @@ tail is one exponential.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from scipy.special import betaincinv, betaln, expit, log_expit, ndtri_exp
@@ -17,20 +17,6 @@ from scipy.special import betaincinv, betaln, expit, log_expit, ndtri_exp
 from acutance.theory.arguments import Array, normal_density
 
 _LOG_2 = float(np.log(2.0))
-
-
-class FamilyParameter(TypedDict, total=False):
-    """Keyword arguments: the one parameter of a family that has one.
-
-    Attributes:
-        d: Dimension of ``"cosine"``, d >= 2; it need not be an integer.
-        rho: Exponent of ``"stretched"``, rho >= 0.05.
-        a: Tail index of ``"pareto"``, a >= 0.05.
-    """
-
-    d: float | None
-    rho: float | None
-    a: float | None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ Sources: Su (2023), https://kexue.fm/archives/9593 (that the output hardly chang
 Weideman (2014), SIAM Review 56, 385 (the trapezoid rule); Pitman & Yor (1997), Ann. Probab. 25, 855
 (rates below 1); Bennett (1948), Bell System Technical Journal 27, 446 (rounding as uniform noise);
 Liu et al. (2024), arXiv:2402.02750 (keys by channel, values by token); NIST DLMF,
-sections 4.19 and 5.7 (the series of the hyperbolic cotangent and of the log-gamma function); the
+sections 4.19 and 5.7 (series of the hyperbolic and of the log-gamma function); the
 rest follows from the formulas above.
 """
 
@@ -89,8 +89,6 @@ NoiseKind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 _KINDS = ("gaussian", "laplace", "gumbel", "uniform")
 _HEAVY = ("laplace", "gumbel")
 _EVEN_BERNOULLI = [float(x) for x in bernoulli(40)[2::2]]  # B_2, B_4, ..., B_40
-#: b coth b - 1 = b²/3 - b⁴/45 + ..., in powers of b², enough terms for b <= 1.
-_COTH = [0.0] + [4.0**j * b / math.factorial(2 * j) for j, b in enumerate(_EVEN_BERNOULLI, 1)]
 #: log Γ(1 - x) = -log(1 - x) + Σ (ζ(m) - 1) x^m / m and a linear term, enough terms for x < 1.
 _LOG_GAMMA = [0.0, 0.0] + [float(zetac(m)) / m for m in range(2, 56)]
 _ORDERS = 40  # of the power series in b of a central moment,
@@ -133,18 +131,7 @@ def noise_variance_ratio(kind: NoiseKind, scale: ArrayLike) -> float | Array:
     Source:
         Su (2023), https://kexue.fm/archives/9593.
     """
-    b = check_scale(kind, scale, moment=2)
-    if kind == "gaussian":
-        with np.errstate(over="ignore"):
-            ratio = np.expm1(b * b)
-    elif kind == "laplace":
-        ratio = b * b * (2 + b * b) / ((1 - 2 * b) * (1 + 2 * b))
-    elif kind == "gumbel":
-        ratio = np.expm1(_log_moment_ratio(kind, 2, b))
-    else:
-        series = np.polynomial.polynomial.polyval(np.minimum(b, 1.0) ** 2, _COTH)
-        ratio = np.where(b < 1, series, b / np.tanh(np.maximum(b, 1.0)) - 1)
-    return result(ratio)
+    return noise_central_moment(kind, 2, scale)
 
 
 def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float | Array:
@@ -184,8 +171,6 @@ def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float
     if order not in (2, 3, 4):
         raise ValueError(f"order: must be 2, 3 or 4, got {order}")
     b = check_scale(kind, scale, moment=order)
-    if order == 2:
-        return noise_variance_ratio(kind, scale)
     bound = _SERIES_BELOW[kind]
     series = np.polynomial.polynomial.polyval(np.minimum(b, bound), _moment_series(kind, order))
     wide = np.maximum(b, bound)
@@ -196,6 +181,8 @@ def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float
             for j in range(2, order)
         )
     direct = np.where(np.isinf(top), np.inf, direct)
+    if kind == "uniform" and order == 2:  # the hyperbolic cotangent keeps every digit
+        direct = wide / np.tanh(wide) - 1
     return result(np.where(b < bound, series, direct))
 
 
@@ -204,7 +191,7 @@ def _log_moment_ratio(kind: NoiseKind, k: int, b: Array) -> Array:
     if kind == "gaussian":
         ratio = k * (k - 1) / 2 * b * b
     elif kind == "laplace":
-        ratio = k * np.log1p(-b * b) - np.log1p(-k * k * b * b)
+        ratio = k * np.log1p(-b * b) - np.log1p(-k * b) - np.log1p(k * b)
     elif kind == "gumbel":
         powers = [c * (float(k) ** m - k) for m, c in enumerate(_LOG_GAMMA)]
         # k log(1 - b) - log(1 - k b), less its linear terms, which cancel
@@ -876,19 +863,7 @@ def quantization_noise(
     Source:
         Bennett (1948), Bell System Technical Journal 27, 446 (rounding as uniform noise).
     """
-    q, k, values = (
-        finite(name, x, 2) for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    shapes = f"(query {q.shape}, key {k.shape}, value {values.shape})"
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"query and key must have the same dimension d: {q.shape[1]}, {k.shape[1]} {shapes}"
-        )
-    if k.shape[0] != values.shape[0]:
-        rule = "key and value share the number of keys n"
-        raise ValueError(f"{rule}: {k.shape[0]}, {values.shape[0]} {shapes}")
-    if min(q.shape + k.shape + values.shape) == 0:
-        raise ValueError(f"query, key and value: no dimension may be empty {shapes}")
+    q, k, values = _matrices(query, key, value, "dimension")
     if not 2 <= bits <= 32:
         raise ValueError(f"bits: must be 2 to 32, got bits={bits}")
     if per not in ("row", "tensor"):
@@ -919,6 +894,23 @@ def quantization_noise(
         predicted_mse=float(np.mean(predicted)),
         measured_mse=float((change**2).sum(axis=1).mean()),
     )
+
+
+def _matrices(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, width: str
+) -> tuple[Array, Array, Array]:
+    """Queries (rows, d), keys (n, d) and values (n, dim), checked; ``width`` is a word for d."""
+    q, k, v = finite("query", query, 2), finite("key", key, 2), finite("value", value, 2)
+    shapes = f"(query {q.shape}, key {k.shape}, value {v.shape})"
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"query and key must have the same {width} d: {q.shape[1]}, {k.shape[1]} {shapes}"
+        )
+    if len(k) != len(v):
+        raise ValueError(f"key and value share the number of keys n: {len(k)}, {len(v)} {shapes}")
+    if min(q.shape + k.shape + v.shape) == 0:
+        raise ValueError(f"query, key and value: no dimension may be empty {shapes}")
+    return q, k, v
 
 
 def _quantized(x: Array, bits: int, per: str) -> tuple[Array, Array]:
@@ -1111,17 +1103,7 @@ def rounding_error(
     Source:
         See the top of this file.
     """
-    q, k, v = (finite(name, x, 2) for name, x in (("query", query), ("key", key), ("value", value)))
-    shapes = f"(query {q.shape}, key {k.shape}, value {v.shape})"
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"query and key must have the same width d: {q.shape[1]}, {k.shape[1]} {shapes}"
-        )
-    if len(k) != len(v) or not len(k) or not len(q):
-        raise ValueError(
-            f"key and value must have the same number of keys, at least one, and there must be "
-            f"queries {shapes}"
-        )
+    q, k, v = _matrices(query, key, value, "width")
     last = _last(positions, len(q), len(k))
     factor = 1 / math.sqrt(q.shape[1]) if scale is None else float(scale)
     if keys_along not in ("tokens", "channels"):

@@ -47,10 +47,19 @@ from scipy.special import gammaincinv, log_expit, log_ndtr, ndtr, poch
 from acutance.theory.arguments import Array, log_probability, normal_density, one_number
 from acutance.theory.expected import (
     Maximum,
-    expected,
+    OverRows,
+    expected_collision,
+    expected_effective_keys,
+    expected_entropy,
     expected_entropy_gauss,
+    expected_jacobian_fro2,
+    expected_logsumexp,
     expected_max,
     expected_max_gauss,
+    expected_sparsity,
+    expected_top_weight,
+    expected_varentropy,
+    expected_weighted_mean,
     mean_top_weight,
 )
 from acutance.theory.families import Family, Gaussian, as_family
@@ -331,6 +340,7 @@ def predict(
     given = {name: value for name, value in parameters.items() if value is not None}
     requested = wanted_names(metrics)
     formulas, population, shown = build(_Request(mechanism, keys, variance, given))
+    formulas |= {"n_keys": ("fixed", keys), "sink_mass": ("fixed", 0.0)}
     values: dict[str, float] = {}
     kinds: dict[str, Kind] = {}
     why: dict[str, str] = {}
@@ -351,6 +361,12 @@ def predict(
         why=why,
         population=population,
     )
+
+
+_NO_MEAN = "The scores' law has no mean within float64, so neither has this."
+
+
+ONE_KEY = "With one key both the entropy and log n are 0."
 
 
 def _softmax(request: _Request) -> _Case:
@@ -411,118 +427,24 @@ def _cosine(request: _Request) -> _Case:
 
 
 def _independent_logits(
-    request: _Request, gamma: float, law: Family, parameters: dict[str, Any], shift: float = 0.0
+    request: _Request, gamma: float, family: Family, parameters: dict[str, Any], shift: float = 0.0
 ) -> _Case:
-    """A softmax row with logits shift + gamma s, s drawn from ``law``."""
-    row = request.n, gamma, law, shift, request.value_variance
-    return softmax_formulas(*row), softmax_population(*row), parameters
-
-
-def _normal_scores(request: _Request) -> _Case:
-    """Weights relu² and identity of normal scores."""
-    rule = "the deviation of the scores must be finite and greater than 0"
-    deviation = request.number("logit_std", 1e-300, rule)
-    mean = request.logit_mean()
-    squared = request.mechanism == "relu2"
-    parameters = {"logit_mean": mean, "logit_std": deviation}
-    sparsity = float((sparsity_relu2 if squared else sparsity_identity)(mean, deviation))
-    population = sparse_population(request.n, sparsity, **parameters)
-    return normal_formulas(request.n, mean, deviation, squared=squared), population, parameters
-
-
-def _linear(request: _Request) -> _Case:
-    """Linear attention, from mean and covariance of the key features."""
-    given = request.given
-    missing = [name for name in ("q", "mu") if name not in given]
-    if missing or ("Sigma" in given) == ("sigma" in given):
-        named = ", ".join(missing) or "Sigma, sigma"
-        raise ValueError(f'{named}: "{request.mechanism}" needs q, mu and one of Sigma and sigma')
-    query = np.asarray(given["q"], np.float64)
-    if query.ndim != 1:
-        raise ValueError(f"q: the features of one query must have shape (d,), got {query.shape}")
-    if "Sigma" in given:
-        sparsity = float(sparsity_linear(query, given["mu"], given["Sigma"]))
-        mean = float(query @ np.asarray(given["mu"], np.float64))
-    else:
-        rule = "beside sigma it must be one number, the mean of every key component"
-        component = request.number("mu", -math.inf, rule)
-        sparsity = float(sparsity_linear_iid(query, component, given["sigma"]))
-        mean = float(query.sum()) * component
-    population = sparse_population(request.n, sparsity, logit_mean=mean)
-    return linear_formulas(request.n, mean, sparsity), population, dict(given)
-
-
-def _decay(request: _Request) -> _Case:
-    """Weights that fall by a factor from key to key."""
-    lam = request.number("lam", 1e-300, "a decay must be above 0 and at most 1", most=1.0)
-    population = sparse_population(request.n, float(sparsity_decay(lam, request.n)))
-    return decay_formulas(request.n, lam, request.value_variance), population, {"lam": lam}
-
-
-def _trained_head(request: _Request) -> _Case:
-    """A head of a trained model, for n >= 3 keys.
-
-    Its parameters are those of :func:`~acutance.theory.expected_head_metrics`.
-    """
-    keys = one_number("n", request.n, 3.0, "a trained head has a first key and at least two others")
-    rule = "a deviation or a Jensen gap must be finite and at least 0"
-    numbers = {
-        "first_gap": request.number("first_gap", -math.inf, "the log-odds must be finite"),
-        "first_gap_std": request.number("first_gap_std", 0.0, rule, 0.0),
-        "rest_logit_std": request.number("rest_logit_std", 0.0, rule),
-        "rest_jensen_gap": request.number("rest_jensen_gap", 0.0, rule),
-    }
-    return head_formulas(keys, numbers), MetricRecord(), dict(numbers)
-
-
-#: Every mechanism that :func:`predict` takes: the names of its parameters, and what makes its
-#: formulas of them.
-PREDICTED_MECHANISMS: dict[str, tuple[tuple[str, ...], Callable[[_Request], _Case]]] = {
-    "softmax": (("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), _softmax),
-    "scaled_dot": (("d", "scale", "query_norm"), _dot),
-    "dot": (("d", "scale", "query_norm"), _dot),
-    "cosine": (("tau", "d"), _cosine),
-    "relu2": (("logit_std", "logit_mean"), _normal_scores),
-    "identity": (("logit_std", "logit_mean"), _normal_scores),
-    "linear": (("q", "mu", "Sigma", "sigma"), _linear),
-    "decay": (("lam",), _decay),
-    "trained_head": (HEAD_NUMBERS, _trained_head),
-}
-
-
-_NO_MEAN = "The scores' law has no mean within float64, so neither has this."
-
-
-ONE_KEY = "With one key both the entropy and log n are 0."
-
-
-def softmax_formulas(
-    n: float, gamma: float, family: Family, shift: float, value_variance: float
-) -> Formulas:
-    """Formulas for each metric of a row with independent logits shift + gamma s.
-
-    Args:
-        n: Number of keys, n >= 1.
-        gamma: Scale of the logits, gamma >= 0.
-        family: Distribution of a score s.
-        shift: Added to every logit.
-        value_variance: Variance of the values, summed over components.
-
-    Returns:
-        For each metric its kind and a function without arguments that evaluates it, or a sentence
-        that says why there is no formula.
-    """
+    """A softmax row with logits shift + gamma s, s drawn from ``family``."""
+    n, value_variance = request.n, request.value_variance
     log_n, normal = math.log(n), isinstance(family, Gaussian)
     mean, variance = score_moments(family)
 
-    def expect(metric: str, n: float = n) -> float:
-        return float(expected(metric, n, gamma, family))
+    def expect(mean_of: OverRows, n: float = n) -> float:
+        return float(mean_of(n, gamma, family))
+
+    def entropy() -> float:
+        return expect(expected_entropy)
 
     def collision() -> float:
-        return min(float(expected("power_sum", n, gamma, family, 2.0)), 1.0)
+        return min(expect(expected_collision), 1.0)
 
     def log_sum(n: float = n) -> float:
-        return gamma * mean if n == 1 else expect("logsumexp", n)
+        return gamma * mean if n == 1 else expect(expected_logsumexp, n)
 
     def top() -> float:
         return gamma * float(expected_max(n, family))
@@ -542,31 +464,29 @@ def softmax_formulas(
 
     # What cancels at its end is kept from rounding below it.
     formulas: Formulas = {
-        "n_keys": ("fixed", n),
-        "entropy": ("mean", lambda: expect("entropy")),
-        "normalized_entropy": ("mean", lambda: expect("entropy") / log_n) if n > 1 else ONE_KEY,
-        "information": ("mean", lambda: max(log_n - expect("entropy"), 0.0)),
-        "effective_keys": ("mean", lambda: expect("effective_keys")),
-        "sparsity": ("mean", lambda: expect("sparsity")),
+        "entropy": ("mean", entropy),
+        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
+        "information": ("mean", lambda: max(log_n - entropy(), 0.0)),
+        "effective_keys": ("mean", lambda: expect(expected_effective_keys)),
+        "sparsity": ("mean", lambda: expect(expected_sparsity)),
         "collision": ("mean", collision),
-        "top_weight": ("mean", lambda: expect("top_weight")),
+        "top_weight": ("mean", lambda: expect(expected_top_weight)),
         "first_weight": ("mean", 1 / n),
-        "sink_mass": ("fixed", 0.0),
         "max_logit": ("mean", lambda: shift + top()),
         "lse": ("mean", lambda: shift + log_sum()),
         "logit_mean": ("mean", shift + gamma * mean),
         "logit_std": ("mean" if normal else "plug-in", deviation),
-        "varentropy": ("mean", lambda: expect("varentropy")),
-        "entropy_slope": ("mean", lambda: 0.0 - expect("varentropy")),
+        "varentropy": ("mean", lambda: expect(expected_varentropy)),
+        "entropy_slope": ("mean", lambda: 0.0 - expect(expected_varentropy)),
         "mean_field_entropy": ("mean", lambda: log_n - (top() - gamma * mean)),
         "jensen_gap": ("mean", lambda: max(log_sum() - log_n - gamma * mean, 0.0)),
-        "max_gap": ("mean", lambda: max(top() - gamma * expect("weighted_mean"), 0.0)),
+        "max_gap": ("mean", lambda: max(top() - gamma * expect(expected_weighted_mean), 0.0)),
         "gaussian_entropy": ("mean" if normal else "plug-in", gaussian_entropy),
         "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)),
         "rest_logit_std": ("mean" if normal else "plug-in", lambda: deviation(n - 1)),
         "rest_jensen_gap": ("mean", rest_jensen_gap),
         "jacobian_trace": ("mean", lambda: max(1 - collision(), 0.0)),
-        "noise_gain": ("mean", lambda: value_variance * expect("jacobian_fro2")),
+        "noise_gain": ("mean", lambda: value_variance * expect(expected_jacobian_fro2)),
     }
     if n < 2:
         formulas.update(dict.fromkeys(("first_gap", "rest_logit_std", "rest_jensen_gap"), ONE_KEY))
@@ -577,7 +497,8 @@ def softmax_formulas(
     if math.isnan(variance):
         reason = "The scores' law has no variance within float64."
         formulas.update(dict.fromkeys(("logit_std", "rest_logit_std", "gaussian_entropy"), reason))
-    return formulas
+    population = softmax_population(n, gamma, family, shift, value_variance)
+    return formulas, population, parameters
 
 
 def score_moments(family: Family) -> tuple[float, float]:
@@ -804,12 +725,16 @@ _SIGNED = "The weights have both signs, so they are not a distribution."
 _NO_LAW = "Mean and covariance of the keys do not determine it."
 
 
-def normal_formulas(n: float, mean: float, deviation: float, *, squared: bool) -> Formulas:
-    """Formulas for a row whose weights come from normal scores s.
+def _normal_scores(request: _Request) -> _Case:
+    """A row whose weights come from normal scores s.
 
-    The weights are max(s, 0)² if ``squared``, with means over rows with weight; else s itself, of
-    which metrics use the absolute value.
+    The weights of ``"relu2"`` are max(s, 0)², with means over rows with weight; those of
+    ``"identity"`` are s itself, of which metrics use the absolute value.
     """
+    rule = "the deviation of the scores must be finite and greater than 0"
+    deviation = request.number("logit_std", 1e-300, rule)
+    mean = request.logit_mean()
+    n, squared = request.n, request.mechanism == "relu2"
     row, log_n = WeightedRow(n, mean / deviation, squared), math.log(n)
     entropy = cache(row.entropy)
     formulas: Formulas = {
@@ -827,32 +752,49 @@ def normal_formulas(n: float, mean: float, deviation: float, *, squared: bool) -
     elif not row.active > _FEWEST:
         reason = f"Practically no row has a positive score: P = {row.active:.1g}."
         formulas = dict.fromkeys(formulas, reason)
-    return _without_softmax() | {
-        **formulas,
-        "n_keys": ("fixed", n),
-        "sink_mass": ("fixed", 0.0),
+    formulas = _without_softmax() | formulas
+    formulas |= {
         "max_logit": ("mean", lambda: mean + deviation * float(expected_max_gauss(n))),
         "logit_mean": ("mean", mean),
         "logit_std": ("mean", lambda: gaussian_deviation(n, deviation)),
     }
+    parameters = {"logit_mean": mean, "logit_std": deviation}
+    sparsity = float((sparsity_relu2 if squared else sparsity_identity)(mean, deviation))
+    return formulas, sparse_population(n, sparsity, **parameters), parameters
 
 
-def linear_formulas(n: float, mean: float, sparsity: float) -> Formulas:
-    """Formulas for non-negative linear attention, from the mean and sparsity of its weights."""
+def _linear(request: _Request) -> _Case:
+    """Linear attention, from mean and covariance of the key features."""
+    given = request.given
+    missing = [name for name in ("q", "mu") if name not in given]
+    if missing or ("Sigma" in given) == ("sigma" in given):
+        named = ", ".join(missing) or "Sigma, sigma"
+        raise ValueError(f'{named}: "{request.mechanism}" needs q, mu and one of Sigma and sigma')
+    query = np.asarray(given["q"], np.float64)
+    if query.ndim != 1:
+        raise ValueError(f"q: the features of one query must have shape (d,), got {query.shape}")
+    if "Sigma" in given:
+        sparsity = float(sparsity_linear(query, given["mu"], given["Sigma"]))
+        mean = float(query @ np.asarray(given["mu"], np.float64))
+    else:
+        rule = "beside sigma it must be one number, the mean of every key component"
+        component = request.number("mu", -math.inf, rule)
+        sparsity = float(sparsity_linear_iid(query, component, given["sigma"]))
+        mean = float(query.sum()) * component
+    n = request.n
     keys = n * sparsity * sparsity
     spread = mean * math.sqrt(max(1 / sparsity**2 - 1, 0.0))
     names = ("entropy", "normalized_entropy", "information", "top_weight", "max_logit")
-    return _without_softmax() | {
+    formulas = _without_softmax() | {
         **dict.fromkeys(names, _NO_LAW),
-        "n_keys": ("fixed", n),
         "effective_keys": ("plug-in", keys),
         "sparsity": ("plug-in", sparsity),
         "collision": ("plug-in", 1 / keys),
         "first_weight": ("mean", 1 / n),
-        "sink_mass": ("fixed", 0.0),
         "logit_mean": ("mean", mean),
         "logit_std": ("plug-in", spread * math.sqrt((n - 1) / n)),
     }
+    return formulas, sparse_population(n, sparsity, logit_mean=mean), dict(given)
 
 
 def _without_softmax() -> Formulas:
@@ -1032,45 +974,48 @@ _IMPOSSIBLE = (
 )
 
 
-def head_formulas(n: float, numbers: dict[str, float]) -> Formulas:
-    """Formulas for a row of n >= 3 keys of a trained head.
+def _trained_head(request: _Request) -> _Case:
+    """A head of a trained model, for n >= 3 keys.
 
-    ``numbers`` are the keyword arguments of :func:`~acutance.theory.expected_head_metrics`.
+    Its parameters are those of :func:`~acutance.theory.expected_head_metrics`.
     """
+    n = one_number("n", request.n, 3.0, "a trained head has a first key and at least two others")
+    rule = "a deviation or a Jensen gap must be finite and at least 0"
+    numbers = {
+        "first_gap": request.number("first_gap", -math.inf, "the log-odds must be finite"),
+        "first_gap_std": request.number("first_gap_std", 0.0, rule, 0.0),
+        "rest_logit_std": request.number("rest_logit_std", 0.0, rule),
+        "rest_jensen_gap": request.number("rest_jensen_gap", 0.0, rule),
+    }
     head = expected_head_metrics(n, **numbers)
     log_n, entropy = math.log(n), float(head.entropy)
     values: dict[str, tuple[Kind, float]] = {
-        "n_keys": ("fixed", n),
         "entropy": ("mean", entropy),
         "normalized_entropy": ("mean", entropy / log_n),
         "information": ("mean", log_n - entropy),
         "effective_keys": ("plug-in", float(head.effective_keys)),
         "top_weight": ("plug-in", float(head.top_weight)),
         "first_weight": ("mean", float(head.first_weight)),
-        "sink_mass": ("fixed", 0.0),
         "first_gap": ("mean", numbers["first_gap"]),
         "rest_logit_std": ("mean", numbers["rest_logit_std"]),
         "rest_jensen_gap": ("mean", numbers["rest_jensen_gap"]),
     }
     formulas: Formulas = dict.fromkeys(NAMES, _REASON)
-    return formulas | {
-        name: _IMPOSSIBLE if math.isnan(value) else (kind, value)
-        for name, (kind, value) in values.items()
-    }
+    for name, (kind, value) in values.items():
+        formulas[name] = _IMPOSSIBLE if math.isnan(value) else (kind, value)
+    return formulas, MetricRecord(), dict(numbers)
 
 
 _SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a series
 
 
-def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
-    """For each metric, its formula for a row of n weights that decay by ``lam`` per key.
-
-    ``value_variance`` is the variance of a value, summed over its components.
-    """
-    theta = -math.log(lam)
+def _decay(request: _Request) -> _Case:
+    """Weights that fall by a factor from key to key."""
+    lam = request.number("lam", 1e-300, "a decay must be above 0 and at most 1", most=1.0)
+    n, theta = request.n, -math.log(lam)
     x, log_n = theta / 2, math.log(n)
     keys = float(effective_keys_decay(lam, n))
-    collision = 1 / keys
+    sparsity, collision = float(sparsity_decay(lam, n)), 1 / keys
     mean, spread = _position(n, x)
     variance = theta * theta * spread
     log_sum = _log_sum(theta, n)
@@ -1080,15 +1025,13 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
     cubes = n if theta == 0 else math.expm1(-3 * n * theta) / math.expm1(-3 * theta)
     noise = collision - 2 * cubes * top**3 + collision**2
     values = {
-        "n_keys": n,
         "entropy": entropy,
         "information": log_n - entropy,
         "effective_keys": keys,
-        "sparsity": float(sparsity_decay(lam, n)),
+        "sparsity": sparsity,
         "collision": collision,
         "top_weight": top,
         "first_weight": math.exp(-theta * (n - 1) - log_sum),
-        "sink_mass": 0.0,
         "max_logit": 0.0,
         "lse": log_sum,
         "logit_mean": plain,
@@ -1100,7 +1043,7 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
         "max_gap": theta * mean,
         "gaussian_entropy": float(expected_entropy_gauss(n, deviation)),
         "jacobian_trace": 1 - collision,
-        "noise_gain": value_variance * noise,
+        "noise_gain": request.value_variance * noise,
     }
     if n > 1:
         values["normalized_entropy"] = entropy / log_n
@@ -1109,9 +1052,10 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
         values["first_gap"] = -theta * (n - 1) - others
         values["rest_logit_std"] = theta * math.sqrt(n * (n - 2) / 12)
         values["rest_jensen_gap"] = max(others - math.log(n - 1) + theta * (n - 2) / 2, 0.0)
-    formulas: Formulas = {name: ("fixed", value) for name, value in values.items()}
     names = ("normalized_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
-    return dict.fromkeys(names, ONE_KEY) | formulas
+    formulas: Formulas = dict.fromkeys(names, ONE_KEY)
+    formulas |= {name: ("fixed", value) for name, value in values.items()}
+    return formulas, sparse_population(n, sparsity), {"lam": lam}
 
 
 def _log_sum(theta: float, n: float) -> float:
@@ -1151,3 +1095,18 @@ def _langevin_slope(x: float) -> float:
     """Derivative of L, 1/x² - 1/sinh² x, for x <= 0.3."""
     y = x * x
     return 1 / 3 - y * (1 / 15 - y * (2 / 189 - y * (1 / 675 - y * 2 / 10395)))
+
+
+#: Every mechanism that :func:`predict` takes: the names of its parameters, and what makes its
+#: formulas of them.
+PREDICTED_MECHANISMS: dict[str, tuple[tuple[str, ...], Callable[[_Request], _Case]]] = {
+    "softmax": (("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), _softmax),
+    "scaled_dot": (("d", "scale", "query_norm"), _dot),
+    "dot": (("d", "scale", "query_norm"), _dot),
+    "cosine": (("tau", "d"), _cosine),
+    "relu2": (("logit_std", "logit_mean"), _normal_scores),
+    "identity": (("logit_std", "logit_mean"), _normal_scores),
+    "linear": (("q", "mu", "Sigma", "sigma"), _linear),
+    "decay": (("lam",), _decay),
+    "trained_head": (HEAD_NUMBERS, _trained_head),
+}

@@ -128,6 +128,7 @@ def gauss(edges: Array) -> tuple[Array, Array]:
 
 
 @lru_cache(maxsize=64)
+@np.errstate(all="ignore")
 def grid(family: Family) -> Grid:
     """The cells of a family, cached.
 
@@ -143,12 +144,6 @@ def grid(family: Family) -> Grid:
         >>> float((cells.weights * cells.scores**2).sum())  # variance
         2.0
     """
-    with np.errstate(all="ignore"):
-        return _grid(family)
-
-
-def _grid(family: Family) -> Grid:
-    """The quadrature grid of a family, refined until each cell is resolved."""
     lower, upper = family.offset(np.array([-1.1, 1.1]))
     unit = max(float(upper - lower), family.rounding(), 1e-290)
     ends, resolved = zip(*(_reach(family, side, unit) for side in (-1, 1)), strict=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import ClassVar, Literal, NamedTuple, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -67,6 +66,11 @@ class Weighting(ABC):
     source: ClassVar[str]
     distribution: ClassVar[bool] = False
     signed: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        super().__init_subclass__()
+        for name, value in attributes.items():
+            setattr(cls, name, value)
 
     def __call__(self, scores: Tensor, visible: Tensor | None = None) -> Tensor:
         """Weights of whole rows.
@@ -184,7 +188,7 @@ class Pointwise(Weighting):
 
 
 @dataclass(frozen=True)
-class Sigmoid(Weighting):
+class Sigmoid(Weighting, name="sigmoid", source="Ramapuram et al. (2024), arXiv:2409.04431"):
     r"""The sigmoid of each score, :math:`\sigma(s_j + b)`.
 
     Args:
@@ -199,8 +203,6 @@ class Sigmoid(Weighting):
         Ramapuram et al. (2024), arXiv:2409.04431.
     """
 
-    name: ClassVar[str] = "sigmoid"
-    source: ClassVar[str] = "Ramapuram et al. (2024), arXiv:2409.04431"
     bias: float | Tensor | None = field(default=None, compare=False)
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -223,7 +225,7 @@ class Sigmoid(Weighting):
 
 
 @dataclass(frozen=True)
-class ReLU(Pointwise):
+class ReLU(Pointwise, name="relu", source="Wortsman et al. (2023), arXiv:2309.08586"):
     r"""The positive part of each score, :math:`(s_j)_+`.
 
     Args:
@@ -237,8 +239,6 @@ class ReLU(Pointwise):
         Wortsman et al. (2023), arXiv:2309.08586.
     """
 
-    name: ClassVar[str] = "relu"
-    source: ClassVar[str] = "Wortsman et al. (2023), arXiv:2309.08586"
     normalize: Normalization = "n"
 
     def f(self, scores: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class ReLU(Pointwise):
 
 
 @dataclass(frozen=True)
-class ReLU2(Pointwise):
+class ReLU2(Pointwise, name="relu2", source="Hua et al. (2022), arXiv:2202.10447"):
     r"""The squared positive part of each score, :math:`(s_j)_+^2`.
 
     Args:
@@ -265,8 +265,6 @@ class ReLU2(Pointwise):
         Hua et al. (2022), arXiv:2202.10447; Su Jianlin, kexue.fm article 9889.
     """
 
-    name: ClassVar[str] = "relu2"
-    source: ClassVar[str] = "Hua et al. (2022), arXiv:2202.10447"
     normalize: Normalization = "n"
 
     def f(self, scores: Tensor) -> Tensor:
@@ -279,7 +277,7 @@ class ReLU2(Pointwise):
 
 
 @dataclass(frozen=True)
-class Power(Pointwise):
+class Power(Pointwise, name="power", source="Su Jianlin, kexue.fm article 9019"):
     r"""A power of each score's absolute value, :math:`|s_j|^k`.
 
     Args:
@@ -294,8 +292,6 @@ class Power(Pointwise):
         Su Jianlin, kexue.fm article 9019.
     """
 
-    name: ClassVar[str] = "power"
-    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9019"
     k: float = 2.0
     normalize: Normalization = "sum"
 
@@ -314,7 +310,7 @@ class Power(Pointwise):
 
 
 @dataclass(frozen=True)
-class Identity(Pointwise):
+class Identity(Pointwise, name="identity", source="Su Jianlin, kexue.fm article 9889", signed=True):
     r"""The scores themselves, :math:`s_j / n` or :math:`s_j`.
 
     Args:
@@ -328,9 +324,6 @@ class Identity(Pointwise):
         Su Jianlin, kexue.fm article 9889.
     """
 
-    name: ClassVar[str] = "identity"
-    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
-    signed: ClassVar[bool] = True
     normalize: Normalization = "n"
 
     def __post_init__(self) -> None:
@@ -349,7 +342,7 @@ class Identity(Pointwise):
 
 
 @dataclass(frozen=True)
-class L1(Weighting):
+class L1(Weighting, name="l1", source="Su Jianlin, kexue.fm article 9889", signed=True, order=1):
     r"""Scores divided by their l1 norm, :math:`s_j / \sum_k |s_k|`.
 
     Example:
@@ -360,10 +353,7 @@ class L1(Weighting):
         Su Jianlin, kexue.fm article 9889.
     """
 
-    name: ClassVar[str] = "l1"
-    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
-    signed: ClassVar[bool] = True
-    order: ClassVar[int] = 1
+    order: ClassVar[int]
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Scores divided by their norm over the visible keys; a row of zeros stays zero."""
@@ -382,7 +372,7 @@ class L1(Weighting):
 
 
 @dataclass(frozen=True)
-class L2(L1):
+class L2(L1, name="l2", order=2):
     r"""Scores divided by their l2 norm, :math:`s_j / \sqrt{\sum_k s_k^2}`.
 
     Example:
@@ -393,9 +383,6 @@ class L2(L1):
         Su Jianlin, kexue.fm article 9889.
     """
 
-    name: ClassVar[str] = "l2"
-    order: ClassVar[int] = 2
-
 
 #: Far below any score, and finite: the solvers subtract it.
 _HIDDEN = -1e9
@@ -403,10 +390,8 @@ _HIDDEN = -1e9
 _SORTED = 64
 
 
-class _Softmax(Weighting):
+class _Softmax(Weighting, distribution=True):
     """Exponentials over their sum, in which a sink may take part."""
-
-    distribution: ClassVar[bool] = True
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
         """The derivative of the weights p with respect to the scores s: diag p − p pᵀ.
@@ -418,7 +403,7 @@ class _Softmax(Weighting):
 
 
 @dataclass(frozen=True)
-class Softmax(_Softmax):
+class Softmax(_Softmax, name="softmax", source="Vaswani et al. (2017), arXiv:1706.03762"):
     r"""Exponentials that sum to one, :math:`p_j = e^{s_j/\tau} / \sum_k e^{s_k/\tau}`.
 
     Args:
@@ -435,8 +420,6 @@ class Softmax(_Softmax):
         Vaswani et al. (2017), arXiv:1706.03762.
     """
 
-    name: ClassVar[str] = "softmax"
-    source: ClassVar[str] = "Vaswani et al. (2017), arXiv:1706.03762"
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -448,7 +431,7 @@ class Softmax(_Softmax):
 
 
 @dataclass(frozen=True)
-class SoftmaxOne(_Softmax):
+class SoftmaxOne(_Softmax, name="softmax_one", source="Miller (2023), Attention is off by one"):
     r"""Softmax with an additional outcome of score 0, :math:`e^{s_j} / (1 + \sum_k e^{s_k})`.
 
     A row can attend to nothing: its weights sum to less than one.
@@ -461,16 +444,13 @@ class SoftmaxOne(_Softmax):
         Miller (2023), Attention is off by one.
     """
 
-    name: ClassVar[str] = "softmax_one"
-    source: ClassVar[str] = "Miller (2023), Attention is off by one"
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax over the keys and a sink of score 0; only the keys' weights are returned."""
         return _softmax_with_sink(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
 
 @dataclass(frozen=True)
-class Sink(_Softmax):
+class Sink(_Softmax, name="sink", source="Agarwal et al. (2025), arXiv:2508.10925"):
     r"""Softmax over the keys and a sink, which has no value, of learned score b.
 
     .. math:: p_j = e^{s_j} \big/ \left(e^b + \textstyle\sum_k e^{s_k}\right)
@@ -490,8 +470,6 @@ class Sink(_Softmax):
         Agarwal et al. (2025), gpt-oss model card, arXiv:2508.10925.
     """
 
-    name: ClassVar[str] = "sink"
-    source: ClassVar[str] = "Agarwal et al. (2025), arXiv:2508.10925"
     sinks: Tensor = field(compare=False)
 
     def __post_init__(self) -> None:
@@ -518,7 +496,7 @@ def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Exp(Weighting):
+class Exp(Weighting, name="exp", source="Su Jianlin, kexue.fm article 9889"):
     r"""Exponentials, plain or divided by their l2 norm.
 
     .. math:: e^{s_j} \quad\text{or}\quad e^{s_j} \big/ \sqrt{\textstyle\sum_k e^{2 s_k}}
@@ -534,8 +512,6 @@ class Exp(Weighting):
         Su Jianlin, kexue.fm article 9889.
     """
 
-    name: ClassVar[str] = "exp"
-    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
     normalize: Literal["none", "l2"] = "none"
 
     def __post_init__(self) -> None:
@@ -559,7 +535,7 @@ class Exp(Weighting):
 
 
 @dataclass(frozen=True)
-class TopKSoftmax(_Softmax):
+class TopKSoftmax(_Softmax, name="topk_softmax", source="Gupta et al. (2021), arXiv:2106.06899"):
     r"""Softmax over the k largest scores of a row; of tied scores the earlier ones count.
 
     Args:
@@ -576,8 +552,6 @@ class TopKSoftmax(_Softmax):
         Gupta et al. (2021), arXiv:2106.06899.
     """
 
-    name: ClassVar[str] = "topk_softmax"
-    source: ClassVar[str] = "Gupta et al. (2021), arXiv:2106.06899"
     k: int = 32
 
     def __post_init__(self) -> None:
@@ -598,8 +572,11 @@ class TopKSoftmax(_Softmax):
         return torch.softmax(torch.where(selected, hidden, -torch.inf), -1)
 
 
-def _entmax() -> ModuleType:
-    """Import and return the entmax package; ImportError says how to install it if it is missing."""
+def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
+    """Weights by the entmax function ``name``, computed in float32 at least.
+
+    In half precision its search for the threshold does not converge.
+    """
     try:
         import entmax
     except ImportError as error:
@@ -607,24 +584,14 @@ def _entmax() -> ModuleType:
             "sparsemax and entmax weights need the entmax library; install it with: "
             + install("entmax")
         ) from error
-    return cast(ModuleType, entmax)
-
-
-def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
-    """Weights by the entmax function ``name``, computed in float32 at least.
-
-    In half precision its search for the threshold does not converge.
-    """
     precise = scores if scores.dtype == torch.float64 else scores.float()
-    solver = getattr(_entmax(), name)
-    weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
+    weights: Tensor = getattr(entmax, name)(masked(precise, visible, _HIDDEN), dim=-1, **options)
     return weights.to(scores.dtype)
 
 
-class _Entmax(Weighting):
+class _Entmax(Weighting, distribution=True):
     """Entmax weights, a distribution with exact zeros, for some α."""
 
-    distribution: ClassVar[bool] = True
     alpha: float
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -638,7 +605,9 @@ class _Entmax(Weighting):
 
 
 @dataclass(frozen=True)
-class Sparsemax(_Entmax):
+class Sparsemax(
+    _Entmax, name="sparsemax", source="Martins & Astudillo (2016), arXiv:1602.02068", alpha=2.0
+):
     r"""The distribution nearest to the scores in Euclidean distance; most weights are exactly 0.
 
     Raises:
@@ -652,17 +621,15 @@ class Sparsemax(_Entmax):
         Martins & Astudillo (2016), arXiv:1602.02068.
     """
 
-    name: ClassVar[str] = "sparsemax"
-    source: ClassVar[str] = "Martins & Astudillo (2016), arXiv:1602.02068"
-    alpha: ClassVar[float] = 2.0  # type: ignore[misc]
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Project the scores of the visible keys onto the probability distributions."""
         return _solve("sparsemax", scores, visible, k=_SORTED)
 
 
 @dataclass(frozen=True)
-class Entmax15(_Entmax):
+class Entmax15(
+    _Entmax, name="entmax15", source="Peters et al. (2019), arXiv:1905.05702", alpha=1.5
+):
     r"""Entmax with α = 1.5, between softmax and sparsemax.
 
     Raises:
@@ -676,17 +643,13 @@ class Entmax15(_Entmax):
         Peters et al. (2019), arXiv:1905.05702.
     """
 
-    name: ClassVar[str] = "entmax15"
-    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
-    alpha: ClassVar[float] = 1.5  # type: ignore[misc]
-
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Entmax weights of the visible keys, exact, by sorting the scores."""
         return _solve("entmax15", scores, visible, k=_SORTED)
 
 
 @dataclass(frozen=True)
-class Entmax(_Entmax):
+class Entmax(_Entmax, name="entmax", source="Peters et al. (2019), arXiv:1905.05702"):
     r"""Entmax of any α above 1, found by bisection; α = 2 is sparsemax.
 
     Args:
@@ -704,8 +667,6 @@ class Entmax(_Entmax):
         Peters et al. (2019), arXiv:1905.05702.
     """
 
-    name: ClassVar[str] = "entmax"
-    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
     alpha: float = 1.5
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -253,13 +252,13 @@ class Launcher:
     ) -> None:
         self._kernel, self._tiles, self._fixed = kernel, tiles, fixed
 
-    def __call__(self, blocks: Any, arguments: Mapping[str, Any]) -> None:
+    def __call__(self, blocks: Any, **arguments: Any) -> None:
         """Launch the kernel.
 
         Args:
             blocks: function from the tile sizes (``BLOCK_M`` and ``BLOCK_N`` by name) to the number
                 of programs.
-            arguments: keyword arguments of the kernel other than the tile sizes.
+            **arguments: of the kernel, other than the tile sizes.
         """
         if interpreted():
             self._kernel[(blocks(SMALL),)](**arguments, **SMALL)

@@ -24,7 +24,6 @@ from acutance.kernels.gpu.arguments import flags, supported
 from acutance.kernels.gpu.key_moments import FEWEST_CHUNKS, chunk_size, has_moments
 from acutance.kernels.gpu.language import interpreted
 from acutance.kernels.gpu.passes import backward, forward
-from acutance.masks import Masking
 
 #: Rows, keys and window of the small call: for tiles of 128 × 128 two blocks of rows, and whole
 #: tiles between two edges; and for the interpreter's tiles of 16 × 32. So few keys are not summed.
@@ -277,7 +276,8 @@ def _small_call(call: KernelCall) -> KernelCall:
         if mask.dtype != torch.bool:
             shown = draw.normal(full, mask.dtype).masked_fill(~shown, -torch.inf)
         mask = shown
-    small = Masking(
+    small = replace(
+        masking,
         batch=1,
         heads=1,
         group=group,
@@ -289,23 +289,19 @@ def _small_call(call: KernelCall) -> KernelCall:
         query_documents=ids(masking.query_documents, rows),
         key_documents=ids(masking.key_documents, keys),
         alibi_slopes=None if slopes is None else draw.normal((group,), slopes.dtype).abs() / 20,
-        causal=masking.causal,
         offset=keys - rows,
         window=None if masking.window is None else window,
-        device=query.device,
     )
     scale = width**-0.5 * (-1.0 if call.scale < 0.0 else 1.0)
     sinks = None if call.sinks is None else draw.normal((group,), call.sinks.dtype)
-    return KernelCall(
-        draw.normal((1, group, rows, width), dtype),
-        draw.normal((1, 1, keys, width), dtype),
-        None if value is None else draw.normal((1, 1, keys, value.shape[-1]), dtype),
-        small,
-        scale,
+    return call._replace(
+        query=draw.normal((1, group, rows, width), dtype),
+        key=draw.normal((1, 1, keys, width), dtype),
+        value=None if value is None else draw.normal((1, 1, keys, value.shape[-1]), dtype),
+        masking=small,
+        scale=scale,
         softcap=None if call.softcap is None else 3.0,
         sinks=sinks,
-        noise=call.noise,
-        gaps=call.gaps,
     )
 
 

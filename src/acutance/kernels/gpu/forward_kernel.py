@@ -10,7 +10,7 @@ sums, which wait for no maximum and merge once.
 
 Sums are of t, the score in units of log 2 less the rounded product of the row's maximum and the
 factor of its scores: one multiply-add a pair, rounded once. What the product was rounded by is
-corrected when all keys are summed.
+corrected when all keys are summed. The gap histogram takes a pass of its own afterwards.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -27,6 +27,8 @@ from acutance.kernels.gpu.scores import (
     band,
     block_of_queries,
     edge_tile,
+    in_place,
+    load,
     natural,
     rows_of,
     same_documents,
@@ -342,3 +344,71 @@ def forward_kernel(
             average = tl.where(empty[:, None], 0.0, average + centre)
             tl.store(SUMS.R1 + out_at, average, mask=stored)
             tl.store(SUMS.R2 + row, inner, mask=there)
+
+
+BINS = constant(64)
+STEPS = constant(4.0)  # bins of a unit of logit
+
+
+@jit
+def count_tile(
+    q, K, to, top, there, start, i, masks, scale, keys, key_row, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Add a tile's visible keys to the rows' gap histograms, at address ``to``.
+
+    Keys are counted by the distance of their score below the row's maximum ``top``.
+    """
+    columns = start + tl.arange(0, BLOCK_N)
+    j = columns[None, :]
+    k = load(K, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
+    x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
+    s, _ = natural(x, i, j, masks, scale, FLAGS)
+    if EDGE:
+        s, seen = visible(s, in_place(i, j, masks, FLAGS), i, j, masks, FLAGS)
+    gap = top[:, None] - tl.floor(s * STEPS)
+    inside = gap < BINS  # not where it is NaN
+    if EDGE:
+        inside = inside & seen
+    bin = tl.where(inside, tl.maximum(gap, 0.0), BINS).to(tl.int32)
+    word = bin >> 2
+    one = 1 << ((bin & 3) * 8)
+    place = tl.arange(0, 4)[None, :]
+    least = tl.min(word)
+    most = tl.max(tl.where(inside, word, -1))
+    for each in tl.range(least, most + 1):
+        total = tl.sum(tl.where(word == each, one, 0), 1)  # bytes, of at most BLOCK_N each
+        found = (total[:, None] >> (place * 8)) & 255
+        tl.atomic_add(to + each * 4 + place, found, mask=there[:, None], sem="relaxed")
+
+
+@jit
+def gaps_kernel(
+    QUERY, KEY, MASKS, M, GAPS, query_heads, group, queries, keys, offset, window, scale,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Fill the gap histograms, zero before, of ``BLOCK_M`` rows of one head; one program each."""
+    batch, head, whole_head, first_row, rows, q, masks = block_of_queries(
+        QUERY, MASKS, query_heads, queries, keys, offset, window, E, BLOCK_E, BLOCK_M, False, FLAGS
+    )
+    K, key_row = rows_of(KEY, batch, head // group)
+    there = rows < queries
+    i = rows[:, None]
+    row = whole_head.to(tl.int64) * queries + rows
+    top = tl.floor(tl.load(M + row, mask=there, other=0.0) * STEPS)
+    to = GAPS + row[:, None] * BINS
+    start, all_start, all_stop, stop, left, right = band(
+        first_row, masks, BLOCK_M, BLOCK_N, 0, False, FLAGS
+    )
+    for index in tl.range(0, left + right):
+        tile = edge_tile(index, left, start, all_stop, BLOCK_N)
+        count_tile(
+            q, K, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N, True,
+            FLAGS,
+        )  # fmt: skip
+    for tile in tl.range(all_start, all_stop, BLOCK_N):
+        count_tile(
+            q, K, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N, False,
+            FLAGS,
+        )  # fmt: skip

@@ -6,7 +6,8 @@ with t = s − m and e = exp t, the gradient of a score is
     e (constant + linear t + square t² + weight e + inverse dO·v) + plain + slope t
 
 and what falls on a single key, the first or the largest. Each query row belongs to one program, and
-so does each key with all query heads that share it: nothing is added up across programs.
+so does each key with all query heads that share it: nothing is added up across programs. A pass
+before them finds where each row's largest score is, if its gradient is asked for.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from acutance.kernels.gpu.language import jit, tl
 from acutance.kernels.gpu.scores import (
     LOG2E,
+    NONE,
     at_head,
     band,
     block_of_queries,
@@ -319,3 +321,38 @@ def keys_kernel(
         column = tl.arange(0, BLOCK_V)[None, :]
         stored = kept[:, None] & (column < EV)
         tl.store(DV + at * EV + column, dv.to(DV.dtype.element_ty), mask=stored)
+
+
+@jit
+def largest_kernel(
+    QUERY, KEY, MASKS, INDICES, query_heads, group, queries, keys, offset, window, scale,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store, for each of ``BLOCK_M`` rows, the key with the largest visible score.
+
+    Of equal scores it is the first.
+    """
+    batch, head, whole_head, first_row, rows, q, masks = block_of_queries(
+        QUERY, MASKS, query_heads, queries, keys, offset, window, E, BLOCK_E, BLOCK_M, False, FLAGS
+    )
+    K, key_row = rows_of(KEY, batch, head // group)
+    i = rows[:, None]
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    found = tl.full((BLOCK_M,), NONE, tl.int32)
+    start, all_start, all_stop, stop, left, right = band(
+        first_row, masks, BLOCK_M, BLOCK_N, 0, False, FLAGS
+    )
+    for tile in tl.range(start, stop, BLOCK_N):
+        columns = tile + tl.arange(0, BLOCK_N)
+        j = columns[None, :]
+        k = load(K, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
+        x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
+        x, bend = natural(x, i, j, masks, scale, FLAGS)
+        x, seen = visible(x, in_place(i, j, masks, FLAGS), i, j, masks, FLAGS)
+        x = tl.where(seen, x, -float("inf"))
+        top = tl.max(x, 1)
+        column = tl.min(tl.where(seen & (x == top[:, None]), j, NONE), 1)
+        found = tl.where(top > best, column, found)
+        best = tl.maximum(best, top)
+    tl.store(INDICES + whole_head.to(tl.int64) * queries + rows, found, mask=rows < queries)

@@ -14,6 +14,8 @@ share costs no digits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -208,48 +210,23 @@ def row_moments(query: Tensor, key: Tensor, call: KernelCall) -> tuple[Tensor, T
     means = torch.empty(B, H, chunks, width, dtype=torch.float32, device=key.device)
     running = torch.empty_like(means)
     products = torch.empty(B, H, chunks, width, width, dtype=torch.float32, device=key.device)
-    sizes = {"BLOCK_E": width, "CHUNK": chunk}
+    shared: dict[str, Any] = {"PRODUCTS": products, "BLOCK_E": width, "CHUNK": chunk}
+
+    def across(tile: dict[str, int]) -> int:
+        return B * H * -(-width // tile["BLOCK_M"]) * -(-width // tile["BLOCK_N"])
+
     _chunk(
-        lambda tile: B * H * chunks * -(-width // tile["BLOCK_M"]) * -(-width // tile["BLOCK_N"]),
-        {
-            "KEY": by_head(key),
-            "MEANS": means,
-            "PRODUCTS": products,
-            "heads": H,
-            "chunks": chunks,
-            "E": E,
-            **sizes,
-        },
-    )
-    _running(
-        lambda tile: B * H * -(-width // tile["BLOCK_M"]) * -(-width // tile["BLOCK_N"]),
-        {
-            "MEANS": means,
-            "PRODUCTS": products,
-            "RUNNING_MEANS": running,
-            "chunks": chunks,
-            **sizes,
-        },
-    )
+        lambda tile: chunks * across(tile),
+        **shared, KEY=by_head(key), MEANS=means, heads=H, chunks=chunks, E=E,
+    )  # fmt: skip
+    _running(across, **shared, MEANS=means, RUNNING_MEANS=running, chunks=chunks)
     Hq, L = query.shape[1:3]
     row_means = torch.empty(B, Hq, L, dtype=torch.float32, device=key.device)
     row_squares = torch.empty_like(row_means)
     _rows(
         lambda tile: B * Hq * -(-L // tile["BLOCK_M"]),
-        {
-            "QUERY": by_head(query),
-            "RUNNING_MEANS": running,
-            "PRODUCTS": products,
-            "ROW_MEANS": row_means,
-            "ROW_SQUARES": row_squares,
-            "query_heads": Hq,
-            "group": Hq // H,
-            "queries": L,
-            "keys": S,
-            "offset": call.masking.offset,
-            "E": E,
-            "CAUSAL": call.masking.causal,
-            **sizes,
-        },
-    )
+        **shared, QUERY=by_head(query), RUNNING_MEANS=running, ROW_MEANS=row_means,
+        ROW_SQUARES=row_squares, query_heads=Hq, group=Hq // H, queries=L, keys=S,
+        offset=call.masking.offset, E=E, CAUSAL=call.masking.causal,
+    )  # fmt: skip
     return row_means, row_squares

@@ -20,12 +20,17 @@ from acutance.kernels.gpu.arguments import (
     dense_rows,
     supported,
 )
-from acutance.kernels.gpu.forward_kernel import forward_kernel
-from acutance.kernels.gpu.gradients import COEFFICIENTS, Terms, keys_kernel, queries_kernel
+from acutance.kernels.gpu.forward_kernel import forward_kernel, gaps_kernel
+from acutance.kernels.gpu.gradients import (
+    COEFFICIENTS,
+    Terms,
+    keys_kernel,
+    largest_kernel,
+    queries_kernel,
+)
 from acutance.kernels.gpu.key_moments import chunk_size, has_moments, row_moments
-from acutance.kernels.gpu.second_pass import gaps_kernel, largest_kernel
 from acutance.kernels.native import new_sums
-from acutance.kernels.tile_sums import NO_KEY, finite
+from acutance.kernels.tiles import NO_KEY, finite
 from acutance.masks import Masking
 
 _launch = Launcher(forward_kernel, FORWARD)
@@ -75,9 +80,9 @@ def forward(call: KernelCall) -> Sums:
         "NOISE": noise,
         "CHUNK": chunk_size(E) if summed else 0,
     }
-    _launch(blocks, common | extra)
+    _launch(blocks, **common, **extra)
     if call.gaps:
-        _count(blocks, common | {"M": sums.m, "GAPS": sums.gaps})
+        _count(blocks, **common, M=sums.m, GAPS=sums.gaps)
     return sums
 
 
@@ -146,7 +151,7 @@ def backward(
     if terms.first:
         indices[0].copy_(torch.where(sums.first_index == NO_KEY, _NOWHERE, sums.first_index))
     if terms.largest:
-        _launch_largest(blocks, common | {"INDICES": indices[1]})
+        _launch_largest(blocks, **common, INDICES=indices[1])
     common |= {
         "VALUE": by_head(values),
         "GRAD_OUT": d_out,
@@ -162,15 +167,17 @@ def backward(
         added = torch.zeros(B, Hq, L, S, dtype=torch.float32, device=query.device)
     if want_q or added is not None:
         dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        extra = {"DQ": dq, "ADDED": table if added is None else added, "ADD": added is not None}
-        _launch_queries(blocks, common | extra)
+        given = table if added is None else added
+        _launch_queries(blocks, **common, DQ=dq, ADDED=given, ADD=added is not None)
     if want_k or want_v:
         dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
         if value is not None:
             new = torch.empty if terms.out else torch.zeros
             dv = new(value.shape, dtype=value.dtype, device=value.device)
-        extra = {"DK": dk, "DV": dk if dv is None else dv}
-        _launch_keys(lambda sizes: B * H * -(-S // sizes["BLOCK_N"]), common | extra)
+        _launch_keys(
+            lambda tile: B * H * -(-S // tile["BLOCK_N"]),
+            **common, DK=dk, DV=dk if dv is None else dv,
+        )  # fmt: skip
     if added is not None:
         added *= undo
     return Gradients(
