@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -372,7 +372,6 @@ class _Identity(torch.autograd.Function):
 _BY_HAND = "it does not use transformers' attention interface"
 
 
-@runtime_checkable
 class Alternative(Protocol):
     """Another way to compute the output of every head of a call, such as rounded keys.
 

@@ -27,7 +27,7 @@ from acutance.judging.changes import (
     for_train_length,
     named_change,
 )
-from acutance.judging.rope import RopeRemedy, rope_modules
+from acutance.judging.rope import rope_modules
 from acutance.probing.probe import probe
 from acutance.shapes import check_count, check_number
 
@@ -219,29 +219,28 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Change
             f"to must be above train_length, the length that the model reads already, got to={to} "
             f"and train_length={train_length}"
         )
-    rope: list[Change] = []
+    names: list[str] = []
     with suppress(ApplyError):  # positions are not rotary
         config: Any = rope_modules(model)[0][2].config
         own = config.max_position_embeddings == train_length  # then nothing has to say it
-        trained = {} if own else {"original_max_position_embeddings": train_length}
+        trained = "" if own else f",original_max_position_embeddings={train_length}"
         ratio, base = to / train_length, config.rope_parameters.get("rope_theta")
-        factor = int(ratio) if ratio.is_integer() else round(ratio, 4)
-        given = {"factor": factor, **trained}
+        factor = f"factor={int(ratio) if ratio.is_integer() else round(ratio, 4)}"
         warm = round(1 + 0.2 * math.log(ratio), 3)  # YaRN's is 1 + 0.1 ln factor
-        rope = [
-            RopeRemedy("yarn", given),
-            RopeRemedy("dynamic", {**given, "factor": 1}),
-            RopeRemedy("dynamic", given),
-            RopeRemedy("llama3", given),
-            RopeRemedy("linear", {"factor": factor}),
-            RopeRemedy("yarn", {**given, "attention_factor": 1.0}),
-            RopeRemedy("yarn", {**given, "attention_factor": warm}),
+        names = [
+            f"rope:yarn,{factor}{trained}",
+            f"rope:dynamic,factor=1{trained}",
+            f"rope:dynamic,{factor}{trained}",
+            f"rope:llama3,{factor}{trained}",
+            f"rope:linear,{factor}",
+            f"rope:yarn,{factor}{trained},attention_factor=1.0",
+            f"rope:yarn,{factor}{trained},attention_factor={warm}",
         ]
         if base is not None:  # else the settings are by type of layer
-            rope.append(RopeRemedy("default", {"rope_theta": round(base * ratio, 3)}))
+            names.append(f"rope:default,rope_theta={round(base * ratio, 3)}")
     half, quarter = max(1, train_length // 2), max(1, train_length // 4)
     windows = [f"size={train_length}", f"size={half}"]  # those that only drop keys come first
-    if rope:
+    if names:
         windows += [
             f"size={max(1, train_length - 4)},sinks=4,sink_positions=window",
             f"size={half},sinks=4,sink_positions=window",
@@ -251,9 +250,9 @@ def proposals(model: torch.nn.Module, train_length: int, to: int) -> list[Change
             least = math.ceil((to - size) / (train_length - size))
             windows += [f"size={size},far=group,group={group}" for group in (least, least + 1)]
     # rows up to the trained length stay as they are
-    names = [f"window:{one},beyond={train_length}" for one in windows]
-    changes = [named_change(one) for one in (f"clip_log_n:train_length={train_length}", *names)]
-    return [*rope, *changes]
+    names.append(f"clip_log_n:train_length={train_length}")
+    names += [f"window:{window},beyond={train_length}" for window in windows]
+    return [named_change(name) for name in names]
 
 
 def trained_length(model: torch.nn.Module, given: int | None) -> int:

@@ -197,18 +197,17 @@ class Extension:
         """
         if not self.helps or isinstance(self.chosen, HeadsOff):
             return None
-        name = "config.json" if isinstance(self.chosen, RopeRemedy) else "law.json"
-        path = os.path.join(os.fspath(folder), name)
         if isinstance(self.chosen, RopeRemedy):
+            path = os.path.join(os.fspath(folder), "config.json")
             config: Any = getattr(model, "config")  # noqa: B009
             entries = config.to_dict() | self.chosen.configuration(model, self.to)
             write_text(path, as_json(entries, indent=2) + "\n")
         elif isinstance(self.chosen, LawRemedy):
-            law = self.chosen.law
+            path, law = os.path.join(os.fspath(folder), "law.json"), self.chosen.law
             (law if isinstance(law, Law) else Law.of(model, law)).save(path)
         else:
             raise TypeError(f"chosen is a {type(self.chosen).__name__}, which has no file")
-        return name
+        return os.path.basename(path)
 
 
 def sentences(result: Extension) -> Iterator[str]:

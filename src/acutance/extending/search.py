@@ -367,15 +367,14 @@ class Search:
         own = law_part(best)
         if best is None or own is None or last < 2:
             return
-        windows = [one for one in self.changes if self._windows(one) and law_part(one)]
-        others = [one for one in sorted(windows, key=self._rank) if one is not best][:_OTHERS]
+        tried = [one for one in self.changes if self._windows(one) and one is not best]
+        others = sorted(filter(law_part, tried), key=self._rank)[:_OTHERS]
         if not self._has_time(best, 0, more=_BACKWARD * self._longest(best.words)):
             self.complete = False
             return
         train_length, to = self.train_length, self.windows.shape[1]
-        parts = [part for part in map(law_part, others) if part is not None]
-        warm = with_temperature(own, train_length, to)
-        parts += [] if warm is None else [warm]
+        proposed = (*map(law_part, others), with_temperature(own, train_length, to))
+        parts = [part for part in proposed if part is not None]
         if not parts:
             return
         key = json.dumps([str(own), [str(part) for part in parts], last])
@@ -596,20 +595,17 @@ def begins_beyond(model: torch.nn.Module, change: Change, length: int) -> bool:
         return False
     rest, layers = by_layer(model, change.law)
     n = torch.arange(1, length + 1)
-    for laws in [*layers.values(), *([] if rest is None else [rest])]:
-        if any(window.unchanged < length for window in laws.all_windows):
-            return False
-        for scaling in laws.scalings:
-            if scaling.needs_entropy or not bool((scaling.factor(n) == 1).all()):
-                return False
-    return True
+    return not any(
+        any(window.unchanged < length for window in laws.all_windows)
+        or any(one.needs_entropy or bool((one.factor(n) != 1).any()) for one in laws.scalings)
+        for laws in [*layers.values(), *([] if rest is None else [rest])]
+    )
 
 
 def _can_continue(model: Any, ids: Tensor) -> bool:
     """Whether a model with all keys of its first tokens kept reads the next ones as without."""
-    config = getattr(model, "config", None)
-    kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
-    if _cache_name(model) is None or kinds != {"full_attention"}:
+    kinds = getattr(getattr(model, "config", None), "layer_types", None) or ["full_attention"]
+    if _cache_name(model) is None or set(kinds) != {"full_attention"}:
         return False
     few = ids[:, :_COMPARED]
     half = few.shape[1] // 2

@@ -450,10 +450,9 @@ def applying(text: str) -> tuple[str, Callable[[torch.nn.Module], AbstractContex
             f"law: {text} is a plan for the cache, which cannot be probed; 'acutance judge --law' "
             "measures what it does to the loss"
         )
-    law = named.law if isinstance(named, LawRemedy) else named
-    words = str(law) if isinstance(named, LawRemedy) else named.words
+    law, words = named.law if isinstance(named, LawRemedy) else named, named.words
     if isinstance(law, Law):
-        words = f"{Path(text).name} {named.words.removeprefix('law ')[:12]}"
+        words = f"{Path(text).name} {words.removeprefix('law ')[:12]}"
 
     @contextmanager
     def changed(model: torch.nn.Module) -> Iterator[None]:
