@@ -8,7 +8,7 @@ see there. :func:`check_masking` makes it, after every mask is checked against q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
@@ -400,24 +400,23 @@ class MaskOptions(TypedDict, total=False):
     alibi_slopes: Tensor | None
 
 
-def _check_additive(
-    name: str, tensor: Tensor, target: tuple[int, ...], query: Tensor, shapes: Callable[[], str]
-) -> None:
-    """Check that an additive tensor broadcasts to (B, Hq, L, S) and is on the query's device."""
+def _check_broadcasts(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check that a tensor broadcasts to (B, Hq, L, S) and is on the query's device."""
+    target = (*query.shape[:3], key.shape[2])
     sizes = zip(reversed(tensor.shape), reversed(target), strict=False)
     if tensor.dim() > len(target) or not all(size in (1, full) for size, full in sizes):
         raise ValueError(
             f"{name} must broadcast to (B, Hq, L, S) = {target}, got {tuple(tensor.shape)} "
-            f"({shapes()})"
+            f"({describe(query=query, key=key)})"
         )
-    _check_device(name, tensor, query, shapes)
+    _check_device(name, tensor, query, key)
 
 
-def _check_device(name: str, tensor: Tensor, query: Tensor, shapes: Callable[[], str]) -> None:
+def _check_device(name: str, tensor: Tensor, query: Tensor, key: Tensor | None) -> None:
     if tensor.device != query.device:
         raise ValueError(
             f"{name} must be on the query's device {query.device}, got {tensor.device} ({name} "
-            f"{tuple(tensor.shape)}, {shapes()})"
+            f"{tuple(tensor.shape)}, {describe(query=query, key=key)})"
         )
 
 
@@ -428,26 +427,27 @@ def _check_floats(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_of_heads(name: str, tensor: Tensor, query: Tensor, shapes: Callable[[], str]) -> Tensor:
+def _check_of_heads(name: str, tensor: Tensor, query: Tensor, key: Tensor | None) -> Tensor:
     """Check and return a floating-point tensor with a number for each query head."""
     tensor, heads = _check_floats(name, tensor), query.shape[1]
     if tuple(tensor.shape) != (heads,):
         raise ValueError(
-            f"{name} must have shape (Hq,) = ({heads},), got {tuple(tensor.shape)} ({shapes()})"
+            f"{name} must have shape (Hq,) = ({heads},), got {tuple(tensor.shape)} "
+            f"({describe(query=query, key=key)})"
         )
-    _check_device(name, tensor, query, shapes)
+    _check_device(name, tensor, query, key)
     return tensor
 
 
 def _documents(
     documents: Tensor | tuple[Tensor, Tensor] | None,
     cu_seqlens: Tensor | None,
-    batch: int,
-    queries: int,
-    keys: int,
+    query: Tensor,
+    key: Tensor,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
     """Document ids of queries (B or 1, L) and keys (B or 1, S), from one of the two options."""
+    batch, queries, keys = len(query), query.shape[2], key.shape[2]
     if cu_seqlens is not None:
         if documents is not None:
             raise ValueError("document_ids and cu_seqlens exclude each other: pass one of them")
@@ -495,6 +495,7 @@ def _documents(
                 f"got {tuple(ids.shape)}"
             )
         checked.append(ids if ids.dim() == 2 else ids.unsqueeze(0))
+        _check_device(f"document_ids of {name}", checked[-1], query, key)
     return checked[0], checked[1]
 
 
@@ -520,28 +521,23 @@ def check_masking(
     """
     batch, query_heads, queries, _ = query.shape
     heads, keys = key.shape[1], key.shape[2]
-    target = (batch, query_heads, queries, keys)
-
-    def shapes() -> str:
-        return describe(query=query, key=key)
-
     if attn_mask is not None:
         attn_mask = check_tensor("attn_mask", attn_mask)
         dtype = attn_mask.dtype
         if is_causal:
             raise ValueError(
                 f"attn_mask and is_causal=True exclude each other, as in PyTorch: put the causal "
-                f"mask into attn_mask (attn_mask {tuple(attn_mask.shape)}, {shapes()})"
+                f"mask into attn_mask ({describe(attn_mask=attn_mask, query=query, key=key)})"
             )
         if dtype != torch.bool and dtype not in FLOATS:
             raise TypeError(
                 "attn_mask must be boolean (True is visible) or floating-point (added to the "
-                f"scores), got {dtype} (attn_mask {tuple(attn_mask.shape)}, {shapes()})"
+                f"scores), got {dtype} ({describe(attn_mask=attn_mask, query=query, key=key)})"
             )
-        _check_additive("attn_mask", attn_mask, target, query, shapes)
+        _check_broadcasts("attn_mask", attn_mask, query, key)
     if bias is not None:
         bias = _check_floats("bias", bias)
-        _check_additive("bias", bias, target, query, shapes)
+        _check_broadcasts("bias", bias, query, key)
     if key_mask is not None:
         if check_tensor("key_mask", key_mask).dtype != torch.bool:
             raise TypeError(
@@ -550,14 +546,14 @@ def check_masking(
         if tuple(key_mask.shape) != (batch, keys):
             raise ValueError(
                 f"key_mask must have shape (B, S) = ({batch}, {keys}), got "
-                f"{tuple(key_mask.shape)} ({shapes()})"
+                f"{tuple(key_mask.shape)} ({describe(query=query, key=key)})"
             )
-        _check_device("key_mask", key_mask, query, shapes)
+        _check_device("key_mask", key_mask, query, key)
     if window is not None:
         check_count("window", window, 1)
     check_count("query_offset", query_offset, -MOST)
     if alibi_slopes is not None:
-        alibi_slopes = _check_of_heads("alibi_slopes", alibi_slopes, query, shapes)
+        alibi_slopes = _check_of_heads("alibi_slopes", alibi_slopes, query, key)
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "alibi_slopes must be constants, got a tensor that requires a gradient: "
@@ -565,9 +561,7 @@ def check_masking(
             )
     rows = columns = None
     if document_ids is not None or cu_seqlens is not None:
-        rows, columns = _documents(document_ids, cu_seqlens, batch, queries, keys, query_offset)
-        _check_device("document_ids of queries", rows, query, shapes)
-        _check_device("document_ids of keys", columns, query, shapes)
+        rows, columns = _documents(document_ids, cu_seqlens, query, key, query_offset)
     return Masking(
         batch=batch,
         heads=heads,
@@ -594,4 +588,4 @@ def check_sinks(sinks: Tensor, query: Tensor) -> Tensor:
         TypeError: if they are not a floating tensor.
         ValueError: if their shape is not (Hq,).
     """
-    return _check_of_heads("sinks", sinks, query, lambda: describe(query=query))
+    return _check_of_heads("sinks", sinks, query, None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.capture.intercept import ModuleStack
+from acutance.capture.intercept import Interception
 from acutance.capture.listener import Listener
 
 #: Kind of attention, model type, verdict, and whether the model gives maps to compare with.
@@ -61,7 +61,7 @@ def test_a_kind_of_attention(model_type: str, verdict: str, maps: bool) -> None:
 
 def places(patch: pytest.MonkeyPatch, place_of: Any) -> None:
     """Have the listener place modules otherwise, or not at all: no model makes it miss a layer."""
-    nowhere = {Listener: ("call_name_of", place_of), ModuleStack: ("call_name", lambda self: None)}
+    nowhere = {Listener: ("call_name_of", place_of), Interception: ("call_name", lambda self: None)}
     for owner, (name, function) in nowhere.items():
         patch.setattr(owner, name, function)
 
@@ -87,7 +87,7 @@ def test_every_verdict_can_be_given(
     with monkeypatch.context() as patch:  # the second layer is not seen
 
         def blind(self: Any, module: torch.nn.Module) -> str | None:
-            name = self.modules.name_of(module)
+            name = self.name_of(module)
             return None if name is None or ".1." in name else str(name)
 
         places(patch, blind)

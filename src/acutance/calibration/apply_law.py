@@ -437,7 +437,7 @@ class Applied(Interception, AppliedChange):
         self._windowed, self._law = windowed, law
         self._factors = KnownFactors()
         self._plans: dict[str, Plan] = {}
-        self.modules.read_names()
+        self.read_names()
         self._elsewhere, self._layers = by_layer(model, law)
         self._has_windows = self._elsewhere is not None and bool(self._elsewhere.all_windows)
         for laws in self._layers.values():
@@ -505,13 +505,13 @@ class Applied(Interception, AppliedChange):
         if (known := self._plans.get(full)) is not None:
             return known
         top = class_name(self.model)
-        module, above = self.modules.module_of(full), full.rpartition(".")[0]
+        module, above = self.module_of(full), full.rpartition(".")[0]
         assert module is not None
         name = full
         if is_softmax(module):
             name = above or top
-            module, above = self.modules.module_of(name) or module, name.rpartition(".")[0]
-        windowed = is_windowed_inside(module, self.modules.module_of(above or top))
+            module, above = self.module_of(name) or module, name.rpartition(".")[0]
+        windowed = is_windowed_inside(module, self.module_of(above or top))
         around = name  # or the closest module around it that has a law of its own
         while around and around not in self._layers:
             around = around.rpartition(".")[0]
@@ -526,7 +526,7 @@ class Applied(Interception, AppliedChange):
             ApplyError: if the law does not fit the call.
         """
         compiling = torch.compiler.is_compiling()
-        if (name := self.modules.name_of(call.module)) is not None:
+        if (name := self.name_of(call.module)) is not None:
             if not compiling:
                 self.note_interface(call.module)
             plan = self._plans.get(name) or self._plan_of(name)
@@ -538,7 +538,7 @@ class Applied(Interception, AppliedChange):
                 self._change(call, plan.name, laws, sliding)
         if compiling:
             return run()
-        with self.modules.thread:
+        with self.thread:
             return run()
 
     def _change(self, call: InterfaceCall, name: str, laws: HeadLaws, sliding: bool) -> None:
@@ -589,7 +589,7 @@ class Applied(Interception, AppliedChange):
 
     def muted(self) -> bool:
         """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""
-        return self.modules.thread.depth > 0 or self._context is None
+        return self.thread.depth > 0 or self._context is None
 
     def note_attention(self) -> None:
         """Note that the model calls a function that is or may be attention."""
@@ -606,7 +606,7 @@ class Applied(Interception, AppliedChange):
 
     def plan_to_change(self) -> Plan | None:
         """The plan of the innermost module that this thread runs; None if its attention stays."""
-        name = self.modules.running() if self.modules.thread.stack else None
+        name = self.running() if self.thread.stack else None
         plan = None if name is None else self._plan_of(name)
         if plan is None or plan.laws is None or self._holds(plan.name):
             return None
@@ -633,7 +633,7 @@ class Applied(Interception, AppliedChange):
             ApplyError: if it cannot be changed, or does not fit the law.
         """
         self.on_function()
-        if self.muted() or not self.modules.thread.stack:
+        if self.muted() or not self.thread.stack:
             return run()
         self.note_attention()
         plan = self.plan_to_change()
@@ -674,7 +674,7 @@ class Applied(Interception, AppliedChange):
         rank = scores.dim() >= (2 if active else FEWEST)
         if not (rank and scores.is_floating_point() and dense and scores.numel() > 0):
             return softmax.compute()
-        heads = None if plan is None else self.modules.heads_running()
+        heads = None if plan is None else self.heads_running()
         changed, reason = None, ""
         if plan is not None and (active or could_be_over_keys(scores, dim, heads)):
             if dim not in (-1, scores.dim() - 1):
@@ -761,7 +761,7 @@ class Applied(Interception, AppliedChange):
 
     def on_leave(self, module: torch.nn.Module) -> None:
         """Follow functions again after a compiled module."""
-        if type(module).__name__ == "OptimizedModule" and self._functions.paused:
+        if type(module).__name__ == "OptimizedModule" and self.thread.paused:
             self.pause_functions(-1)
 
     def on_end(self) -> None:
@@ -773,5 +773,5 @@ class Applied(Interception, AppliedChange):
 
     def _leave_model(self) -> None:
         """Reset what this thread holds about a pass; an interrupt may have left modules running."""
-        self.modules.thread.stack.clear()
+        self.thread.stack.clear()
         self._factors.known.clear()

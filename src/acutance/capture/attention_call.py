@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -274,10 +275,8 @@ class AttentionCall:
         """
         batch, keys = self.query.shape[0], self.key.shape[2]
         visible = None
-        if self.attn_mask is not None:
-            mask = self.attn_mask
-            while mask.dim() < 4:
-                mask = mask.unsqueeze(0)
+        if (mask := self.attn_mask) is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
             is_boolean = mask.dtype == torch.bool  # nothing as large as the mask is made
             visible = mask.any(2).any(1) if is_boolean else ~hides(mask.amax((1, 2)))
             visible = visible.expand(-1, keys)
@@ -294,22 +293,17 @@ class AttentionCall:
             positions: of the rows, (B, r), indices along the dimension of queries.
         """
         keys = torch.arange(self.key.shape[2], device=positions.device)
-        visible = None
-        if self.is_causal or self.window is not None:
-            distance = (positions + self.query_offset).unsqueeze(-1) - keys
-            if self.is_causal:
-                visible = distance >= 0
-            if self.window is not None:
-                in_window = distance.abs() < self.window
-                visible = in_window if visible is None else visible & in_window
+        rows = (positions + self.query_offset).unsqueeze(-1)
+        masks: list[Tensor] = []
+        if self.is_causal:
+            masks.append(keys <= rows)
+        if self.window is not None:
+            masks.append((rows - keys).abs() < self.window)
         if self.cu_seqlens is not None:
             edges = self.cu_seqlens.to(positions.device)[1:].contiguous()
-            query_documents = torch.bucketize(positions + self.query_offset, edges, right=True)
-            same_document = query_documents.unsqueeze(-1) == torch.bucketize(
-                keys, edges, right=True
-            )
-            visible = same_document if visible is None else visible & same_document
-        return None if visible is None else visible.unsqueeze(1)
+            documents = [torch.bucketize(places, edges, right=True) for places in (rows, keys)]
+            masks.append(documents[0] == documents[1])
+        return functools.reduce(Tensor.logical_and, masks).unsqueeze(1) if masks else None
 
 
 class Carrier:

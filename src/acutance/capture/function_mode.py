@@ -80,9 +80,7 @@ class FunctionMode(TorchFunctionMode):
         super().__init__()
         self.owner, self.looks = owner, looks
         self._kinds = _LOOKS if looks else _KINDS
-        self.tracker = Tracker(
-            owner.on_product, self._on_unused, owner.on_written_out, scores=scores, factors=factors
-        )
+        self.tracker = Tracker(owner, scores=scores, factors=factors)
 
     def __exit__(self, *error: Any) -> None:
         """Leave the mode and release what it follows."""
@@ -144,7 +142,7 @@ class FunctionMode(TorchFunctionMode):
             softmax = Softmax(func, args, kwargs, log=aten_name in LOG_OPERATORS)
             return self.owner.on_softmax(softmax, self.tracker)
         attends = ("attention" in name or "attn" in name) and "backward" not in name
-        if (module := self.owner.modules.running()) is not None:
+        if (module := self.owner.running()) is not None:
             self.owner.note_function()
             if attends and namespace != "acutance":
                 reason = f"{func} is called directly: report what it computes with acutance.tap"
@@ -152,12 +150,3 @@ class FunctionMode(TorchFunctionMode):
         if self.tracker.known:
             return self.tracker.call(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def _on_unused(self, softmax: Softmax) -> None:
-        """Report a four-dimensional softmax that no product used: it may still be attention.
-
-        Log-probabilities that nobody exponentiates are those of an output, not weights.
-        """
-        weights = softmax.over_keys and not softmax.log
-        if weights and softmax.scores.dim() == 4:
-            self.owner.on_unused(softmax)

@@ -137,8 +137,8 @@ def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width:
     """
     if module is None or width == 0 or len(shape) != 4:
         return None
-    layers = (child for child in module.children() if isinstance(child, torch.nn.Linear))
-    widths = {layer.out_features for layer in layers}
+    children = module.children()
+    widths = {child.out_features for child in children if isinstance(child, torch.nn.Linear)}
     fitting = [size for size in shape[:3] if size > 1 and {size * width, 3 * size * width} & widths]
     return fitting[0] if len(fitting) == 1 else None
 

@@ -449,8 +449,7 @@ def _watch_functions() -> None:
 
 def _can_watch() -> bool:
     """Whether the watched functions have their names, and not those of someone else."""
-    names = [name for (owner, name), known in _WATCHED.items() if getattr(owner, name) not in known]
-    return not names
+    return all(getattr(owner, name) in known for (owner, name), known in _WATCHED.items())
 
 
 def is_library_code(model: torch.nn.Module) -> bool:
@@ -464,17 +463,12 @@ def is_library_code(model: torch.nn.Module) -> bool:
             return False
         if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             return False
-    if not classes_are_library(model):
-        return False
-    if not _can_watch():
+    if not (classes_are_library(model) and _can_watch()):
         return False
     watched = {id(function) for function, _ in _WATCHED.values()}
-    for name, holder in list(sys.modules.items()):
-        if name.startswith("transformers.") and not watched.isdisjoint(
-            map(id, list(vars(holder).values()))
-        ):
-            return False
-    return True
+    loaded = list(sys.modules.items())
+    library = [holder for name, holder in loaded if name.startswith("transformers.")]
+    return all(watched.isdisjoint(map(id, list(vars(holder).values()))) for holder in library)
 
 
 def classes_are_library(model: torch.nn.Module) -> bool:
@@ -501,18 +495,14 @@ def classes_are_library(model: torch.nn.Module) -> bool:
     return True
 
 
-def _settings(module: torch.nn.Module) -> list[Any]:
-    """A module's boolean and string attributes, which select what it does."""
-    return [
-        (name, value)
-        for name, value in vars(module).items()
-        if isinstance(value, bool | str) and name != "training"
-    ]
-
-
-def _implementation(layer: torch.nn.Module) -> str | None:
-    """The attention implementation that a layer's configuration names."""
-    return getattr(getattr(layer, "config", None), "_attn_implementation", None)
+def _settings(layer: torch.nn.Module) -> list[Any]:
+    """What selects how a layer computes attention: its implementation, its booleans and strings."""
+    config, attributes = getattr(layer, "config", None), vars(layer)
+    settings: list[Any] = [len(attributes), getattr(config, "_attn_implementation", None)]
+    for name, value in attributes.items():
+        if isinstance(value, bool | str) and name != "training":
+            settings.append((name, value))
+    return settings
 
 
 class Contents:
@@ -541,10 +531,7 @@ class Contents:
             (weakref.ref(module), type(module), tuple(map(id, module._modules.values())))
             for module in modules
         ]
-        self._settings = [
-            (weakref.ref(layer), len(vars(layer)), _settings(layer), _implementation(layer))
-            for layer in self.layers
-        ]
+        self._settings = [(weakref.ref(layer), _settings(layer)) for layer in self.layers]
         self._forwards = [(kind, kind.forward) for kind in {type(module) for module in modules}]
 
     def unchanged(self) -> bool:
@@ -560,15 +547,10 @@ class Contents:
                 return False
             if tuple(map(id, module._modules.values())) != children:  # they are alive: listed too
                 return False
-        for reference, count, settings, implementation in self._settings:
+        for reference, settings in self._settings:
             layer = reference()
-            if layer is None or len(layer.__dict__) != count:
+            if layer is None or _settings(layer) != settings:
                 return False
-            if _implementation(layer) != implementation:
-                return False
-            for name, value in settings:
-                if layer.__dict__.get(name) is not value:
-                    return False
         return True
 
 
@@ -597,9 +579,13 @@ class Running(threading.local):
         calls_in_pass: number of attention calls read in this pass, by module.
         joined_late: whether modules were followed only from inside a pass on; then the Python stack
             is searched.
+        mode: the thread's function mode; None while functions are not followed.
+        paused: how often following functions was paused.
     """
 
     def __init__(self) -> None:
+        self.mode: TorchFunctionMode | None = None
+        self.paused = 0
         self.reset()
 
     def __enter__(self) -> None:
@@ -625,44 +611,151 @@ class Running(threading.local):
         return count
 
 
-class ModuleStack:
-    """The modules of a model, and which of them each thread is running.
+def module_of_method(names: Mapping[int, str]) -> str | None:
+    """Name of the module whose method is running outside any forward pass: ``decoder.decode(x)``.
+
+    It is the first argument of the innermost function on the Python stack whose first argument is a
+    module.
+
+    Args:
+        names: names of modules by ``id``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.nn.Module):
+                return names.get(id(first))
+        frame = frame.f_back
+    return None
+
+
+def is_rerun() -> bool:
+    """Whether a checkpointed forward pass is being recomputed for the backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- what is open on a model -----------------------------------------------------------------------
+
+
+class Interception:
+    """What is open on a model; a subclass says what it does with attention calls.
 
     Args:
         model: any module.
 
     Attributes:
-        thread: what the current thread is running.
-        by_id: the modules by ``id``.
+        model: the model.
+        modules: its modules by name, in model order.
+        by_id: the same by ``id``.
         names: their names by ``id``.
-
-    Example:
-        >>> stack = ModuleStack(torch.nn.Sequential(torch.nn.Identity()))
-        >>> stack.read_names()
-        >>> [stack.name_of(module) for module in stack.by_id.values()]
-        ['Sequential', '0']
+        thread: what the current thread is running.
+        followed: those of its modules that are followed, by ``id``.
+        by_interface: whether functions are not followed, as all attention goes through
+            transformers' interface.
+        interface_modules: modules that used it.
+        outside: whether functions are also followed outside the model's forward passes, and only
+            in the thread that opened this.
     """
+
+    outside = False
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.thread = model, Running()
+        self.modules: dict[str, torch.nn.Module] = {}
         self.by_id: dict[int, torch.nn.Module] = {}
         self.names: dict[int, str] = {}
-        self._modules: dict[str, torch.nn.Module] = {}
-        self._order: dict[str, int] = {}
+        self.followed: Mapping[int, torch.nn.Module] = {}
+        self.by_interface = False
+        self.interface_modules: set[torch.nn.Module] = set()
+        self._calls_functions = False
+        self._not_yet_run: set[str] = set()
+        self._roots: set[torch.nn.Module] = set()
+        self._contents: Contents | None = None  # while functions are not followed
+        self._home = 0
+        self._is_open = False
+
+    def new_mode(self) -> TorchFunctionMode:
+        """The function mode for a thread."""
+        raise NotImplementedError
+
+    def muted(self) -> bool:
+        """Whether this thread is inside a call that is already handled."""
+        return self.thread.depth > 0
+
+    def mute(self) -> Running:
+        """Context in which this thread handles nothing, so that nested calls count once."""
+        return self.thread
+
+    def on_begin(self, module: torch.nn.Module, name: str) -> None:
+        """Handle the start of a forward pass of the model, which begins with this module."""
+
+    def on_enter(
+        self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Handle the start of a module, before it counts as running."""
+
+    def on_leave(self, module: torch.nn.Module) -> None:
+        """Handle the end of a module."""
+
+    def on_end(self) -> None:
+        """Handle the end of a forward pass of the model."""
+
+    @contextmanager
+    def opened(self, calls_functions: bool = False, *, named: bool = False) -> Iterator[None]:
+        """Context in which this is open on its model.
+
+        Args:
+            calls_functions: follow functions even where all attention uses transformers' interface.
+            named: whether the model's modules have just been named.
+        """
+        if not named:
+            self.read_names()
+        self._home = threading.get_ident()
+        self._calls_functions = calls_functions
+        self.interface_modules.clear()
+        self._roots.clear()
+        with undoing(self._unlist):
+            with _lock:
+                _open.append(self)
+                self._is_open = True
+                known = None if calls_functions else _shown[self.outside].get(self.model)
+                if known is not None and known.unchanged() and _can_watch():
+                    self.interface_modules.update(known.layers)
+                    self._roots.update(known.roots)
+                    self._not_yet_run = set()
+                    self._watch(known)
+                else:
+                    self._not_yet_run = {
+                        name
+                        for name, module in self.modules.items()
+                        if may_compute_attention(module)
+                    }
+                    self.followed, self.by_interface = self.by_id, False
+                _followers.append(self)
+                _replace_calls()
+            self.follow_functions()
+            yield
+
+    def _unlist(self) -> None:
+        """Close this; it may be done again where an interrupt cut it short."""
+        self._is_open = False
+        with _lock:
+            if self in _open:
+                _open.remove(self)
+            _watch_functions()
+            _remove(self)
+        self.follow_functions()
+
+    # -- which modules run ------------------------------------------------------------------------
 
     def read_names(self) -> None:
         """Name all modules that the model has now."""
-        for known in (self.by_id, self.names, self._modules):
-            known.clear()
-        for index, (name, module) in enumerate(named_modules(self.model)):
-            self.by_id[id(module)] = module
-            self.names[id(module)] = name
-            self._modules[name] = module
-            self._order.setdefault(name, index)
-
-    def named(self) -> Mapping[str, torch.nn.Module]:
-        """The named modules, in model order."""
-        return self._modules
+        named = named_modules(self.model)
+        self.modules = dict(named)
+        self.by_id = {id(module): module for _, module in named}
+        self.names = {id(module): name for name, module in named}
 
     def name_of(self, module: torch.nn.Module | None) -> str | None:
         """Name of a module of the model, without wrappers; None for any other module.
@@ -676,7 +769,7 @@ class ModuleStack:
 
     def module_of(self, name: str) -> torch.nn.Module | None:
         """The module of a call with this name."""
-        return self._modules.get(name.partition("#")[0])
+        return self.modules.get(name.partition("#")[0])
 
     def running(self) -> str | None:
         """Name of the running module; None outside the model."""
@@ -712,153 +805,12 @@ class ModuleStack:
     def order(self, name: str) -> tuple[int, int]:
         """Sort key for names of calls: position of the module in the model, then call number."""
         base, _, call = name.partition("#")
-        return self._order.get(base, 0), int(call or 0)
-
-
-def module_of_method(names: Mapping[int, str]) -> str | None:
-    """Name of the module whose method is running outside any forward pass: ``decoder.decode(x)``.
-
-    It is the first argument of the innermost function on the Python stack whose first argument is a
-    module.
-
-    Args:
-        names: names of modules by ``id``.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, torch.nn.Module):
-                return names.get(id(first))
-        frame = frame.f_back
-    return None
-
-
-def is_rerun() -> bool:
-    """Whether a checkpointed forward pass is being recomputed for the backward pass."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# -- what is open on a model -----------------------------------------------------------------------
-
-
-class _Thread(threading.local):
-    """What one thread needs for an interception: its function mode, and whether it may run."""
-
-    mode: TorchFunctionMode | None = None
-    paused = 0
-
-
-class Interception:
-    """What is open on a model; a subclass says what it does with attention calls.
-
-    Args:
-        model: any module.
-
-    Attributes:
-        model: the model.
-        modules: its modules, and which of them each thread runs.
-        followed: those of its modules that are followed, by ``id``.
-        by_interface: whether functions are not followed, as all attention goes through
-            transformers' interface.
-        interface_modules: modules that used it.
-        outside: whether functions are also followed outside the model's forward passes, and only
-            in the thread that opened this.
-    """
-
-    outside = False
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.modules = model, ModuleStack(model)
-        self.followed: Mapping[int, torch.nn.Module] = {}
-        self.by_interface = False
-        self.interface_modules: set[torch.nn.Module] = set()
-        self._calls_functions = False
-        self._not_yet_run: set[str] = set()
-        self._roots: set[torch.nn.Module] = set()
-        self._contents: Contents | None = None  # while functions are not followed
-        self._functions = _Thread()
-        self._home = 0
-        self._is_open = False
-
-    def new_mode(self) -> TorchFunctionMode:
-        """The function mode for a thread."""
-        raise NotImplementedError
-
-    def muted(self) -> bool:
-        """Whether this thread is inside a call that is already handled."""
-        return self.modules.thread.depth > 0
-
-    def mute(self) -> Running:
-        """Context in which this thread handles nothing, so that nested calls count once."""
-        return self.modules.thread
-
-    def on_begin(self, module: torch.nn.Module, name: str) -> None:
-        """Handle the start of a forward pass of the model, which begins with this module."""
-
-    def on_enter(
-        self, module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
-        """Handle the start of a module, before it counts as running."""
-
-    def on_leave(self, module: torch.nn.Module) -> None:
-        """Handle the end of a module."""
-
-    def on_end(self) -> None:
-        """Handle the end of a forward pass of the model."""
-
-    @contextmanager
-    def opened(self, calls_functions: bool = False, *, named: bool = False) -> Iterator[None]:
-        """Context in which this is open on its model.
-
-        Args:
-            calls_functions: follow functions even where all attention uses transformers' interface.
-            named: whether the model's modules have just been named.
-        """
-        if not named:
-            self.modules.read_names()
-        self._home = threading.get_ident()
-        self._calls_functions = calls_functions
-        self.interface_modules.clear()
-        self._roots.clear()
-        with undoing(self._unlist):
-            with _lock:
-                _open.append(self)
-                self._is_open = True
-                known = None if calls_functions else _shown[self.outside].get(self.model)
-                if known is not None and known.unchanged() and _can_watch():
-                    self.interface_modules.update(known.layers)
-                    self._roots.update(known.roots)
-                    self._not_yet_run = set()
-                    self._watch(known)
-                else:
-                    self._not_yet_run = {
-                        name
-                        for name, module in self.modules.named().items()
-                        if may_compute_attention(module)
-                    }
-                    self.followed, self.by_interface = self.modules.by_id, False
-                _followers.append(self)
-                _replace_calls()
-            self.follow_functions()
-            yield
-
-    def _unlist(self) -> None:
-        """Close this; it may be done again where an interrupt cut it short."""
-        self._is_open = False
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-            _watch_functions()
-            _remove(self)
-        self.follow_functions()
-
-    # -- which modules run ------------------------------------------------------------------------
+        names = list(self.modules)
+        return names.index(base) if base in self.modules else 0, int(call or 0)
 
     def enter(self, key: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         """Handle the start of a module, which is followed as ``key``; the first begins a pass."""
-        stack, name = self.modules.thread.stack, self.modules.names.get(key, "")
+        stack, name = self.thread.stack, self.names.get(key, "")
         self._not_yet_run.discard(name)
         if not stack:
             for begin in AT_BEGIN:
@@ -877,8 +829,8 @@ class Interception:
 
         ``output`` is None if it raised an error.
         """
-        thread = self.modules.thread
-        if not thread.stack or thread.stack[-1] != self.modules.names.get(key):
+        thread = self.thread
+        if not thread.stack or thread.stack[-1] != self.names.get(key):
             return
         thread.stack.pop()
         self.on_leave(module)
@@ -910,20 +862,14 @@ class Interception:
             return
         inside: list[torch.nn.Module] = []
         if self.outside:
-            inside = [module for module in self.modules.by_id.values() if self._is_followed(module)]
+            for module in self.by_id.values():  # it may be listed for its name as it runs
+                if tells_padding(module) or looks_like_weights(type(module).__name__):
+                    inside.append(module)
         contents = Contents(self.model, self.interface_modules, self._roots, inside)
         with _lock:
             _shown[self.outside][self.model] = contents
             self._watch(contents)
             _replace_calls()
-
-    @staticmethod
-    def _is_followed(module: torch.nn.Module) -> bool:
-        """Whether a module other than those with the interface is followed all the same.
-
-        It says which tokens are padding, or may be listed for its name as it runs.
-        """
-        return tells_padding(module) or looks_like_weights(type(module).__name__)
 
     def _watch(self, contents: Contents) -> None:
         """Follow no functions, and few modules, while the model has these contents."""
@@ -943,7 +889,7 @@ class Interception:
         """
         self.interface_modules.add(module)
         contents = self._contents
-        if contents is not None and not self.modules.thread.stack and not contents.unchanged():
+        if contents is not None and not self.thread.stack and not contents.unchanged():
             self.use_functions()
 
     def note_function(self) -> None:
@@ -955,18 +901,18 @@ class Interception:
         with _lock:
             _shown[self.outside].pop(self.model, None)
             self.by_interface, self._contents = False, None
-            self.followed = self.modules.by_id
+            self.followed = self.by_id
             _watch_functions()
             _replace_calls()
 
     def on_function(self) -> None:
         """Before a function that may be attention runs, follow functions if the model calls it."""
-        thread = self.modules.thread
+        thread = self.thread
         if not self.by_interface or thread.depth or not self._is_open:
             return
         if self.outside and threading.get_ident() != self._home:
             return
-        if thread.stack or (self.outside and self.modules.running() is not None):
+        if thread.stack or (self.outside and self.running() is not None):
             self._calls_functions = True
             thread.joined_late = bool(thread.stack)
             self.use_functions()
@@ -978,21 +924,21 @@ class Interception:
         Args:
             below: start it below modes that were entered since the pass began.
         """
-        mine = self._functions
-        wanted = self._is_open and not self.by_interface and not mine.paused
+        thread = self.thread
+        wanted = self._is_open and not self.by_interface and not thread.paused
         if wanted and self.outside:
             wanted = threading.get_ident() == self._home
         elif wanted:
-            wanted = bool(self.modules.thread.stack)
-        if wanted and mine.mode is None:
-            mine.mode = self.new_mode()
+            wanted = bool(thread.stack)
+        if wanted and thread.mode is None:
+            thread.mode = self.new_mode()
             with unwatched() if below else nullcontext():
-                mine.mode.__enter__()
-        elif not wanted and mine.mode is not None:
-            mode, mine.mode = mine.mode, None
+                thread.mode.__enter__()
+        elif not wanted and thread.mode is not None:
+            mode, thread.mode = thread.mode, None
             mode.__exit__(None, None, None)
 
     def pause_functions(self, change: int) -> None:
         """Follow no functions of this thread while ``change`` adds up to more than 0."""
-        self._functions.paused += change
+        self.thread.paused += change
         self.follow_functions()

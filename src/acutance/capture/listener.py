@@ -103,7 +103,6 @@ class Listener(Interception):
 
     Attributes:
         receiver: as given.
-        modules: the model's modules, and which of them is running.
         rows: decides which rows are padding.
         pass_number: number of the next forward pass; None to count passes.
         with_gradients: True to read only passes that record gradients, False to read only the
@@ -204,7 +203,7 @@ class Listener(Interception):
 
     def _close(self) -> None:
         """Undo what opening did; what an interrupt left undone is undone when called again."""
-        self.modules.thread.reset()
+        self.thread.reset()
         self.rows.forget()
         if self._context is not None:
             self._context.close()
@@ -231,15 +230,15 @@ class Listener(Interception):
 
     def call_name_of(self, module: torch.nn.Module) -> str | None:
         """Name for an attention call of a module; None if it is not the model's."""
-        name, stack = self.modules.name_of(module), self.modules.thread.stack
+        name, stack = self.name_of(module), self.thread.stack
         if name is None or not stack or stack[-1] != name:
             return name
         self.interface_modules.add(module)
-        return self.modules.call_name()
+        return self.call_name()
 
     def _on_interface_call(self, call: InterfaceCall, run: Callable[[], Any]) -> Any:
         """Compute, or read, a call of transformers' attention interface."""
-        if self.modules.thread.depth or not isinstance(call.module, torch.nn.Module):
+        if self.thread.depth or not isinstance(call.module, torch.nn.Module):
             return run()
         name = self.call_name_of(call.module)
         return run() if name is None else self.handle(call, name, run)
@@ -247,13 +246,13 @@ class Listener(Interception):
     def on_function_call(self, call: Carrier, run: Callable[[], Any]) -> Any:
         """Compute, or read, a call of a function that computes attention."""
         self.on_function()
-        name = None if self.muted() else self.modules.call_name()
+        name = None if self.muted() else self.call_name()
         if name is None:
             return run()
         self.note_function()
         if not isinstance(call, SdpaCall) or call.multihead is not None:
             return self.handle(call, name, run)
-        call.heads, known = heads_of(self.modules.module_of(name)), call.provided
+        call.heads, known = heads_of(self.module_of(name)), call.provided
         result = self.handle(call, self._chunks.name(name, call), run)
         if call.provided is not known:  # enclosing modes see no call of the function
             for mode in reversed(_open_modes()):
@@ -263,7 +262,7 @@ class Listener(Interception):
     def handle(self, call: Carrier, name: str, run: Callable[[], Any]) -> Any:
         """Compute an attention call in place of the model, or read it as the model computes it."""
         provided = None
-        with self.modules.thread:  # nested calls count once
+        with self.thread:  # nested calls count once
             if self.provides and call.can_be_provided:
                 provided = call.provided = self._provide(call, name)
             result = run()
@@ -296,7 +295,7 @@ class Listener(Interception):
             with self.mute():
                 with unwatched():
                     read = call.read(name)
-                module, computed = self.modules.module_of(name), self.receiver.compute
+                module, computed = self.module_of(name), self.receiver.compute
                 output, record = computed(read, model_output, module)
         except Exception as problem:  # the model has its own way to go on
             self._add_to_list(self.not_provided, name, problem)
@@ -323,7 +322,7 @@ class Listener(Interception):
                 self.rows.real(read_call())
         self.deliver(
             module,
-            lambda: self.receiver.on_call(read_call(), output, self.modules.module_of(module)),
+            lambda: self.receiver.on_call(read_call(), output, self.module_of(module)),
         )
 
     def unreadable(self, module: str, reason: object) -> None:
@@ -343,7 +342,7 @@ class Listener(Interception):
         """Call the receiver, hidden from other listeners, function modes and a default device."""
         if (
             is_rerun()
-            or not self.modules.thread.is_read
+            or not self.thread.is_read
             or not self._wants_pass()
             or module.partition("#")[0] in self.skipped
         ):
@@ -351,7 +350,7 @@ class Listener(Interception):
         self.attention_modules.setdefault(module)
         if not self.captures_module(module):
             return
-        with self.modules.thread, gradient_mode(self._gradients), unwatched():
+        with self.thread, gradient_mode(self._gradients), unwatched():
             try:
                 receive()
             except self._listed_errors as problem:  # the model continues; the reason is listed
@@ -375,7 +374,7 @@ class Listener(Interception):
         Passes that begin at different modules are counted separately, such as those of an encoder
         and of its decoder during generation.
         """
-        thread = self.modules.thread
+        thread = self.thread
         thread.call_counts.clear()
         self._started = True
         if is_rerun():
@@ -395,7 +394,7 @@ class Listener(Interception):
 
         What counts is the beginning of a pass: reentrant checkpoints run layers without gradients.
         """
-        thread = self.modules.thread
+        thread = self.thread
         if not thread.stack:
             thread.has_gradients = torch.is_grad_enabled()
         wanted = self.with_gradients is None or thread.has_gradients is self.with_gradients
@@ -422,7 +421,7 @@ class Listener(Interception):
 
     def on_softmax(self, softmax: Softmax, tracker: Tracker) -> Tensor:
         """Run a softmax and remember it until a matrix product uses its result."""
-        module, scores, dim = self.modules.running(), softmax.base, softmax.dim
+        module, scores, dim = self.running(), softmax.base, softmax.dim
         if module is not None:
             self.note_function()
         with self.mute():
@@ -432,7 +431,7 @@ class Listener(Interception):
         if scores.is_nested:
             self.unreadable(module, "its softmax is of a nested tensor")
         elif scores.layout is torch.strided and result.layout is torch.strided:
-            over_keys = could_be_over_keys(scores, dim, self.modules.heads_running())
+            over_keys = could_be_over_keys(scores, dim, self.heads_running())
             if softmax.function in NOISY:
                 softmax.unreadable_reason = f"{softmax.function.__name__} adds noise to its scores"
             elif not over_keys:
@@ -450,7 +449,7 @@ class Listener(Interception):
 
     def on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
         """Record the scores of a softmax that a matrix product uses."""
-        name = self.modules.call_name() if softmax.over_keys else self.modules.running()
+        name = self.call_name() if softmax.over_keys else self.running()
         if name is None:
             return
         try:
@@ -458,7 +457,7 @@ class Listener(Interception):
                 raise ValueError(softmax.unreadable_reason)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
-            module = self.modules.module_of(name)
+            module = self.module_of(name)
             heads, head_axis = heads_at_once(module), None
             if softmax.last and softmax.base.dim() == 4:
                 base = name.partition("#")[0]
@@ -480,7 +479,7 @@ class Listener(Interception):
 
     def on_written_out(self) -> None:
         """List a product that takes weights which were computed without a softmax."""
-        if (module := self.modules.running()) is not None:
+        if (module := self.running()) is not None:
             self.unreadable(module, WRITTEN_OUT)
 
     def on_unused(self, softmax: Softmax) -> None:
@@ -586,7 +585,7 @@ class Tap:
 
     def __enter__(self) -> Tap:
         for observer in self._observers:
-            name = None if observer.muted() else observer.modules.call_name()
+            name = None if observer.muted() else observer.call_name()
             if name is not None:
                 self._names[observer] = name
                 self._quiet.enter_context(observer.mute())

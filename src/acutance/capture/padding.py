@@ -265,8 +265,7 @@ def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
         for mask in (call.attn_mask, call.bias):
             if mask is None:
                 continue
-            while mask.dim() < 4:
-                mask = mask.unsqueeze(0)
+            mask = mask[(None,) * (4 - mask.dim())]
             mask = mask if mask.shape[2] == 1 else mask[:, :, part]
             yield mask.any(1) if mask.dtype == torch.bool else ~hides(mask.amax(1))
 

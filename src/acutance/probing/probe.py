@@ -213,16 +213,16 @@ class Probe:
         Raises:
             ProbeError: if nothing was recorded.
         """
-        records, modules = self._records.finished(), self._listener.modules
+        records, listener = self._records.finished(), self._listener
         if (structure := self._reader(StructureReader)) is not None:
             for record in records.values():
                 structure.name_tokens(record.parts)
-        records = join_calls(records, lambda name: heads_of(modules.module_of(name)))
+        records = join_calls(records, lambda name: heads_of(listener.module_of(name)))
         if not records:
             raise ProbeError(self._listener.nothing_captured())
         maps = self._reader(MapReader)
         return HeadSummary.of_layers(
-            [records[name] for name in sorted(records, key=modules.order)],
+            [records[name] for name in sorted(records, key=listener.order)],
             self.metrics,
             about={
                 "model": class_name(self._model),
@@ -243,11 +243,11 @@ class Probe:
         """Sentences about modules that ran unread and look like attention by class name."""
         mentioned = {name.partition("#")[0] for name in records}
         mentioned |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
-        listener, modules = self._listener, self._listener.modules
-        kinds = {name: type(modules.module_of(name)).__name__ for name in listener.modules_ran}
+        listener = self._listener
+        kinds = {name: type(listener.module_of(name)).__name__ for name in listener.modules_ran}
         attentive = {kind for kind in set(kinds.values()) if looks_like_weights(kind)}
         names = [name for name, kind in kinds.items() if kind in attentive]
-        for name in sorted(names, key=modules.order):
+        for name in sorted(names, key=listener.order):
             already_mentioned = any(
                 other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.")
                 for other in mentioned
@@ -264,7 +264,7 @@ class Probe:
         """
         if (reader := self._reader(QueryKeyReader)) is None:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
-        return reader.sample(sorted(self._records.names(), key=self._listener.modules.order))
+        return reader.sample(sorted(self._records.names(), key=self._listener.order))
 
     def __repr__(self) -> str:
         count = len(list(self._records.names()))

@@ -294,7 +294,7 @@ class CallReader:
         first = first_head(module, call.query) if split else 0
         sample = None
         if (max_rows := self._settings.max_rows) is not None:
-            thread = self.listener.modules.thread
+            thread = self.listener.thread
             number = thread.call_number(call.module)
             seed = (self._settings.seed, call.module, thread.pass_number, number)
             device = call.query.device

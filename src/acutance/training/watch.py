@@ -125,7 +125,7 @@ class AttentionWatch:
     def _recorded(self) -> AbstractContextManager[None]:
         """Context in which modules of :mod:`acutance.nn` report their statistics to this watch."""
         recorded = [part for part in self._model.modules() if isinstance(part, Recorded)]
-        names = (self._listener.modules.name_of(part) for part in recorded)
+        names = (self._listener.name_of(part) for part in recorded)
         self._listener.skipped = frozenset(name for name in names if name is not None)
         return listen(recorded, "graph" if self.gradients else "detached", self._on_recorded)
 
@@ -178,7 +178,7 @@ class AttentionWatch:
 
     def _on_recorded(self, module: Recorded, stats: Any) -> None:
         """Collect the statistics that a module of :mod:`acutance.nn` recorded."""
-        name = self._listener.modules.name_of(module)
+        name = self._listener.name_of(module)
         if name is None or stats is None:
             return
         self._listener.attention_modules.setdefault(name)

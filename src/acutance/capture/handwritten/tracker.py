@@ -235,10 +235,6 @@ class Softmax:
         return None
 
 
-#: Reports a softmax of attention, and a check that the product took the softmax of its scores.
-Report = Callable[[Softmax, Callable[[], str | None]], None]
-
-
 @dataclass(eq=False)
 class Followed:
     """What is known of a tensor until it is freed.
@@ -264,9 +260,10 @@ class Tracker:
     """Follows the tensors of one thread that may become attention weights, or hold them.
 
     Args:
-        report: called with a softmax when a product uses it.
-        unused: called with a softmax when its result is freed unused.
-        written_out: called when a product takes weights that were computed without a softmax.
+        owner: what is told of attention. ``on_product(softmax, doubt)`` is called when a product
+            uses a softmax, where ``doubt()`` says why it may not be that of its scores, or None;
+            ``on_unused(softmax)`` when one that may be attention is freed unused; and
+            ``on_written_out()`` when a product takes weights that were computed without a softmax.
         scores: also follow what scores consist of, for :meth:`of`.
         factors: of scores, also keep the products, for :func:`products_of`.
 
@@ -274,7 +271,7 @@ class Tracker:
         known: the followed tensors by ``id``.
 
     Example:
-        >>> tracker = Tracker(print, print, print, scores=True)
+        >>> tracker = Tracker(None, scores=True)
         >>> query, key, bias = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(3, 3)
         >>> product = tracker.call(torch.bmm, (query, key.mT), {})
         >>> scores = tracker.call(torch.div, (product, 2.0), {})
@@ -285,16 +282,8 @@ class Tracker:
         'have numbers added that are no mask, such as a bias'
     """
 
-    def __init__(
-        self,
-        report: Report,
-        unused: Callable[[Softmax], None],
-        written_out: Callable[[], None],
-        *,
-        scores: bool = False,
-        factors: bool = False,
-    ) -> None:
-        self._report, self._unused, self._written_out = report, unused, written_out
+    def __init__(self, owner: Any, *, scores: bool = False, factors: bool = False) -> None:
+        self._owner = owner
         self._reads_scores, self._keeps_factors = scores, factors
         self.known: dict[int, Followed] = {}
 
@@ -382,14 +371,14 @@ class Tracker:
                 softmax.note_product(product, tensor)
             if product is not None or not softmax.over_keys or name == "einsum":
                 self._release(softmax)
-                self._report(softmax, functools.partial(softmax.doubt, tensor))
+                self._owner.on_product(softmax, functools.partial(softmax.doubt, tensor))
         if weights:
             return
         computed = [t for t in given if (entry := self.known.get(id(t))) and entry.product]
         # a power of a matrix, such as a closure of a graph, takes no values
         is_power = len(computed) == len(given) and len({t.shape for t in given}) == 1
         if product is not None and not is_power and any(map(product.sums_to_one, computed)):
-            self._written_out()
+            self._owner.on_written_out()
             return
         if all(tensor.dim() >= FEWEST and not is_parameter(tensor) for tensor in given):
             self._remember(result)
@@ -447,6 +436,15 @@ class Tracker:
         """Register a tensor as holding a softmax's result."""
         softmax.aliases.add(id(tensor))
         self._entry(tensor).softmax = softmax
+
+    def _unused(self, softmax: Softmax) -> None:
+        """Report a four-dimensional softmax that no product used: it may still be attention.
+
+        Log-probabilities that nobody exponentiates are those of an output, not weights.
+        """
+        weights = softmax.over_keys and not softmax.log
+        if weights and softmax.scores.dim() == 4:
+            self._owner.on_unused(softmax)
 
     def _release(self, softmax: Softmax) -> None:
         """Stop following a softmax."""
