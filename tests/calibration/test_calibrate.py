@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import acutance
 from acutance import scaling
-from acutance.calibration import Law, measure
-from acutance.calibration.fit import LayerFit
-from acutance.calibration.measured import TARGETS, LayerValues
+from acutance.calibration import Law, Measured, measure
+from acutance.calibration.fit import Fit
+from acutance.calibration.measured import TARGETS
 
 Built = Callable[..., nn.Module]
 LENGTHS = (16, 32, 64)
@@ -237,10 +237,12 @@ def test_noise_is_told_by_a_test_at_five_per_cent() -> None:
     value = torch.tensor([[100.0, 100.0], [103.5, 102.5]], dtype=torch.float64)
     noise = torch.stack([torch.zeros(5, 2, dtype=torch.float64), parts[:, None].expand(5, 2)], 1)
     left = value - noise / 4  # without a part, a mean moves by a quarter of its distance
-    values = LayerValues(torch.tensor([16, 32]), value, -torch.ones_like(value), left)
-    fit = LayerFit(values, "effective_keys", None, 0, 16.0)
+    n = torch.tensor([[16, 16], [32, 32]])
+    slope = -torch.ones_like(value)
+    values = Measured("effective_keys", (16, 32), {"layer": 2}, n, value, slope, left)
+    fit = Fit(values, None, 16, 16.0)
     fit.possible[:] = True
-    assert values.error(0)[1].tolist() == pytest.approx([1.0, 1.0])
+    assert values.error(torch.tensor([0, 0]))[1].tolist() == pytest.approx([1.0, 1.0])
     assert fit.matters(values).tolist() == [[False, False], [True, False]]  # t(4) is 2.78
 
 

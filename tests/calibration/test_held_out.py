@@ -40,9 +40,8 @@ def windows() -> dict[str, Tensor]:
 
 def difference(found: Measured) -> tuple[Tensor, Tensor]:
     """Values beyond the reference less those at it, and the standard errors, (lengths, heads)."""
-    values = [found.values(name) for name in found.modules]
-    errors = [found.layers[name].error(0) for name in found.modules]
-    return torch.cat([v[1:] - v[:1] for v in values], 1), torch.cat([e[1:] for e in errors], 1)
+    first = torch.zeros(found.value.shape[1], dtype=torch.int64)
+    return found.value[1:] - found.value[:1], found.error(first)[1:]
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from acutance.calibration.law import Identity, Law
 from acutance.calibration.losses import AnyLoss
 from acutance.calibration.measured import (
     TARGETS,
-    LayerValues,
     Measured,
     check_request,
     knots_of,
@@ -162,48 +162,37 @@ def calibrate(
     reference = check_request(target, places, reference, value, law)
     knots = knots_of(places, reference)
 
-    def read(number: int) -> tuple[Measured, dict[str, str]]:
-        tables = {module: fit.table() for module, fit in fits.items()} if number > 1 else None
+    def read(
+        number: int, scalings: Mapping[Any, HeadTable] | None = None
+    ) -> tuple[Measured, dict[str, str]]:
         return read_layers(
-            model, turns, target, knots, tables, windowed=windowed,
+            model, turns, target, knots, scalings, windowed=windowed,
             after=lambda turn: advance and advance(turn.tokens, number, passes),
         )  # fmt: skip
 
-    fits: dict[str, LayerFit] = {}
     first, skipped = read(1)
-    for module, values in first.layers.items():
-        if values.n.any():
-            at = first.lengths.index(reference) if reference in first.lengths else 0
-            fits[module] = LayerFit(values, target, value, at, limit)
-        else:
+    for module, n in first.by_layer(first.n).items():
+        if not n.any():
             skipped[module] = f"no row sees more than {knots[0] // 2} keys"
-    if not fits:
+    if not first.lengths:
         raise ValueError(no_layer(skipped))
+    fit = Fit(first, value, reference, limit)
     used = 1
     for number in range(2, passes + 1):
-        near = [fit.propose() for fit in fits.values()]
-        settled = number > 2 and all(near)
+        settled = fit.propose() and number > 2
         constant = law == "constant" and (settled or number == passes)
         if settled and not constant:
             break
-        for fit in fits.values():
-            fit.take(constant=constant)
-        now, _ = read(number)
-        for module, fit in fits.items():
-            fit.values = now.layers[module]
+        fit.take(constant=constant)
+        fit.values, _ = read(number, fit.scalings())
         used = number
         if constant:
             break
-    numbers = layer_numbers(model, list(first.layers))
     return Calibration(
         model=Identity.of(model),
-        layers=Law.of(model, {module: fit.continued() for module, fit in fits.items()}).layers,
+        layers=Law.of(model, fit.scalings(beyond=True)).layers,
         lengths=first.lengths,
-        heads=tuple(
-            head
-            for index, (module, fit) in enumerate(fits.items())
-            for head in fit.heads(numbers.get(module, index), module)
-        ),
+        heads=tuple(fit.heads(layer_numbers(model, list(first.heads)))),
         target=target if value is None else f"{target}={value:g}",
         metric=target,
         value=value,
@@ -228,8 +217,8 @@ _WORTH = 0.01
 _BEYOND = 6
 
 
-class LayerFit:
-    r"""The factors of one layer's heads, and what was measured under them.
+class Fit:
+    r"""The factors of all heads, and what was measured under them.
 
     The entropy of normal logits falls as a straight line in λ², so the step is Newton's there:
     :math:`\lambda \leftarrow \lambda \sqrt{1 + 2 (y^* - y) / y'}` with :math:`y' = dy/d\log\lambda`
@@ -239,43 +228,42 @@ class LayerFit:
 
     Args:
         first: what was measured without a law.
-        target: name of the metric.
         value: what is wanted of every head; None is each head's own at the reference.
-        reference: index of the knot of the reference length; a layer without rows there takes its
-            first knot with rows.
+        reference: the reference length; layers without rows there take the first that they have.
         limit: factors stay between 1/limit and limit.
 
     Attributes:
         first: what was measured without a law.
         values: what was measured last.
-        factors: in force there, (knots, heads).
+        factors: in force there, (lengths, heads).
         constant: whether each head has one factor for all lengths.
-        wanted: the metric's desired value, (knots, heads).
+        wanted: the metric's desired value, (lengths, heads).
         possible: whether there are rows of that many keys and they can reach it, boolean.
-        reference: index of the knot that is its own target; None if a value was given.
+        reference: index of the length that is a head's own target, (heads,); None if a value was
+            given.
     """
 
-    def __init__(
-        self, first: LayerValues, target: str, value: float | None, reference: int, limit: float
-    ) -> None:
-        self._target, self._limit = TARGETS[target], limit
+    def __init__(self, first: Measured, value: float | None, reference: int, limit: float) -> None:
+        self._target, self._limit = TARGETS[first.metric], limit
         self.first = self.values = first
         self.factors = self._next = torch.ones_like(first.value)
         self.constant = False
-        if not first.n[reference]:
-            reference = int(first.n.nonzero()[0])
-        self.reference = reference if value is None else None
+        rows = first.n.clamp(min=1).tolist()
+        limits = [[self._target.limits(n) for n in row] for row in rows]
+        low, high = torch.tensor(limits, dtype=torch.float64).unbind(-1)
+        there = first.n > 0
+        self.reference = None
         self.wanted = torch.full_like(first.value, value or 0.0)
-        limits = [self._target.limits(n) for n in first.n.clamp(min=1).tolist()]
-        low, high = torch.tensor(limits, dtype=torch.float64).T[..., None]
         if value is None:
-            self.wanted[:] = first.value[reference]
-        self.possible: Tensor = (
-            (low <= self.wanted) & (self.wanted <= high) & (first.n > 0)[:, None]
-        )
-        if value is None:
-            self.possible[reference] = True
-        self._active = torch.zeros(first.value.shape[1], dtype=torch.bool)
+            known = torch.tensor(first.lengths)[:, None] == reference
+            self.reference = (there.int() + (there & known)).argmax(0)
+            self.wanted = first.value.gather(0, self.reference[None]).expand_as(first.value)
+        self.possible: Tensor = (low <= self.wanted) & (self.wanted <= high) & there
+        self._own = torch.zeros_like(there)  # where the target is a head's own value
+        if self.reference is not None:
+            self._own.scatter_(0, self.reference[None], True)
+            self.possible |= self._own & there
+        self._active = torch.zeros(there.shape[1], dtype=torch.bool)
         self._before: tuple[Tensor, Tensor, Tensor] | None = None  # λ, y and y' of the last step
 
     def propose(self) -> bool:
@@ -295,9 +283,7 @@ class LayerFit:
         moved = (factors * newton).clamp(1 / self._limit, self._limit)
         moved = torch.where(moved.isfinite() & (slope.abs() > 1e-9) & ~near, moved, factors)
         self._active |= self.matters(self.values).any(0)
-        free = self._active & self.possible
-        if self.reference is not None:
-            free[self.reference] = False
+        free = self._active & self.possible & ~self._own
         self._next = torch.where(free, moved, 1.0)
         return bool(((self._next / factors).log().abs() <= _SETTLED).all())
 
@@ -306,7 +292,7 @@ class LayerFit:
         self.factors, self.constant = self._next, constant
         if constant:
             weight = torch.hypot(self.errors().nan_to_num(), 0.005 * self.factors) ** -2
-            weight = weight * (self.first.n > 0)[:, None]
+            weight = weight * (self.first.n > 0)
             self.factors = (weight * self.factors).sum(0) / weight.sum(0)
             self.factors = self.factors.expand_as(self.wanted)
 
@@ -315,7 +301,7 @@ class LayerFit:
         error = self.values.error(self.reference)
         return self.factors * error / self.values.slope.abs().clamp(min=1e-9)
 
-    def matters(self, values: LayerValues) -> Tensor:
+    def matters(self, values: Measured) -> Tensor:
         """Whether a value differs from its target by more than noise and enough to be corrected.
 
         Enough is 1 % of the target, or ``target.floor`` if that is more. Noise is a two-sided test
@@ -325,35 +311,36 @@ class LayerFit:
         worth = (_WORTH * self.wanted.abs()).clamp(min=self._target.floor)
         return (away > values.interval(self.reference)) & (away > worth) & self.possible
 
-    def table(self) -> HeadTable:
-        """The factors in force as a scaling of the layer."""
-        if self.constant:
-            return HeadTable(self.factors[0])
-        there = self.first.n > 0
-        return HeadTable(self.factors[there].T.contiguous(), self.first.n[there].tolist())
+    def scalings(self, *, beyond: bool = False) -> dict[Any, HeadTable]:
+        r"""The factors in force as a scaling of each layer.
 
-    def continued(self) -> HeadTable:
-        r"""The table, which beyond its last length goes on as :math:`\sqrt{a + b \log n}`.
-
-        That is the growth under which normal logits keep their entropy. The line is fitted to the
-        squares of the last two octaves and passes through the last factor. It goes up to 64 times
-        the last length, with factors between 1/limit and limit.
+        Args:
+            beyond: beyond its last length a table goes on as :math:`\sqrt{a + b \log n}`, the
+                growth under which normal logits keep their entropy. The line is fitted to the
+                squares of the last two octaves and passes through the last factor. It goes up to 64
+                times the last length, with factors between 1/limit and limit.
         """
-        if self.constant:
-            return self.table()
-        there = self.first.n > 0
-        n, squares = self.first.n[there], self.factors[there].square()
-        octaves = torch.arange(1, _BEYOND + 1)
-        x = (n / n[-1]).double().log()[:, None]
-        weight = x * (self.possible[there] & (4 * n >= n[-1])[:, None])
-        slope = (weight * (squares - squares[-1])).sum(0) / (weight * x).sum(0)
-        further = squares[-1] + slope.nan_to_num() * math.log(2) * octaves[:, None]
-        squares = torch.cat([squares, further.clamp(self._limit**-2, self._limit**2)])
-        lengths = torch.cat([n, n[-1] << octaves])
-        return HeadTable(squares.sqrt().T.contiguous(), lengths.tolist())
+        scalings: dict[Any, HeadTable] = {}
+        factors, possible = map(self.first.by_layer, (self.factors, self.possible))
+        for module, of_heads in self.first.by_layer(self.first.n).items():
+            there = of_heads[:, 0] > 0
+            n, rows = of_heads[there, 0], factors[module][there]
+            if self.constant and n.numel():
+                scalings[module] = HeadTable(rows[0])
+            elif n.numel():
+                if beyond:
+                    octaves, squares = torch.arange(1, _BEYOND + 1), rows.square()
+                    x = (n / n[-1]).double().log()[:, None]
+                    weight = x * (possible[module][there] & (4 * n >= n[-1])[:, None])
+                    slope = (weight * (squares - squares[-1])).sum(0) / (weight * x).sum(0)
+                    further = squares[-1] + slope.nan_to_num() * math.log(2) * octaves[:, None]
+                    further = further.clamp(self._limit**-2, self._limit**2).sqrt()
+                    n, rows = torch.cat([n, n[-1] << octaves]), torch.cat([rows, further])
+                scalings[module] = HeadTable(rows.T.contiguous(), n.tolist())
+        return scalings
 
-    def heads(self, layer: int, module: str) -> list[HeadCalibration]:
-        """The record of each head, for the layer of this number and name."""
+    def heads(self, numbers: Mapping[str, int]) -> Iterator[HeadCalibration]:
+        """The record of each head that was fitted; ``numbers`` are those of the layers."""
         off, size = (self.values.value - self.wanted).abs(), self.wanted.abs()
         held = off <= (HELD * size).clamp(min=self._target.floor)
         kept = (self.factors == 1.0).all(0) & ~self.matters(self.first).any(0)
@@ -362,7 +349,6 @@ class LayerFit:
         for number, those in ((2, held), (1, kept.expand_as(held)), (0, ~self.possible)):
             status = torch.where(those, number, status)
         names = ("impossible", "kept", "held", "limited", "missed")
-        there = self.first.n > 0
         columns = {
             "target": self.wanted,
             "before": self.first.value,
@@ -372,17 +358,19 @@ class LayerFit:
             "factors": self.factors,
             "factor_errors": self.errors(),
         }
-        return [
-            HeadCalibration(
-                layer=layer,
-                head=head,
-                module=module,
-                lengths=tuple(self.first.n[there].tolist()),
-                status=tuple(names[number] for number in status[there, head].tolist()),
-                **{name: tuple(column[there, head].tolist()) for name, column in columns.items()},
-            )
-            for head in range(status.shape[1])
-        ]
+        places = [(name, head) for name, heads in self.first.heads.items() for head in range(heads)]
+        for column, (module, head) in enumerate(places):
+            n = self.first.n[:, column]
+            there = n > 0
+            if there.any():
+                yield HeadCalibration(
+                    layer=numbers.get(module, list(self.first.heads).index(module)),
+                    head=head,
+                    module=module,
+                    lengths=tuple(n[there].tolist()),
+                    status=tuple(names[code] for code in status[there, column].tolist()),
+                    **{name: tuple(of[there, column].tolist()) for name, of in columns.items()},
+                )
 
 
 def _corrected(now: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> Tensor:

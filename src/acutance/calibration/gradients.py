@@ -31,7 +31,7 @@ from acutance.calibration.loss_table import (
     read_windows,
 )
 from acutance.calibration.losses import AnyLoss, Loss, Scored, with_forward
-from acutance.calibration.measured import knots_of, no_layer, read_layers
+from acutance.calibration.measured import knots_of, read_layers
 from acutance.calibration.read_window import WindowedCall
 from acutance.calibration.result import (
     GateSlope,
@@ -200,12 +200,9 @@ class LossGradients(Gradients):
         read, self.skipped = read_layers(
             reader.model, [few], "entropy", (few.length,), windowed=windowed
         )
-        if not read.layers:
-            raise ValueError(no_layer(self.skipped))
         knots = knots_of(reader.lengths) if law == "table" else (reader.lengths[-1],)
         self.tables = {
-            name: FactorTable(values.value.shape[1], knots)
-            for name, values in sorted(read.layers.items())
+            name: FactorTable(heads, knots) for name, heads in sorted(read.heads.items())
         }
         self.places = [
             (name, head) for name, table in self.tables.items() for head in range(table.num_heads)

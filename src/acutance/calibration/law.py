@@ -794,14 +794,8 @@ def read_parameters(text: str, words: Container[str] = ()) -> dict[str, Any]:
         {'factors': [[1, 2], [3, 4]], 'lengths': [8, 9]}
     """
     values: dict[str, Any] = {}
-    depth, parameters = 0, [""]
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            parameters.append("")
-        else:
-            parameters[-1] += character
-    for parameter in parameters if text else ():
+    # a comma within a list is not followed by another parameter
+    for parameter in re.split(r",(?=\s*\w+\s*=)", text) if text else ():
         key, equals, value = map(str.strip, parameter.partition("="))
         if not equals:
             raise ValueError(f"law: parameters must be name=number, got {parameter!r}")

@@ -283,12 +283,13 @@ def read_layers(
         after: called after each batch.
 
     Returns:
-        What was measured, at the knots at which a layer has rows, and why layers were not read, by
-        module name.
+        What was measured, at the knots at which a layer has rows, and why other layers were not
+        read, by module name.
 
     Raises:
         ApplyError: if the law cannot be applied.
         ProbeError: if the model ran no attention that can be read.
+        ValueError: if no layer can be read.
     """
     groups = int(max(int(turn.groups.max()) for turn in turns)) + 1
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -302,19 +303,33 @@ def read_layers(
                 after(turn)
         if not collector.calls:
             raise ProbeError(collector.nothing_captured())
-    used = torch.zeros(len(knots), dtype=torch.bool)
-    for sums in collector.sums.values():
-        used |= (sums[..., 0].sum(0) > 0).all(1)
-    numbers = layer_numbers(model, sorted(collector.sums))
-    layers = {
-        name: LayerValues.of(collector.sums[name][:, used], collector.longest[name][used])
-        for name in sorted(collector.sums, key=lambda name: numbers.get(name, len(numbers)))
-    }
-    lengths = torch.tensor(knots)[used].tolist()
     unread = {}
     for text in collector.unread:
         name, _, unread[name] = text.partition(": ")
-    return Measured(target, tuple(lengths), layers), unread
+    if not collector.sums:
+        raise ValueError(no_layer(unread))
+    numbers = layer_numbers(model, sorted(collector.sums))
+    names = sorted(collector.sums, key=lambda name: numbers.get(name, len(numbers)))
+    sums = torch.cat([collector.sums[name] for name in names], 2)
+    longest = []
+    for name in names:
+        seen = (collector.sums[name][..., 0].sum(0) > 0).all(1, keepdim=True)
+        heads = collector.sums[name].shape[2]
+        longest.append(torch.where(seen, collector.longest[name][:, None], 0).expand(-1, heads))
+    n = torch.cat(longest, 1)
+    used = n.any(1)
+    n, sums = n[used], sums[:, used]
+    total = sums.sum(0)
+    measured = Measured(
+        metric=target,
+        lengths=tuple(torch.tensor(knots)[used].tolist()),
+        heads={name: collector.sums[name].shape[2] for name in names},
+        n=n,
+        value=_at(total, n),
+        slope=total[..., 5] / total[..., 0],
+        leave_one_out=torch.where(sums[..., 0] > 0, _at(total - sums, n), torch.nan),
+    )
+    return measured, unread
 
 
 def no_layer(skipped: Mapping[str, str]) -> str:
@@ -323,65 +338,14 @@ def no_layer(skipped: Mapping[str, str]) -> str:
     return f"there is no layer to calibrate{': ' if why else ''}{why}"
 
 
-@dataclass(frozen=True)
-class LayerValues:
-    """The metric of one layer at each knot, as measured in one pass.
-
-    Attributes:
-        n: of each value, the largest n among the rows of its bin, (knots,) int64; 0 where a head
-            has no rows.
-        value: the metric there, (knots, heads); NaN without rows.
-        slope: its derivative with respect to log λ, (knots, heads).
-        leave_one_out: :attr:`value` with one group left out at a time, (groups, knots, heads); NaN
-            for groups without rows there.
-    """
-
-    n: Tensor
-    value: Tensor
-    slope: Tensor
-    leave_one_out: Tensor
-
-    @classmethod
-    def of(cls, sums: Tensor, longest: Tensor) -> LayerValues:
-        """Values at the bins in which every head has rows, from the sums of a :class:`Collector`.
-
-        Within a bin the value is a line in log n, fitted to its rows and read at the longest. If
-        all rows are equally long, it is their mean.
-        """
-        total = sums.sum(0)
-        n = torch.where((total[..., 0] > 0).all(1), longest, 0)
-        left = torch.where(sums[..., 0] > 0, _at(total - sums, n), torch.nan)
-        return cls(n, _at(total, n), total[..., 5] / total[..., 0], left)
-
-    def error(self, relative_to: int | None = None) -> Tensor:
-        """Standard error of the value over parts of the text, (knots, heads), by the jackknife.
-
-        Args:
-            relative_to: of the value minus that at this knot, which is usually smaller: both are
-                measured on the same parts of the text.
-
-        Returns:
-            NaN where only one part has rows.
-        """
-        left = self.leave_one_out
-        if relative_to is not None:
-            left = left - left[:, relative_to, None]
-        count = left.isfinite().sum(0)
-        away = (left - left.nanmean(0)).square().nansum(0)
-        return torch.where(count > 1, (away * (count - 1) / count).sqrt(), torch.nan)
-
-    def interval(self, relative_to: int | None = None) -> Tensor:
-        """Half of its 95 % interval by Student's t, as :meth:`error`."""
-        degrees = self.leave_one_out.isfinite().sum(0) - 1
-        return self.error(relative_to) * torch.as_tensor(student.ppf(0.975, degrees))
-
-
 def _at(sums: Tensor, n: Tensor) -> Tensor:
-    """Value of each bin's line in log n at the longest row.
+    """Value of each bin's line in log n, fitted to its rows and read at the longest.
+
+    If all rows are equally long, it is their mean.
 
     Args:
         sums: (..., knots, heads, 6), as in :class:`Collector`.
-        n: at which each line is read, (knots,); 0 reads none.
+        n: at which each line is read, (knots, heads); 0 reads none.
 
     Returns:
         (..., knots, heads); NaN without rows.
@@ -391,8 +355,8 @@ def _at(sums: Tensor, n: Tensor) -> Tensor:
     spread = (sums[..., 2] / count - x * x).clamp(min=0.0)
     joint = sums[..., 4] / count - x * y
     line = torch.where(spread > _ONE_LENGTH, joint / spread.clamp(min=_ONE_LENGTH), 0.0)
-    values = y + line * (n.clamp(min=1).double().log()[:, None] - x)
-    return torch.where((sums[..., 0] > 0) & (n > 0)[:, None], values, torch.nan)
+    values = y + line * (n.clamp(min=1).double().log() - x)
+    return torch.where((sums[..., 0] > 0) & (n > 0), values, torch.nan)
 
 
 def student_t_quantile(degrees: int, level: float = 0.975) -> float:
@@ -410,34 +374,70 @@ def student_t_quantile(degrees: int, level: float = 0.975) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of :func:`measure`.
+    """The result of :func:`measure`: a metric of all heads, in model order.
 
     Attributes:
         metric: what was measured.
         lengths: numbers n of visible keys at which it is reported.
-        layers: by module name, in model order.
+        heads: number of heads by module name, in model order.
+        n: of each value, the largest n among its rows, (lengths, heads) int64; 0 where a head of
+            the layer has no rows.
+        value: the metric there, (lengths, heads); NaN without rows.
+        slope: its derivative with respect to log λ, (lengths, heads).
+        leave_one_out: :attr:`value` with one part of the text left out at a time, (parts, lengths,
+            heads); NaN for parts without rows there.
     """
 
     metric: str
     lengths: tuple[int, ...]
-    layers: dict[str, LayerValues]
+    heads: dict[str, int]
+    n: Tensor
+    value: Tensor
+    slope: Tensor
+    leave_one_out: Tensor
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The layers' names, in model order."""
-        return tuple(self.layers)
+        return tuple(self.heads)
+
+    def by_layer(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Numbers (lengths, heads) of all heads as those of each layer, by module name."""
+        return dict(zip(self.heads, numbers.split([*self.heads.values()], 1), strict=True))
 
     def values(self, module: str) -> Tensor:
         """Value for each of :attr:`lengths` and each head; NaN where no row was so long."""
-        return self.layers[module].value
+        return self.by_layer(self.value)[module]
 
     def errors(self, module: str) -> Tensor:
         """Standard errors over parts of the text, likewise."""
-        return self.layers[module].error()
+        return self.by_layer(self.error())[module]
 
     def flat(self) -> Tensor:
         """Values of all heads of all layers in model order, (heads, lengths)."""
-        return torch.cat([self.values(module).T for module in self.layers])
+        return self.value.T
+
+    def error(self, relative_to: Tensor | None = None) -> Tensor:
+        """Standard error of all values over parts of the text, by the jackknife.
+
+        Args:
+            relative_to: of the value minus that at this index of :attr:`lengths`, (heads,), which
+                is usually smaller: both are measured on the same parts of the text.
+
+        Returns:
+            (lengths, heads); NaN where only one part has rows.
+        """
+        left = self.leave_one_out
+        if relative_to is not None:
+            left = left - left.gather(1, relative_to.expand(len(left), 1, -1))
+        count = left.isfinite().sum(0)
+        away = (left - left.nanmean(0)).square().nansum(0)
+        return torch.where(count > 1, (away * (count - 1) / count).sqrt(), torch.nan)
+
+    def interval(self, relative_to: Tensor | None = None) -> Tensor:
+        """Half of the 95 % interval by Student's t, as :meth:`error`."""
+        degrees = self.leave_one_out.isfinite().sum(0) - 1
+        return self.error(relative_to) * torch.as_tensor(student.ppf(0.975, degrees))
 
 
 def measure(

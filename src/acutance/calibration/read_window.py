@@ -158,22 +158,22 @@ def seen_through(windows: Sequence[Window | None], keys: VisibleKeys) -> Tensor:
     seen = keys.seen
     if seen is None:
         seen = (column >= first) & (column <= index if keys.causal else column >= 0)
-    parts = []
+    by_window = []
     for window in windows:
-        if window is None:
-            parts.append(seen)
-            continue
-        near = (column > index - window.size) & (column < index + window.size)
-        read = near | (column < first + window.sinks) | (keys.count[..., None] <= window.beyond)
-        parts.append(seen & read)
-    if len(parts) == 1:
-        return parts[0]
-    heads = [part[:, [head]] if part.shape[1] > 1 else part for head, part in enumerate(parts)]
-    shape = torch.broadcast_shapes(*(part.shape for part in heads))
-    return torch.cat([part.expand(shape) for part in heads], 1)
+        read = seen
+        if window is not None:
+            read = (column > index - window.size) & (column < index + window.size)
+            read = read | (column < first + window.sinks) | (keys.count[..., None] <= window.beyond)
+            read = seen & read
+        by_window.append(read)
+    if len(by_window) == 1:
+        return by_window[0]
+    heads = [read[:, [head]] if read.shape[1] > 1 else read for head, read in enumerate(by_window)]
+    shape = torch.broadcast_shapes(*(read.shape for read in heads))
+    return torch.cat([read.expand(shape) for read in heads], 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WindowedCall(AttentionCall):
     """A call whose rows read their keys through windows.
 
@@ -183,9 +183,9 @@ class WindowedCall(AttentionCall):
         keys: the keys that its rows see without windows.
     """
 
-    windows: tuple[Window | None, ...] = ()
-    rotary: Rotary | None = None
-    keys: VisibleKeys | None = None
+    windows: tuple[Window | None, ...]
+    rotary: Rotary | None
+    keys: VisibleKeys
 
     @classmethod
     def of(
@@ -207,7 +207,7 @@ class WindowedCall(AttentionCall):
     @property
     def is_changed(self) -> bool:
         """Whether a window changes which keys, or at which positions, some row reads."""
-        most = self._seen.most
+        most = self.keys.most
         return any(window is not None and most > window.unchanged for window in self.windows)
 
     def through(self, unchanged: Callable[[], Tensor]) -> Tensor:
@@ -245,7 +245,7 @@ class WindowedCall(AttentionCall):
         Raises:
             ValueError: as :meth:`through`, or if this is only some of the rows or heads of a call.
         """
-        if self.query.shape[1:3] != (len(self.windows), self._seen.count.shape[2]):
+        if self.query.shape[1:3] != (len(self.windows), self.keys.count.shape[2]):
             raise ValueError(MOVED)
         parts = self._parts(whole=True)
         state = None
@@ -273,13 +273,6 @@ class WindowedCall(AttentionCall):
 
     uniform_weight_on = weight_on
 
-    @property
-    def _seen(self) -> VisibleKeys:
-        """The keys that its rows see without windows."""
-        if self.keys is None:
-            raise ValueError(MOVED)
-        return self.keys
-
     def _parts(self, *, whole: bool = False) -> list[_Part]:
         """Group the heads by the window that changes what their rows read.
 
@@ -293,25 +286,25 @@ class WindowedCall(AttentionCall):
             raise ValueError("it has a sliding window, which a law's window would overrule")
         heads: dict[Window, list[int]] = {}
         for head, window in enumerate(self.windows):
-            if window is not None and self._seen.most > window.unchanged:
+            if window is not None and self.keys.most > window.unchanged:
                 heads.setdefault(window, []).append(head)
         if any(window.moves for window in heads):
-            _check_moved(self, self._seen)
+            _check_moved(self, self.keys)
         parts = []
         for window, some in heads.items():
             start = 0
-            if not whole and self._seen.seen is None and self._seen.least <= window.beyond:
-                start = self._seen.cut(some).leading(window.beyond)
+            if not whole and self.keys.seen is None and self.keys.least <= window.beyond:
+                start = self.keys.cut(some).leading(window.beyond)
             call = _of_heads(self.plain, some, len(self.windows))
             call = replace(call, query=call.query[:, :, start:])
-            parts.append(_Part(call, self._seen.cut(some, start), window, self.rotary, some, start))
+            parts.append(_Part(call, self.keys.cut(some, start), window, self.rotary, some, start))
         return parts
 
     def _needs_whole(self, parts: Sequence[_Part]) -> bool:
         """Whether some heads, or some rows of the others, are computed without any window."""
         if sum(len(part.heads) for part in parts) < len(self.windows):
             return True
-        return any(self._seen.least <= part.window.beyond for part in parts)
+        return any(self.keys.least <= part.window.beyond for part in parts)
 
 
 def _check_moved(call: AttentionCall, keys: VisibleKeys) -> None:
@@ -579,7 +572,6 @@ class Replacement:
             return call.plain
         if any(window is not None and window.moves for window in call.windows):
             return replace(call, moved=True)
-        assert call.keys is not None
         return _masked(call.plain, call.windows, call.keys)
 
 

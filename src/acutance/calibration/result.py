@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from scipy.stats import false_discovery_control
@@ -205,21 +205,19 @@ class Calibration(Law):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""
-        return {
+        names = "metric", "value", "reference", "family", "passes"
+        record = {
             "schema": "acutance.calibration_report/1",
             "law": self.record(),
-            **self._plain("metric", "value", "reference", "family", "passes"),
+            **{name: getattr(self, name) for name in names},
             "windows": {str(length): count for length, count in self.windows.items()},
-            "skipped": dict(self.skipped),
+            "skipped": self.skipped,
             "statuses": STATUSES,
             "beyond": BEYOND,
             "counts": self.counts(),
-            "heads": [finite(asdict(head)) for head in self.heads],
+            "heads": list(map(asdict, self.heads)),
         }
-
-    def _plain(self, *names: str) -> dict[str, Any]:
-        """Fields by name; numbers that are not finite become None."""
-        return {name: finite(getattr(self, name)) for name in names}
+        return cast(dict[str, Any], finite(record))
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict`, whole or not at all."""
@@ -408,23 +406,24 @@ class LossCalibration(Calibration):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; numbers that are not finite become None."""
-        return {
+        names = "metric", "family", "passes", "loss", "mean_loss", "delta", "error"
+        record = {
             "schema": "acutance.loss_calibration_report/1",
             "law": self.record(),
-            **self._plain("metric", "family", "passes", "loss", "mean_loss", "delta", "error"),
+            **{name: getattr(self, name) for name in (*names, "fitted", "stopped", "changed")},
             "windows": {str(length): count for length, count in self.windows.items()},
-            **self._plain("fitted", "stopped", "changed"),
-            "skipped": dict(self.skipped),
+            "skipped": self.skipped,
             "heads": [
-                finite(asdict(one)) | {"factors": list(row)}
-                for one, row in zip(self.slopes, self.factors, strict=True)
+                asdict(head) | {"factors": factors}
+                for head, factors in zip(self.slopes, self.factors, strict=True)
             ],
             "choices": [window.to_dict() for window in self.choices],
             "gates": [
-                finite(asdict(one)) | {"window": None if window is None else window.to_dict()}
-                for one, window in zip(self.gates, self.reads, strict=True)
+                asdict(gate) | {"window": None if window is None else window.to_dict()}
+                for gate, window in zip(self.gates, self.reads, strict=True)
             ],
         }
+        return cast(dict[str, Any], finite(record))
 
 
 def beyond_noise(slope: Tensor, error: Tensor, windows: int) -> Tensor:
