@@ -387,7 +387,13 @@ def read_part(place: str, record: object) -> LawPart:
         ValueError: if it is no such record.
     """
     if isinstance(record, list):
-        return cast(LawPart, tuple(read_part(place, part) for part in record))
+        pair: Any = tuple(read_part(place, part) for part in record)
+        if [isinstance(part, Window) for part in pair] != [False, True]:
+            raise ValueError(
+                f"the law of {place!r:.60} must be a JSON object or a list of two, which must be a "
+                "scaling, then a window"
+            )
+        return cast(LawPart, pair)
     if not isinstance(record, dict):
         raise ValueError(f"the scaling of {place!r:.60} must be a JSON object")
     try:
@@ -591,11 +597,10 @@ class Law:
             raise LawError(f"{os.fspath(path)} contains no law: {reason}") from error
 
     @classmethod
-    def _read(cls, record: object) -> Law:
+    def _read(cls, record: dict[str, Any]) -> Law:
         """A law from the JSON values of a file."""
-        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-            found = record.get("schema") if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"its schema must be {SCHEMA!r}, got {found!r:.60}")
+        if record.get("schema") != SCHEMA:
+            raise ValueError(f"its schema must be {SCHEMA!r}, got {record.get('schema')!r:.60}")
         known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
         if wrong := sorted((set(record) - {NOT_LOADED, _JUDGED, _UNTRAINED}) ^ known):
             raise ValueError(
