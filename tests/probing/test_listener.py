@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +125,27 @@ def test_errors_of_a_receiver_are_listed_or_end_the_pass() -> None:
     assert not strict.muted()
     with Listener(model, Names()) as listener, pytest.raises(ProbeError, match="already open"):
         listener.__enter__()
+
+
+@pytest.mark.parametrize("way", [sdpa, hand])
+def test_tensors_are_freed_with_the_last_reference(way: Callable[[Tensor], Tensor]) -> None:
+    """A cycle would keep queries and keys until Python's collector runs."""
+    freed: list[int] = []
+
+    def watched(x: Tensor) -> Tensor:
+        x = x.clone()
+        weakref.finalize(x, freed.append, 1)
+        return way(x)
+
+    model = Way(watched).eval()
+    gc.disable()
+    try:
+        for opened in (acutance.probe(model, verify=True), acutance.apply(model, "ssmax")):
+            with torch.no_grad(), opened:
+                model(torch.randn(1, 2, 5, 4))
+            assert freed.pop()
+    finally:
+        gc.enable()
 
 
 def test_nothing_subclasses_a_probe_to_listen() -> None:

@@ -317,13 +317,11 @@ class Carrier:
     Attributes:
         provided: its output (B, Hq, L, Ev) if that was computed already.
         compared: whether its output can be compared with one that is recomputed.
-        sdpa: the call of SDPA that computes the same; None if its masks cannot be changed.
         unchangeable: why nothing of it can be changed; None if its queries can.
     """
 
     provided: Tensor | None = None
     compared = True
-    sdpa: Any = None
     unchangeable: str | None = None
 
     def __init__(
@@ -352,6 +350,11 @@ class Carrier:
     def can_be_provided(self) -> bool:
         """Whether its output may be computed in place of the model, or a reason listed why not."""
         return False
+
+    @property
+    def sdpa(self) -> Any:
+        """The call of SDPA that computes the same; None if its masks cannot be changed."""
+        return None
 
     def result_needed_because(self) -> str | None:
         """Why its output cannot be computed in place of the model; None if it can."""

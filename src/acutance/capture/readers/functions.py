@@ -51,7 +51,6 @@ class SdpaCall(Carrier):
         arguments: the arguments by name.
         heads: as given.
         multihead: arguments of the call of multi-head attention that this is part of, if it is.
-        sdpa: itself.
 
     Example:
         >>> x, mask = torch.zeros(6, 5, 4), torch.zeros(5, 5)
@@ -67,7 +66,7 @@ class SdpaCall(Carrier):
         kwargs: Mapping[str, Any],
         heads: int | None = None,
     ) -> None:
-        self.heads, self.sdpa, self._function = heads, self, function
+        self.heads, self._function = heads, function
         self.arguments = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
         self.multihead: Mapping[str, Any] | None = None
 
@@ -75,6 +74,11 @@ class SdpaCall(Carrier):
     def can_be_provided(self) -> bool:
         """Whether nobody has computed it yet."""
         return self.provided is None
+
+    @property
+    def sdpa(self) -> SdpaCall:
+        """Itself."""
+        return self
 
     @property
     def apart(self) -> dict[str, Any]:
@@ -470,7 +474,6 @@ class MultiHeadCall(Carrier):
     Attributes:
         arguments: the arguments by name, with defaults.
         compared: whether nothing is dropped, so that outputs can be compared.
-        sdpa: once it was read before it ran, the call of SDPA that it would make without weights.
     """
 
     can_be_provided = True
@@ -487,6 +490,11 @@ class MultiHeadCall(Carrier):
         self._factor: Any = None
         self._mask: Tensor | None = None
 
+    @property
+    def sdpa(self) -> SdpaCall:
+        """The call of SDPA that it would make without weights, once it was read before it ran."""
+        return self._sdpa
+
     def result_needed_because(self) -> str:
         """Why its output cannot be computed in place of the model."""
         return "its weights are requested: call it with need_weights=False"
@@ -500,7 +508,7 @@ class MultiHeadCall(Carrier):
         if self._result is None:  # with is_causal it would leave the mask out
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 _, sdpa, _ = self._without_weights(is_causal=False)
-            self.sdpa, self._mask = sdpa, sdpa.arguments.get("attn_mask")
+            self._sdpa, self._mask = sdpa, sdpa.arguments.get("attn_mask")
             return sdpa.read(name)
         second_output, call, output = self._without_weights()
         if self.compared and not outputs_agree(second_output, self._result[0]):
@@ -548,16 +556,16 @@ class MultiHeadCall(Carrier):
     def _change_sdpa(self, call: SdpaCall, run: Callable[[], Any]) -> Any:
         """Change the call of SDPA of a probe, which runs this without weights."""
         call.scale_queries(self._factor)
-        mask = self.sdpa.arguments.get("attn_mask")
+        mask = self._sdpa.arguments.get("attn_mask")
         if mask is not self._mask:
             call.arguments |= {"attn_mask": mask}
         return run()
 
     def _changed_scores(self, scores: Tensor) -> Tensor:
         """The scores (B · H, L, S) that it computes, as the law changes them."""
-        shape = *self.sdpa.arguments["query"].shape[:3], scores.shape[-1]
+        shape = *self._sdpa.arguments["query"].shape[:3], scores.shape[-1]
         scaled = scaled_weights(scores, self._factor, self._mask, shape)
-        mask = self.sdpa.arguments.get("attn_mask")
+        mask = self._sdpa.arguments.get("attn_mask")
         if mask is self._mask:
             return scaled
         hidden = hides(mask) if mask.is_floating_point() else torch.logical_not(mask)
