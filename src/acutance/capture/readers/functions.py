@@ -487,11 +487,12 @@ class MultiHeadCall(Carrier):
         self.arguments = bound.arguments
         self.compared = not (self.arguments["training"] and self.arguments["dropout_p"] > 0.0)
         self._result: Any = None
+        self._sdpa: Any = None
         self._factor: Any = None
         self._mask: Tensor | None = None
 
     @property
-    def sdpa(self) -> SdpaCall:
+    def sdpa(self) -> Any:
         """The call of SDPA that it would make without weights, once it was read before it ran."""
         return self._sdpa
 
@@ -565,7 +566,7 @@ class MultiHeadCall(Carrier):
         """The scores (B · H, L, S) that it computes, as the law changes them."""
         shape = *self._sdpa.arguments["query"].shape[:3], scores.shape[-1]
         scaled = scaled_weights(scores, self._factor, self._mask, shape)
-        mask = self._sdpa.arguments.get("attn_mask")
+        mask: Any = self._sdpa.arguments.get("attn_mask")
         if mask is self._mask:
             return scaled
         hidden = hides(mask) if mask.is_floating_point() else torch.logical_not(mask)
