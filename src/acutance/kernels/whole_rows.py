@@ -8,6 +8,7 @@ for its gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,26 +56,22 @@ def weigh_rows(call: KernelCall) -> WeighedRows:
     """
     call = _with_sinks_as_weighting(call)
     value, masking = call.value, call.masking
-    grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (call.query, call.key, value, *masking.additive)
-    )
+    inputs = (call.query, call.key, value, *masking.additive)
+    learned = call.score is not None or _learned(call.weighting)
+    learned = learned or any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    # torch.func knows no checkpoints
+    grad = learned and torch.is_grad_enabled() and not transformed()
 
     def block(region: Region) -> WeighedRows:
         with torch.autocast(call.query.device.type, enabled=False):  # the inputs are cast already
             return _block(call, region)
 
-    grad = grad or (
-        torch.is_grad_enabled() and (call.score is not None or _learned(call.weighting))
-    )
-    grad = grad and not transformed()  # torch.func knows no checkpoints
+    run = partial(checkpoint, block, use_reentrant=False) if grad else block
     batches = [slice(b, b + 1) for b in range(masking.batch)] or [slice(0, 0)]
     results: list[list[WeighedRows]] = []
     for batch in batches:
-        results.append([])
-        for row in _row_blocks(masking):
-            region = Region(batch, slice(0, masking.heads), row)
-            again = checkpoint(block, region, use_reentrant=False) if grad else block(region)
-            results[-1].append(again)
+        regions = [Region(batch, slice(0, masking.heads), rows) for rows in _row_blocks(masking)]
+        results.append([run(region) for region in regions])
     outs = [[found.out for found in rows if found.out is not None] for rows in results]
     slopes = [[found.slopes for found in rows if found.slopes is not None] for rows in results]
     return WeighedRows(

@@ -265,13 +265,17 @@ class MultiheadAttention(Recorded):
         q, k, v, score = self._heads(query, key, value, query_offset)
         keys, (k, v) = k.shape[2], self._with_extra(k, v)
         extra = k.shape[2] - keys
+        slopes = None
+        if isinstance(self.positions, Alibi):  # no buffer, which casting the module would round
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            slopes = self.positions.of(self.num_heads, dtype=dtype, device=q.device)
         size = (q.shape[0], self.num_heads, q.shape[2], keys)
         masks = translate(attn_mask, key_padding_mask, size, is_causal=is_causal, extra=extra)
         options: dict[str, Any] = {
             **masks,
             "is_causal": is_causal,
             "query_offset": query_offset + extra,
-            "alibi_slopes": self._slopes(q),
+            "alibi_slopes": slopes,
             "enable_gqa": True,
             "score": score,
             "weights": self.weights(),
@@ -338,13 +342,6 @@ class MultiheadAttention(Recorded):
             weight = getattr(self, _SEPARATE[index])
         bias = None if self.in_proj_bias is None else self.in_proj_bias.split(widths)[index]
         return linear(x, weight, bias)
-
-    def _slopes(self, like: Tensor) -> Tensor | None:
-        """ALiBi's slopes (Hq,); not a buffer, since casting the module would round them."""
-        if not isinstance(self.positions, Alibi):
-            return None
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return self.positions.of(self.num_heads, dtype=dtype, device=like.device)
 
     def _with_extra(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, preceded by those of ``add_bias_kv`` and ``add_zero_attn``."""

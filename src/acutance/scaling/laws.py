@@ -290,17 +290,13 @@ def arguments(kind: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if a parameter is unknown, or one without a default is missing.
     """
-    given, known, missing = dict(record), [], []
-    given.pop("name", None)
-    for part in fields(kind):
-        known.append(part.name)
-        if part.default is MISSING and part.name not in given:
-            missing.append(part.name)
+    given = {key: value for key, value in record.items() if key != "name"}
+    known = [parameter.name for parameter in fields(kind)]
     for key in given:
         if key not in known:
             takes = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
             raise ValueError(f"{kind.name} has no {key!r}: {takes}")
-    if missing:
+    if missing := [name for name in required(kind) if name not in given]:
         raise ValueError(f"{kind.name} needs {' and '.join(missing)}")
     return given
 
