@@ -91,7 +91,7 @@ MASKS = {
 def test_rows_drawn_are_rows_of_the_whole(name: str, provide: bool) -> None:
     model, parts = Attend(), qkv()
     stats = acutance.row_statistics(*parts[:2], None, **MASKS[name])
-    sample = draw(2, 12, None, 5, (0, "Attend", 0, 0))
+    sample = draw(torch.ones(2, 12, dtype=torch.bool), 5, (0, "Attend", 0, 0))
     assert sample is not None
     expected = sample.select(stats.entropy)[sample.real[:, None].expand(-1, 4, -1)]
     options = {"max_rows": 5, "verify": True, "provide": provide}

@@ -288,18 +288,18 @@ class CallReader:
 
     def _select(self, call: AttentionCall, module: torch.nn.Module) -> SelectedCall:
         """Choose the heads and rows of a call to read; the call itself is not yet restricted."""
-        batch, total, queries, _ = call.query.shape
         counting = self.listener.rows.rows_of_call(call)
         split = dist.is_available() and dist.is_initialized()
         first = first_head(module, call.query) if split else 0
-        sample = None
+        sample, heads = None, self._chosen(call.query.shape[1])
         if (max_rows := self._settings.max_rows) is not None:
             thread = self.listener.thread
             number = thread.call_number(call.module)
             seed = (self._settings.seed, call.module, thread.pass_number, number)
-            device = call.query.device
-            sample = draw(batch, queries, counting.counted, max_rows, seed, device)
-        return SelectedCall(call, counting, self._chosen(total), first, sample)
+            every = torch.ones_like(call.query[:, 0, :, 0], dtype=torch.bool)
+            real = every if counting.counted is None else counting.counted.to(every.device)
+            sample = draw(real, max_rows, seed)
+        return SelectedCall(call, counting, heads, first, sample)
 
 
 def _counted_rows(selected: SelectedCall, stats: RowStatistics) -> Tensor:

@@ -175,42 +175,30 @@ class Sample:
         return torch.gather(rows.expand(len(self.positions), *rows.shape[1:]), 2, index)
 
 
-def draw(
-    batch: int,
-    queries: int,
-    real: Tensor | None,
-    max_rows: int,
-    seed: tuple[object, ...],
-    device: torch.device | None = None,
-) -> Sample | None:
+def draw(real: Tensor, max_rows: int, seed: tuple[object, ...]) -> Sample | None:
     """Sample ``max_rows`` rows of a call at random; None if the call has no more rows than that.
 
     Args:
-        batch: number of sequences, B.
-        queries: queries per sequence, L.
-        real: boolean (B, L), False on padding; None if there is no padding.
+        real: boolean (B, L), False on padding.
         max_rows: number of rows to sample.
         seed: any values; the same values give the same rows.
-        device: device of the result.
 
     Example:
-        >>> sample = draw(2, 5, None, 3, (0, "layer", 0))
+        >>> real = torch.ones(2, 5, dtype=torch.bool)
+        >>> sample = draw(real, 3, (0, "layer", 0))
         >>> sample.n_sampled, sample.total, int(sample.real.sum())
         (3, 10, 3)
-        >>> draw(2, 5, None, 10, (0,)) is None
+        >>> draw(real, 10, (0,)) is None
         True
     """
-    if real is None:
-        rows = torch.arange(batch * queries, device="cpu")
-    else:
-        rows = real.flatten().nonzero()[:, 0].cpu()
+    rows = real.flatten().nonzero()[:, 0].cpu()
     if len(rows) <= max_rows:
         return None
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(repr(seed).encode()))
     order = torch.randperm(len(rows), generator=generator, device="cpu")
-    chosen = torch.zeros(batch * queries, dtype=torch.bool, device="cpu")
+    chosen = torch.zeros(real.numel(), dtype=torch.bool, device="cpu")
     chosen[rows[order[:max_rows]]] = True
-    return Sample.of(chosen.view(batch, queries), len(rows), device)
+    return Sample.of(chosen.view(real.shape), len(rows), real.device)
 
 
 @dataclass
@@ -249,8 +237,9 @@ class SelectedCall:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the selected heads in the layer; empty if they are 0, 1, 2, …."""
-        heads = range(self.whole.query.shape[1]) if self.heads is None else self.heads
-        numbers = tuple(self.first_head + head for head in heads)
+        numbers = tuple(range(self.first_head, self.first_head + self.whole.query.shape[1]))
+        if self.heads is not None:
+            numbers = tuple(numbers[head] for head in self.heads)
         return () if numbers == tuple(range(len(numbers))) else numbers
 
     @property

@@ -146,7 +146,7 @@ def compact(
             same[name] = equal
             continue
         if tensor.dtype == torch.int64 and tensor.numel():
-            low, high = (int(end) for end in tensor.aminmax())
+            low, high = map(int, tensor.aminmax())
             for kind in _NARROW:
                 if torch.iinfo(kind).min <= low and high <= torch.iinfo(kind).max:
                     tensor = tensor.to(kind)

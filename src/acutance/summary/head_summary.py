@@ -251,14 +251,15 @@ class HeadSummary(Columns):
         sizes = [layer.heads for layer in self.layers]
         return [means.tolist() for means in self.mean(name).split(sizes)]
 
-    def predict(self, n: float | None = None) -> PredictedHeads:
+    def predict(self, n: float | Sequence[float] | None = None) -> PredictedHeads:
         """Predict entropy, effective keys, top and first weight of each head from four numbers.
 
         See :func:`~acutance.theory.expected_head_metrics` for the model and its limits.
 
         Args:
             n: number of visible keys; rows of the octave that contains it are used. None for the
-                largest octave with enough rows.
+                largest octave with enough rows. For several numbers, all arrays of the result have
+                the shape (numbers, heads).
 
         Returns:
             Predicted and measured means; NaN for heads whose weights are not softmax, that have a
@@ -287,25 +288,28 @@ class HeadSummary(Columns):
             filled = rows >= _FULL * rows.amax(1, keepdim=True).clamp(min=1)
             octave = torch.where(filled, torch.arange(profile.octaves), -1).amax(1)
         else:
-            octave = torch.full((len(heads),), min(int(math.log2(n)), profile.octaves - 1))
+            numbers = n if isinstance(n, Sequence) else [n]
+            octaves = [min(int(math.log2(number)), profile.octaves - 1) for number in numbers]
+            octave = torch.tensor(octaves)[:, None].expand(-1, len(heads))
+            octave = octave if isinstance(n, Sequence) else octave[0]
 
         mean, count, std = (  # (heads, metrics), in the octave of each head
             values[heads, :, octave] for values in (profile.mean, profile.count, profile.std)
         )
         columns = [metrics.index(name) for name in PREDICTED_FROM]
-        first, rest_std, jensen = mean[:, columns].unbind(1)
+        first, rest_std, jensen = mean[..., columns].unbind(-1)
         keys = profile.log_n[heads, octave].exp()
-        usable = (count[:, columns[0]] > 0) & (keys >= _FEWEST_KEYS)
+        usable = (count[..., columns[0]] > 0) & (keys >= _FEWEST_KEYS)
         if "sink_mass" in metrics:
-            usable &= mean[:, metrics.index("sink_mass")] == 0
+            usable &= mean[..., metrics.index("sink_mass")] == 0
         expected = expected_head_metrics(
             np.where(usable, keys, _FEWEST_KEYS),
             first_gap=torch.where(usable, first, math.nan).numpy(),
-            first_gap_std=std[:, columns[0]].nan_to_num(0.0).numpy(),
+            first_gap_std=std[..., columns[0]].nan_to_num(0.0).numpy(),
             rest_logit_std=rest_std.clamp(min=0).numpy(),
             rest_jensen_gap=jensen.clamp(min=0).numpy(),
         )
-        means = dict(zip(metrics, mean.masked_fill(count == 0, math.nan).unbind(1), strict=True))
+        means = dict(zip(metrics, mean.masked_fill(count == 0, math.nan).unbind(-1), strict=True))
         impossible = np.isfinite(expected.first_weight) & np.isnan(expected.entropy)
         return PredictedHeads(
             n=torch.where(rows.sum(1) > 0, keys, math.nan),

@@ -154,7 +154,8 @@ def _theory(summary: HeadSummary) -> dict[str, Any] | None:
     if not math.isfinite(heads.r_squared()):
         return None
     octaves = range(summary.profile.octaves) if len(summary.places) <= MOST_CURVES else ()
-    curves = [summary.predict(2.0**octave).predicted["entropy"].tolist() for octave in octaves]
+    n = [2.0**octave for octave in octaves]
+    curves = summary.predict(n).predicted["entropy"].tolist() if n else []
     numbers: dict[str, Any] = {
         "keys": heads.n.tolist(),
         "predicted": heads.predicted["entropy"].tolist(),
