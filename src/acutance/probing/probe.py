@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ READERS: dict[str, type[Reader]] = {
     "spans": SpanReader,
     "queries_keys": QueryKeyReader,
 }
-_Kind = TypeVar("_Kind", bound=Reader)
 #: Methods for runs over a corpus; ``dir`` leaves them out.
 _OF_A_CORPUS = ("number_passes", "expect_tokens", "read_passes")
 
@@ -72,12 +71,12 @@ class Probe:
             readouts["spans"] = {"names": check_spans(settings.spans)}
         self._records = LayerRecords(self.metrics, readouts)
         tokens = Tokens()
-        self._readers = {
-            kind: kind(model, settings, tokens, self._records)
-            for kind in READERS.values()
+        self._readers: dict[str, Any] = {
+            name: kind(model, settings, tokens, self._records)
+            for name, kind in READERS.items()
             if not kind.option or getattr(settings, kind.option) not in (None, False)
         }
-        follows = any(reader.needs_tokens for reader in self._readers)
+        follows = any(reader.needs_tokens for reader in self._readers.values())
         reader = CallReader(settings, list(self._readers.values()), self._records)
         self._listener = reader.listener = Listener(
             model,
@@ -89,12 +88,6 @@ class Probe:
             provides=settings.provide,
             context=partial(tokens.follow, model) if follows else nullcontext,
         )
-
-    def _reader(self, kind: type[_Kind]) -> _Kind | None:
-        """What reads this of each call; None if it was not requested."""
-        reader = self._readers.get(kind)
-        assert reader is None or isinstance(reader, kind)
-        return reader
 
     # -- the context ------------------------------------------------------------------------------
 
@@ -114,8 +107,8 @@ class Probe:
             raise
         if kind is None and not self._listener.calls:
             raise ProbeError(self._listener.nothing_captured())
-        if kind is None and (spans := self._reader(SpanReader)) is not None:
-            spans.check_length()
+        if kind is None and "spans" in self._readers:
+            self._readers["spans"].check_length()
 
     @property
     def unread(self) -> list[str]:
@@ -146,14 +139,13 @@ class Probe:
 
         None if the probe was opened without spans.
         """
-        reader = self._reader(SpanReader)
-        return None if reader is None else reader.original
+        return self._readers["spans"].original if "spans" in self._readers else None
 
     @spans.setter
     def spans(self, spans: Mapping[str, Span]) -> None:
-        if (reader := self._reader(SpanReader)) is None:
+        if "spans" not in self._readers:
             raise ValueError("spans can be set only if the probe was opened with spans=")
-        reader.original = spans
+        self._readers["spans"].original = spans
 
     @property
     def maps(self) -> RecordedMaps:
@@ -163,8 +155,7 @@ class Probe:
 
         Rows of different sequences are not averaged. Only the first eight sequences are recorded.
         """
-        reader = self._reader(MapReader)
-        return RecordedMaps() if reader is None else reader.maps()
+        return self._readers["maps"].maps() if "maps" in self._readers else RecordedMaps()
 
     def number_passes(self, pass_number: int | None) -> None:
         """Set the number of the next forward pass, which seeds row sampling; None counts passes."""
@@ -180,8 +171,8 @@ class Probe:
         Raises:
             ValueError: if a span ends beyond that.
         """
-        if (reader := self._reader(SpanReader)) is not None:
-            reader.expect(longest)
+        if "spans" in self._readers:
+            self._readers["spans"].expect(longest)
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
         """Record attention that the model computes itself, from its queries and keys.
@@ -214,13 +205,13 @@ class Probe:
             ProbeError: if nothing was recorded.
         """
         records, listener = self._records.finished(), self._listener
-        if (structure := self._reader(StructureReader)) is not None:
+        if "structure" in self._readers:
             for record in records.values():
-                structure.name_tokens(record.parts)
+                self._readers["structure"].name_tokens(record.parts)
         records = join_calls(records, lambda name: heads_of(listener.module_of(name)))
         if not records:
             raise ProbeError(self._listener.nothing_captured())
-        maps = self._reader(MapReader)
+        maps = self._readers.get("maps")
         return HeadSummary.of_layers(
             [records[name] for name in sorted(records, key=listener.order)],
             self.metrics,
@@ -262,9 +253,11 @@ class Probe:
         Raises:
             ProbeError: if the probe was not opened with ``keep=True``, or recorded none.
         """
-        if (reader := self._reader(QueryKeyReader)) is None:
+        if "queries_keys" not in self._readers:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
-        return reader.sample(sorted(self._records.names(), key=self._listener.order))
+        order = sorted(self._records.names(), key=self._listener.order)
+        sample: QueryKeySample = self._readers["queries_keys"].sample(order)
+        return sample
 
     def __repr__(self) -> str:
         count = len(list(self._records.names()))
