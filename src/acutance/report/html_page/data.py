@@ -162,8 +162,7 @@ def _theory(summary: HeadSummary) -> dict[str, Any] | None:
         "measured": heads.measured["entropy"].tolist(),
         "curves": curves,
     }
-    numbers = shown(numbers)
-    return numbers | {
+    return shown(numbers) | {
         "n": rounded(float(heads.n.nanmedian()), 3),
         "r2": rounded(heads.r_squared(), 3),
         "impossible": heads.impossible.nonzero()[:, 0].tolist(),
