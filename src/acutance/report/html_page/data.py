@@ -154,15 +154,15 @@ def _theory(summary: HeadSummary) -> dict[str, Any] | None:
     if not math.isfinite(heads.r_squared()):
         return None
     octaves = range(summary.profile.octaves) if len(summary.places) <= MOST_CURVES else ()
-    n = [2.0**octave for octave in octaves]
-    curves = summary.predict(n).predicted["entropy"].tolist() if n else []
+    curves = summary.predict([2.0**octave for octave in octaves]) if octaves else None
     numbers: dict[str, Any] = {
         "keys": heads.n.tolist(),
         "predicted": heads.predicted["entropy"].tolist(),
         "measured": heads.measured["entropy"].tolist(),
-        "curves": curves,
+        "curves": [] if curves is None else curves.predicted["entropy"].tolist(),
     }
-    return shown(numbers) | {
+    numbers = shown(numbers)
+    return numbers | {
         "n": rounded(float(heads.n.nanmedian()), 3),
         "r2": rounded(heads.r_squared(), 3),
         "impossible": heads.impossible.nonzero()[:, 0].tolist(),
