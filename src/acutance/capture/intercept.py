@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -376,18 +376,13 @@ def follow_results(
 # -- which functions may be attention --------------------------------------------------------------
 
 _SDPA = F.scaled_dot_product_attention
-_open: list[Interception] = []
-_Kind = TypeVar("_Kind", bound="Interception")
-
-
-def open_interceptions(kind: type[_Kind]) -> list[_Kind]:
-    """What is open of a kind, in the order of opening."""
-    return [one for one in _open if isinstance(one, kind)]
+#: What is open, in the order of opening.
+OPEN: list[Interception] = []
 
 
 def notify_all() -> None:
     """Tell everything open that attention is about to be called."""
-    for interception in tuple(_open):
+    for interception in tuple(OPEN):
         interception.on_function()
 
 
@@ -434,7 +429,7 @@ EXP = {
 def _watch_functions() -> None:
     """Put what is watched in the place of functions, if something open needs it, or them back."""
     watch = False
-    for interception in _open:
+    for interception in OPEN:
         watch = watch or interception.by_interface
     for (owner, name), (function, watched) in _WATCHED.items():
         current = getattr(owner, name)
@@ -449,7 +444,10 @@ def _watch_functions() -> None:
 
 def _can_watch() -> bool:
     """Whether the watched functions have their names, and not those of someone else."""
-    return all(getattr(owner, name) in known for (owner, name), known in _WATCHED.items())
+    taken = False
+    for (owner, name), known in _WATCHED.items():
+        taken = taken or getattr(owner, name) not in known
+    return not taken
 
 
 def is_library_code(model: torch.nn.Module) -> bool:
@@ -718,7 +716,7 @@ class Interception:
         self._roots.clear()
         with undoing(self._unlist):
             with _lock:
-                _open.append(self)
+                OPEN.append(self)
                 self._is_open = True
                 known = None if calls_functions else _shown[self.outside].get(self.model)
                 if known is not None and known.unchanged() and _can_watch():
@@ -742,8 +740,8 @@ class Interception:
         """Close this; it may be done again where an interrupt cut it short."""
         self._is_open = False
         with _lock:
-            if self in _open:
-                _open.remove(self)
+            if self in OPEN:
+                OPEN.remove(self)
             _watch_functions()
             _remove(self)
         self.follow_functions()

@@ -32,12 +32,12 @@ from acutance.capture.function_mode import FunctionMode
 from acutance.capture.handwritten.tracker import NOISY, Softmax, Tracker, products_of
 from acutance.capture.head_axis import HeadAxes, could_be_over_keys, fold, heads_at_once
 from acutance.capture.intercept import (
+    OPEN,
     Interception,
     eager,
     gradient_mode,
     is_rerun,
     notify_all,
-    open_interceptions,
     unwatched,
 )
 from acutance.capture.kernel_functions import calls
@@ -285,8 +285,9 @@ class Listener(Interception):
 
         def model_output() -> Tensor:  # to compare: it concerns no listener
             with ExitStack() as quiet:
-                for listener in open_interceptions(Listener):
-                    quiet.enter_context(listener.mute())
+                for interception in tuple(OPEN):
+                    if isinstance(interception, Listener):
+                        quiet.enter_context(interception.mute())
                 return call.output(call.compute())
 
         try:
