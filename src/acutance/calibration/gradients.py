@@ -748,38 +748,32 @@ def calibrate_by_loss(
     reader = read_windows(model, batches, lengths, loss)
     fitting, stopping = reader.split()
     progress: dict[str, Any] = {"advance": advance, "passes": passes}
+    found: dict[str, Any] = {"passes": 1, "skipped": {}}  # fields of the result
     fixed: dict[Any, Window] = {}
-    gates: tuple[GateSlope, ...] = ()
-    slopes: tuple[HeadSlope, ...] = ()
     scalings: dict[str, Any] = {}
-    factors: list[list[float]] = []
-    skipped: dict[str, str] = {}
     settings: dict[str, Any] = {}
     before: list[Reading] = []
-    after, done = before, 1
     if choices:
         gated = GateGradients(reader, saved, choices, name=".windows", **progress)
         with gated.table:
-            values, first, before, after, done = choose_windows(gated, fitting, stopping, passes)
-        fixed, skipped = gated.law(values), gated.skipped
-        gates = head_records(GateSlope, model, gated.places, *first)
-        chosen = ", ".join(f"{place}: {window}" for place, window in fixed.items())
-        settings = {"chosen": chosen}
+            values, first, before, after, made = choose_windows(gated, fitting, stopping, passes)
+        fixed, gates = gated.law(values), head_records(GateSlope, model, gated.places, *first)
+        found = {"passes": made, "skipped": gated.skipped, "gates": gates}
+        settings["chosen"] = ", ".join(f"{place}: {window}" for place, window in fixed.items())
     if law != "none":
         scaled = LossGradients(
             reader, saved, law, windowed, fixed, progress, limit=limit, **settings
         )
         with scaled.table:
-            values, slopes, first_of_all, last, made = _fit(
-                scaled, fitting, stopping, passes, limit
-            )
+            values, slopes, unscaled, last, made = _fit(scaled, fitting, stopping, passes, limit)
         scaled.set(values)
-        skipped = skipped | scaled.skipped
         scalings = {name: table.record() for name, table in scaled.tables.items()}
-        logs = (scaled.tables[head.module].log_factor[head.head].detach() for head in slopes)
-        factors = [row.double().exp().tolist() for row in logs]
-        before, done = before or first_of_all, max(done, made)
-        after = last if not choices or bool(values.any()) else first_of_all
+        logs = [scaled.tables[head.module].log_factor[head.head].detach() for head in slopes]
+        found["factors"] = tuple(tuple(row.double().exp().tolist()) for row in logs)
+        found |= {"slopes": slopes, "skipped": {**found["skipped"], **scaled.skipped}}
+        found["passes"] = max(found["passes"], made)
+        after = last if not choices or bool(values.any()) else unscaled
+        before = before or unscaled
     delta, error = difference(before, after)
     laws = joined(scalings, fixed)
     return LossCalibration(
@@ -789,12 +783,7 @@ def calibrate_by_loss(
         target="loss",
         metric="loss",
         family=law,
-        passes=done,
         windows=reader.counts,
-        skipped=skipped,
-        slopes=slopes,
-        factors=tuple(map(tuple, factors)),
-        gates=gates,
         choices=tuple(choices),
         fitted=len(fitting),
         stopped=len(stopping),
@@ -802,6 +791,7 @@ def calibrate_by_loss(
         error=error,
         loss=reader.loss.words,
         mean_loss=mean_loss(before),
+        **found,
     )
 
 
