@@ -231,24 +231,19 @@ class QueryChunks:
             call: the call.
         """
         query, key, heads = call.apart["query"], call.apart["key"], call.heads
+        expected, self._next = self._next, ()
         if query.is_nested or key.is_nested or query.dim() != 4 or query.shape[1] != heads:
-            self._next = ()
             return name
         try:
-            memory = (
-                query.untyped_storage().data_ptr(),
-                key.data_ptr(),
-                query.stride(),
-                key.stride(),
-            )
+            memory = query.untyped_storage().data_ptr(), key.data_ptr()
         except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
-            self._next = ()
             return name
-        module, begins = name.partition("#")[0], query.storage_offset()
-        if (*memory, module, begins) == self._next:
+        layout = *memory, query.stride(), key.stride(), name.partition("#")[0]
+        begins = query.storage_offset()
+        if (*layout, begins) == expected:
             name = self._name
         self._name = name
-        self._next = (*memory, module, begins + query.shape[2] * query.stride(2))
+        self._next = *layout, begins + query.shape[2] * query.stride(2)
         return name
 
 
@@ -348,11 +343,12 @@ class FlexCall(Carrier):
         places = [torch.arange(n, device=query.device) for n in (batch, heads, queries, keys)]
         rows = max(1, _AT_ONCE // max(1, batch * heads * keys))
         many = key.repeat_interleave(heads // key.shape[1], dim=1)
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         visible, bias = [], []
         for start in range(0, queries, rows):
             b, h, i, j = places[0], places[1], places[2][start : start + rows], places[3]
             part = query[:, :, start : start + rows]
-            scores = _accurate(part) @ _accurate(many).mT * scale
+            scores = part.to(wide) @ many.to(wide).mT * scale
             modified = score_mod(scores, b, h, i, j).to(scores.dtype)
             seen = mask_mod(b, h, i, j).expand(scores.shape) & (modified > -torch.inf)
             visible.append(seen)
@@ -367,11 +363,6 @@ class FlexCall(Carrier):
             bias=torch.cat(bias, 2),
             scale=scale,
         )
-
-
-def _accurate(tensor: Tensor) -> Tensor:
-    """Convert to float32, or keep float64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callable[..., Tensor]:
