@@ -138,3 +138,17 @@ def test_a_change_is_noticed_in_a_pass_that_begins_elsewhere(ids: Tensor) -> Non
         model.h[0](x)
         assert not applied.by_interface
     assert applied.calls == {"h.0.attn": 2, "h.0.mlp": 1}
+
+
+def test_weights_of_products_that_were_split_are_refused() -> None:
+    class Split(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT).chunk(2, 1)[0].exp()
+            return (weights / weights.sum(-1, keepdim=True)) @ x[:, :1]
+
+    model, x = Split(), torch.randn(1, 2, 5, 4)
+    with (
+        pytest.raises(acutance.ApplyError, match="its weights were computed without a softmax"),
+        acutance.apply(model, "ssmax"),
+    ):
+        model(x)
