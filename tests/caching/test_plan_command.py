@@ -13,10 +13,10 @@ import pytest
 from acutance import CachePlan, HeadPlan
 from acutance.caching.find_plan import budget
 from acutance.caching.frontier import read_costs
-from acutance.report.html_page.packing import unpack
 from acutance_lab import texts
 from acutance_lab.trained import decoder, directory
 from tests.contract.caching.test_plan_command import STREAMING, another, words
+from tests.page_data import unpack
 
 
 @pytest.fixture

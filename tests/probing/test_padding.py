@@ -25,7 +25,7 @@ def test_every_output_says_what_was_left_out_and_why(tmp_path: Any) -> None:
 
     from acutance.report import console_table
     from acutance.report.html_page.data import packed
-    from acutance.report.html_page.packing import unpack
+    from tests.page_data import unpack
 
     model, x = Sparse(), torch.randn(2, TOKENS, 8)
     summary = one(model, x, mask=REAL, probe={"rows": torch.arange(TOKENS) > 1})

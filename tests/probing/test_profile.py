@@ -12,9 +12,9 @@ import torch
 import acutance
 from acutance.probing import Profile
 from acutance.report import html
-from acutance.report.html_page.packing import unpack
 from acutance.summary.readouts.by_octave import MOST_OCTAVES
 from tests.contract.probing.test_profile import Fixed
+from tests.page_data import unpack
 
 
 def test_counts_beyond_all_octaves_are_in_the_last() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from acutance import probe
 from acutance.probing import HeadSummary
-from acutance.report.charts import CHARTS, draw
+from acutance.report.figures import CHARTS, draw
 from acutance.report.plot_style import DARK
 from acutance.summary.cells import Parts
 

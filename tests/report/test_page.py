@@ -17,7 +17,7 @@ from acutance.diagnose.sentences import METRIC_WORDS
 from acutance.escapes import visible
 from acutance.probing import HeadSummary, Layer, Moments, edges
 from acutance.report import html
-from acutance.report.html_page.packing import BUDGET, LEVELS, SOFT, Codes, decode, encode, unpack
+from acutance.report.html_page.packing import BUDGET, LEVELS, SOFT, encode
 from acutance.report.html_page.write import SCRIPTS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
@@ -26,6 +26,7 @@ from acutance.summary.readouts.by_octave import Profile
 from acutance.summary.readouts.distances import Distances
 from acutance.summary.readouts.moments import SCALES
 from tests.contract.report.test_page import HOSTILE, Make, Page
+from tests.page_data import decode, unpack
 
 
 def data_of(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -35,7 +36,7 @@ def data_of(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def numbers(record: dict[str, Any], arrays: dict[str, Any], name: str, part: str) -> Any:
     metric = next(one for one in record["metrics"] if one["name"] == name)
-    return decode(Codes(arrays[f"{name}.{part}"], *metric["codes"][part]), metric["soft"])
+    return decode(arrays[f"{name}.{part}"], *metric["codes"][part], metric["soft"])
 
 
 def test_every_element_the_scripts_ask_for_is_there(summary_of: Make) -> None:
@@ -226,10 +227,10 @@ def test_codes_are_within_half_a_step(width: int, steps: int) -> None:
     values = np.random.default_rng(0).normal(size=500) * np.logspace(-6, 5, 500)
     values[7] = math.nan
     for soft in SOFT.values():
-        codes = encode(values, width, soft)
-        bent, read = np.arcsinh(values / soft), np.arcsinh(decode(codes, soft) / soft)
+        codes, low, high = encode(values, width, soft)
+        bent, read = np.arcsinh(values / soft), np.arcsinh(decode(codes, low, high, soft) / soft)
         assert np.isnan(read[7])
-        assert np.nanmax(np.abs(bent - read)) <= 0.5001 * (codes.high - codes.low) / steps
+        assert np.nanmax(np.abs(bent - read)) <= 0.5001 * (high - low) / steps
 
 
 def test_nan_is_no_number_and_rows_that_did_not_count_are_told(summary_of: Make) -> None:

@@ -281,8 +281,8 @@ class SummaryOptions(OutputOptions):
             files: further files, as :meth:`write_and_show` takes them.
             more: ``key_norms``, ``judged`` and ``plan`` of :func:`acutance.report.html`.
         """
-        from acutance.report.charts import draw
         from acutance.report.exports import put_csv, summary_record
+        from acutance.report.figures import draw
         from acutance.report.html_page.write import write_html
 
         draw_chart = partial(draw, summary, chart=self.chart, metric=metric, dark=self.dark)

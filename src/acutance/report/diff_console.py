@@ -11,7 +11,7 @@ from rich.console import Group
 
 from acutance.report.screen import Wrapped
 from acutance.report.table import Column, Table, figures, styled
-from acutance.structure import describe
+from acutance.report.terminal import in_words
 from acutance.summary.diff import CONFIDENCE, VERDICTS, Diff
 from acutance.summary.layer import notices
 
@@ -31,8 +31,7 @@ def diff_view(changes: Diff, metrics: Sequence[str], top: int) -> Group:
     parts: list[Any] = [Wrapped(text, style) for text, style in _heading(changes)]
     parts += ["", _overview(changes)]
     for metric in metrics:
-        unit = describe(metric).unit
-        name = metric.replace("_", " ") + ("" if unit == "1" else f" ({unit})")
+        name = in_words(metric, " ({})")
         heads = _heads(changes, metric, name, top)
         parts += ["", heads]
         if heads.rows:

@@ -15,7 +15,7 @@ import numpy as np
 from acutance.escapes import printable
 from acutance.report import plot_style
 from acutance.report.plot_style import LIGHT, Theme
-from acutance.structure import describe
+from acutance.report.terminal import in_words
 from acutance.summary.diff import Diff
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ def draw_diff(
     changed = changes.moved(metric, _NAMED)
     if not changed:
         raise ValueError(f"nothing to draw: no head has rows in both states for {metric}")
-    entry = describe(metric)
     name = metric.replace("_", " ")
-    unit = "" if entry.unit == "1" else f", {entry.unit}"
+    unit = in_words(metric).removeprefix(name)
     models = [printable(str(about.get("model", "?")))[:40] for about in changes.about]
     layers = changes.layers(metric)
     figure, [left, middle, right] = plot_style.new_figure(
@@ -66,7 +65,7 @@ def draw_diff(
         height=min(9.0, max(4.9, 2.6 + 0.16 * len(layers))),
         widths=(1.25, 1.0, 0.9),
     )
-    _map(figure, left, changes, metric, name + unit, theme)
+    _map(figure, left, changes, metric, theme)
     plot_style.reference(middle, theme, x=0.0)
     shades = _LESS[theme.name][0], _MORE[theme.name][0]
     for row, head in enumerate(changed):
@@ -99,7 +98,7 @@ def draw_diff(
     plot_style.save(figure, path)
 
 
-def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, theme: Theme) -> None:
+def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, theme: Theme) -> None:
     """Draw the change of each layer and head as colour; a ring marks significant changes."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -129,6 +128,5 @@ def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, the
     plot_style.name_cells(axes.yaxis, list(rows), 16)
     axes.set_ylim(len(rows), 0)
     plot_style.label(axes, x="head", y="layer", title=f"{len(ring)} of {len(heads)} heads moved")
-    plot_style.colour_bar(
-        figure, mesh, theme, f"change of {title}", ax=axes, pad=0.02, fraction=0.06
-    )
+    title = f"change of {in_words(metric)}"
+    plot_style.colour_bar(figure, mesh, theme, title, ax=axes, pad=0.02, fraction=0.06)

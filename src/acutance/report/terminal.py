@@ -93,7 +93,6 @@ class _HeadTable:
 
     def _head(self, width: int, coloured: bool, ascii_only: bool) -> Iterator[Text | Wrapped]:
         """The title and the colour scale."""
-        name = self.metric.replace("_", " ")
         if self.metric == "normalized_entropy":
             title, low, high = (
                 "How diffuse attention is: ",
@@ -102,9 +101,8 @@ class _HeadTable:
             )
         else:
             title, low, high = "", "low", "high" + (", log scale" if self.scale.log else "")
-        unit = describe(self.metric).unit
-        of = "" if unit == "1" else f" ({unit})"
-        yield Wrapped(f"{title}mean {name}{of} over rows, layer × head", "bold")
+        name = in_words(self.metric, " ({})")
+        yield Wrapped(f"{title}mean {name} over rows, layer × head", "bold")
         short = low.split(",")[0], high.split(",")[0]
         for count, ends in ((6, (low, high)), (6, short), (3, short)):
             cells = [self._cell(tick, coloured) for tick in self.scale.ticks(count)]
@@ -185,6 +183,17 @@ def headline(metrics: Sequence[str]) -> str:
     """
     first = metrics[0] if metrics else ""
     return next((name for name in _PREFERRED if name in metrics), first)
+
+
+def in_words(metric: str, unit: str = ", {}") -> str:
+    """A metric's name as words, with its unit if it has one, in the form of ``unit``.
+
+    Example:
+        >>> in_words("mean_field_entropy"), in_words("entropy", " ({})"), in_words("top_weight")
+        ('mean field entropy, nat', 'entropy (nat)', 'top weight')
+    """
+    symbol = describe(metric).unit
+    return metric.replace("_", " ") + ("" if symbol == "1" else unit.format(symbol))
 
 
 def _footnotes(summary: HeadSummary) -> Iterator[Wrapped]:

@@ -30,7 +30,6 @@ from acutance.report.html_page.packing import (
     Packer,
     bars,
     budget,
-    encode,
     rounded,
 )
 from acutance.report.terminal import module_sentences
@@ -235,9 +234,7 @@ class _Numbers:
         codes = {}
         for part, values in parts.items():
             width = max(least, self.level.mean if part == "mean" else self.level.rest)
-            coded = encode(values.numpy(), width, soft)
-            self.packer.add(f"{name}.{part}", coded.values)
-            codes[part] = [coded.low, coded.high]
+            codes[part] = self.packer.add_coded(f"{name}.{part}", values.numpy(), width, soft)
         sizes = [layer.heads for layer in self.summary.layers]
         total = torch.where(weight > 0, parts["mean"] * weight, 0.0)
         layers = zip(total.split(sizes), weight.split(sizes), strict=True) if sizes else ()
@@ -384,9 +381,8 @@ class _Numbers:
             if level.profiles is None:
                 parts[f"{name}.error"] = profile.error[:, column]
             for key, values in parts.items():
-                coded = encode(values.numpy(), width, soft)
-                self.packer.add(f"{part}.{key}", coded.values)
-                metrics[key] = {"codes": [coded.low, coded.high], "soft": soft}
+                codes = self.packer.add_coded(f"{part}.{key}", values.numpy(), width, soft)
+                metrics[key] = {"codes": codes, "soft": soft}
         rows: list[list[int]] = []
         log_n: list[list[Any]] = []
         sizes = [layer.heads for layer in self.summary.layers]

@@ -96,6 +96,12 @@ class Packer:
         self._parts.append(raw)
         self._size += len(raw)
 
+    def add_coded(self, name: str, values: Array, width: int, soft: float) -> list[float]:
+        """Append the codes of :func:`encode`; return the ends of their scale."""
+        codes, *ends = encode(values, width, soft)
+        self.add(name, codes)
+        return ends
+
     def text(self, record: Mapping[str, Any]) -> str:
         """The record (with the arrays' positions added) and the arrays, as base64 of a zlib stream.
 
@@ -109,56 +115,24 @@ class Packer:
         return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
 
 
-def unpack(text: str) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Inverse of :meth:`Packer.text`: the record and the arrays by name.
-
-    Example:
-        >>> packer = Packer()
-        >>> packer.add("counts", np.array([1, 2], dtype=np.uint16))
-        >>> record, arrays = unpack(packer.text({"model": "small"}))
-        >>> record["model"], arrays["counts"].tolist()
-        ('small', [1, 2])
-    """
-    data = zlib.decompress(base64.b64decode(text))
-    start = 4 + int.from_bytes(data[:4], "little")
-    record = json.loads(data[4:start])
-    arrays = {
-        name: np.frombuffer(data, np.dtype(kind).newbyteorder("<"), size, start + offset)
-        for name, (kind, offset, size) in record["arrays"].items()
-    }
-    return record, arrays
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A quantised array: equal steps near zero, equal ratios further out.
-
-    Attributes:
-        values: codes (``uint8`` or ``uint16``; the largest code means NaN), or ``float32`` values.
-        low: the value of code 0, as ``asinh(value / soft)``.
-        high: the value of the largest numeric code, as ``asinh(value / soft)``.
-    """
-
-    values: Array
-    low: float = 0.0
-    high: float = 0.0
-
-
-def encode(values: Array, width: int, soft: float) -> Codes:
+def encode(values: Array, width: int, soft: float) -> tuple[Array, float, float]:
     """Quantise numbers to ``width`` bytes each; one code represents non-finite numbers.
 
     Steps are nearly equal for numbers below ``soft`` and nearly proportional to numbers above it.
 
+    Returns:
+        The codes (``uint8`` or ``uint16``; the largest means NaN), or ``float32`` values if
+        ``width`` is 4; then the values of code 0 and of the largest numeric code, each as
+        ``asinh(value / soft)``.
+
     Example:
-        >>> codes = encode(np.array([0.0, 10.0, math.nan]), 1, 1.0)
-        >>> codes.values.tolist()
-        [0, 254, 255]
-        >>> decode(codes, 1.0).round(3).tolist()
-        [0.0, 10.0, nan]
+        >>> codes, low, high = encode(np.array([0.0, 10.0, math.nan]), 1, 1.0)
+        >>> codes.tolist(), low, round(math.sinh(high), 9)
+        ([0, 254, 255], 0.0, 10.0)
     """
     finite = np.isfinite(values)
     if width == 4:
-        return Codes(np.where(finite, values, np.nan).astype(np.float32))
+        return np.where(finite, values, np.nan).astype(np.float32), 0.0, 0.0
     kind = np.uint8 if width == 1 else np.uint16
     none = int(np.iinfo(kind).max)
     bent = np.arcsinh(np.where(finite, values, 0.0) / soft)
@@ -167,16 +141,7 @@ def encode(values: Array, width: int, soft: float) -> Codes:
     )
     step = (high - low) / (none - 1) or 1.0
     codes = np.where(finite, np.rint((bent - low) / step), none)
-    return Codes(codes.astype(kind), low, high)
-
-
-def decode(codes: Codes, soft: float) -> Array:
-    """Inverse of :func:`encode` with the same ``soft``; NaN for numbers that were not finite."""
-    if codes.values.dtype.kind == "f":
-        return codes.values.astype(np.float64)
-    none = int(np.iinfo(codes.values.dtype).max)
-    bent = codes.low + codes.values * ((codes.high - codes.low) / (none - 1))
-    return np.where(codes.values == none, np.nan, np.sinh(bent) * soft)
+    return codes.astype(kind), low, high
 
 
 def bars(counts: Array, level: Level) -> tuple[Array, int]:
