@@ -106,3 +106,10 @@ def test_without_matplotlib_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'install it with: pip install "matplotlib<'):
         draw(probed, tmp_path / "x.png", chart=chart)
+
+
+def test_the_former_module_has_the_same_names() -> None:
+    from acutance.report import charts, figures
+
+    assert charts.CHARTS is figures.CHARTS
+    assert charts.draw is figures.draw
