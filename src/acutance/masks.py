@@ -43,6 +43,18 @@ def hides(additive: Tensor) -> Tensor:
     return additive <= mask_limit(additive.dtype)
 
 
+def shows(mask: Tensor) -> Tensor:
+    """Boolean tensor, True where a boolean or additive mask leaves its key visible.
+
+    Example:
+        >>> shows(torch.tensor([0.0, -1e9])), shows(torch.tensor([True, False]))
+        (tensor([ True, False]), tensor([ True, False]))
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    return torch.logical_not(mask <= mask_limit(mask.dtype))
+
+
 def mask_limit(dtype: torch.dtype) -> float:
     """The additive mask value at or below which a key is hidden (:func:`hides`)."""
     return max(ADDITIVE_MASK_LIMIT, torch.finfo(dtype).min / 2)
@@ -332,7 +344,7 @@ class Masking:
         parts = []
         if self.boolean is not None:
             parts.append(_cut(self.boolean, region, columns))
-        parts.extend(torch.logical_not(hides(_cut(t, region, columns))) for t in self.additive)
+        parts.extend(shows(_cut(tensor, region, columns)) for tensor in self.additive)
         if self.key_mask is not None:
             parts.append(_cut(self.key_mask[:, None, None, None], region, columns))
         if self.query_documents is not None and self.key_documents is not None:

@@ -36,7 +36,7 @@ from acutance.capture.kernel_functions import calls
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary, find_rotary
-from acutance.masks import check_masking, hidden_scores, hides, shallow_mask
+from acutance.masks import check_masking, hidden_scores, shallow_mask, shows
 from acutance.scaling import AnyScaling, visible_keys
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
     if mask is not None:
         while mask.dim() < 4:
             mask = mask.unsqueeze(0)
-        seen: Tensor = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+        seen: Tensor = shows(mask)
         return (seen.expand(-1, -1, -1, keys) if seen.shape[3] == 1 else seen).sum(-1)
     if not causal:
         return torch.full((1, 1, queries), keys, device=query.device)
@@ -504,14 +504,12 @@ class Applied(Interception, AppliedChange):
         """The plan of the module with this name, made at first use."""
         if (known := self._plans.get(full)) is not None:
             return known
-        top = class_name(self.model)
-        module, above = self.module_of(full), full.rpartition(".")[0]
-        assert module is not None
-        name = full
+        module, name = self.modules[full], full
         if is_softmax(module):
-            name = above or top
-            module, above = self.module_of(name) or module, name.rpartition(".")[0]
-        windowed = is_windowed_inside(module, self.module_of(above or top))
+            name = full.rpartition(".")[0] or class_name(self.model)
+            module = self.modules.get(name, module)
+        above = name.rpartition(".")[0] or class_name(self.model)
+        windowed = is_windowed_inside(module, self.modules.get(above))
         around = name  # or the closest module around it that has a law of its own
         while around and around not in self._layers:
             around = around.rpartition(".")[0]

@@ -21,7 +21,7 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.functions import restore_shape
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.capture.rotary import Rotary
-from acutance.masks import hidden_scores, hides
+from acutance.masks import hidden_scores, hides, shows
 from acutance.probing.read_call import MOVED
 from acutance.rowstats import RowState, RowStatistics, merge
 from acutance.scaling import Window
@@ -120,7 +120,7 @@ def _seen(call: AttentionCall) -> Tensor | None:
         if mask is not None:
             while mask.dim() < 4:
                 mask = mask.unsqueeze(0)
-            parts.append(mask if mask.dtype == torch.bool else torch.logical_not(hides(mask)))
+            parts.append(shows(mask))
     if call.key_mask is not None:
         parts.append(call.key_mask[:, None, None])
     if not parts and call.cu_seqlens is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.attend import attention, row_statistics
 from acutance.kernels.call import accumulate_dtype
-from acutance.masks import Masking, check_masking, hidden_scores, hides
+from acutance.masks import Masking, check_masking, hidden_scores, shows
 from acutance.rowstats import RowState, RowStatistics, observe
 from acutance.shapes import cast_inputs
 
@@ -162,7 +162,7 @@ class AttentionCall:
         for mask in (self.attn_mask, self.bias):
             if mask is None:
                 continue
-            visible = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+            visible = shows(mask)
             if mask is self.bias and bool(visible.all()):
                 continue
             earlier = masks["attn_mask"] if mask is self.bias else None
@@ -278,7 +278,7 @@ class AttentionCall:
         if (mask := self.attn_mask) is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             is_boolean = mask.dtype == torch.bool  # nothing as large as the mask is made
-            visible = mask.any(2).any(1) if is_boolean else ~hides(mask.amax((1, 2)))
+            visible = mask.any(2).any(1) if is_boolean else shows(mask.amax((1, 2)))
             visible = visible.expand(-1, keys)
         if self.key_mask is not None:
             visible = self.key_mask if visible is None else visible & self.key_mask

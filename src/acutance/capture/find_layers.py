@@ -556,19 +556,23 @@ class HeadChoice:
                 raise ValueError(f"heads must be numbers or ranges, such as 0,4-7, got {item!r}")
             self._ranges.append(item)
 
-    def check(self, most: int, model: str) -> None:
-        """Raise ValueError for the first chosen head that no layer has.
+    def check(self, model: torch.nn.Module, name: str = "", stated: int = 0) -> None:
+        """Raise ValueError for the first chosen head that no attention layer of a model has.
 
         Args:
-            most: largest number of heads of any layer.
-            model: what messages call the model.
+            model: any module.
+            name: what messages call it; empty for its class.
+            stated: most heads of a layer if the layers do not say; 0 if unknown.
         """
+        most = max_heads(model) or stated
+        if not most:
+            return
         for chosen in self._ranges:
             for head in (chosen[-1], chosen[0]):
                 if not -most <= head < most:
                     raise ValueError(
-                        f"heads includes head {head}, but the layers of {model} have {most} "
-                        f"heads: 0 to {most - 1}"
+                        f"heads includes head {head}, but the layers of "
+                        f"{name or class_name(model)} have {most} heads: 0 to {most - 1}"
                     )
 
     def of(self, heads: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import CACHE_ARGUMENTS, block_of, is_cross
-from acutance.masks import hidden_scores, hides
+from acutance.masks import hidden_scores, shows
 
 #: In the place of a mask's name: the model was called without one.
 NO_MASK = "no mask"
@@ -138,7 +138,7 @@ def _token_mask(mask: Tensor, *, padded: bool) -> Tensor | None:
     with torch.no_grad():
         if tokens.is_floating_point():
             factors = bool(((tokens == 0) | (tokens == 1)).all()) and bool((tokens == 1).any())
-            return tokens == 1 if factors and not padded else torch.logical_not(hides(tokens))
+            return tokens == 1 if factors and not padded else shows(tokens)
         real = tokens != 0
         return torch.logical_not(real) if padded else real
 
@@ -223,7 +223,7 @@ def real_rows_from_key_masks(call: AttentionCall) -> RealRows | None:
     square = mask is not None and mask.dim() == 4 and queries == keys == mask.shape[3]
     if real is None and mask is not None and square and mask.shape[0] == batch > 1:
         first = mask[:, 0, 0]
-        seen = first if mask.dtype == torch.bool else torch.logical_not(hides(first))
+        seen = shows(first)
         if _same_for_all_rows(mask) and bool((seen != seen[:1]).any()):
             real, source = seen, "attn_mask"
     if real is None:
@@ -267,7 +267,7 @@ def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
                 continue
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask if mask.shape[2] == 1 else mask[:, :, part]
-            yield mask.any(1) if mask.dtype == torch.bool else ~hides(mask.amax(1))
+            yield shows(mask.amax(1))
 
     return _sees(rows, padding, visible)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acutance.capture.find_layers import HeadChoice, max_heads
+from acutance.capture.find_layers import HeadChoice
 from acutance.corpus.gguf_file import (
     GgufError,
     GgufFile,
@@ -123,17 +123,13 @@ class TextModel:
         """
         if law_heads is None:
             return
-        most = max_heads(self.model)
-        if not most:
-            names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
-            config: Any = getattr(self.model, "config", None)
-            configs = config, _text_config(config)
-            counts = [getattr(stated, name, None) for stated in configs for name in names]
-            most = max((count for count in counts if isinstance(count, int)), default=0)
+        names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
+        config: Any = getattr(self.model, "config", None)
+        configs = config, _text_config(config)
+        counts = [getattr(settings, name, None) for settings in configs for name in names]
+        stated = max((count for count in counts if isinstance(count, int)), default=0)
         try:
-            choice = HeadChoice(law_heads)
-            if most:
-                choice.check(most, self.name)
+            HeadChoice(law_heads).check(self.model, self.name, stated)
         except ValueError as error:
             raise OptionError(f"--heads {law_heads}: {error}") from error
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.masks import hides
+from acutance.masks import hides, shows
 
 #: A rounding is the cause if it brings this share of the rows within the tolerance: where two
 #: computations round a score differently, its row stays apart.
@@ -224,7 +224,7 @@ def _windows(call: AttentionCall) -> Iterator[Cause]:
     mask, queries, keys = call.attn_mask, call.query.shape[2], call.key.shape[2]
     if mask is None or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return
-    visible = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+    visible = shows(mask)
     places = torch.arange(queries, device=mask.device)[:, None] + (keys - queries)
     distance = places - torch.arange(keys, device=mask.device)
     last = int(torch.where(visible, distance, 0).max())
@@ -374,7 +374,7 @@ def visible_keys(call: AttentionCall) -> Tensor:
     visible = visible if seen is None else visible & seen
     for mask in (call.attn_mask, call.bias):
         if mask is not None:
-            visible = visible & (mask if mask.dtype == torch.bool else ~hides(mask))
+            visible = visible & shows(mask)
     return visible if call.key_mask is None else visible & call.key_mask[:, None, None, :]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import HeadChoice, LayerChoice, class_name, max_heads
+from acutance.capture.find_layers import HeadChoice, LayerChoice
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.structure import kernel_call, token_text
 from acutance.probing.tokens import Reader, Sample, SelectedCall, take_heads, take_rows
@@ -74,12 +74,10 @@ class MapReader(Reader):
     def __init__(self, model: torch.nn.Module, settings: ProbeSettings, *others: Any) -> None:
         super().__init__(model, settings, *others)
         self._requests = []
-        most = max_heads(model)
         for request in check_maps(settings.maps):
             heads = HeadChoice(request.head)
             layers = LayerChoice.from_model(request.layer, model, "maps")
-            if most is not None:
-                heads.check(most, class_name(model))
+            heads.check(model)
             self._requests.append((request, layers, heads))
         #: by name, module, head and sequence: weights (keys,) by position, and the keys' token ids
         self._rows: dict[_Place, dict[int, Tensor]] = {}

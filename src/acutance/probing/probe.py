@@ -17,7 +17,6 @@ from acutance.capture.find_layers import (
     class_name,
     heads_of,
     looks_like_weights,
-    max_heads,
 )
 from acutance.capture.listener import Listener, ProbeError, Tap, tap
 from acutance.capture.padding import checked_mask
@@ -58,8 +57,8 @@ class Probe:
     def __init__(self, model: torch.nn.Module, settings: ProbeSettings) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if settings.heads is not None and (n_heads := max_heads(model)) is not None:
-            HeadChoice(settings.heads).check(n_heads, class_name(model))
+        if settings.heads is not None:
+            HeadChoice(settings.heads).check(model)
         self.metrics = settings.recorded
         self._model = model
         readouts: dict[str, dict[str, Any]] = {
@@ -235,7 +234,7 @@ class Probe:
         mentioned = {name.partition("#")[0] for name in records}
         mentioned |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
         listener = self._listener
-        kinds = {name: type(listener.module_of(name)).__name__ for name in listener.modules_ran}
+        kinds = {name: type(listener.modules.get(name)).__name__ for name in listener.modules_ran}
         attentive = {kind for kind in set(kinds.values()) if looks_like_weights(kind)}
         names = [name for name, kind in kinds.items() if kind in attentive]
         for name in sorted(names, key=listener.order):

@@ -16,7 +16,7 @@ from torch import Tensor
 from acutance.capture.listener import ProbeError
 from acutance.files import write_bytes
 from acutance.from_json import checked
-from acutance.masks import hides
+from acutance.masks import shows
 from acutance.probing.tokens import Reader, SelectedCall
 from acutance.summary.files import parse, read, sealed
 from acutance.summary.readouts.moments import CallRows
@@ -243,4 +243,4 @@ def _looks_causal(mask: Tensor | None, row: int, tokens: Tensor) -> bool:
     if mask is None or mask.dim() != 4 or mask.shape[2] < 2 or len(tokens) < 2:
         return False
     first_row = mask[min(row, mask.shape[0] - 1), 0, tokens[0], tokens[1:]]
-    return bool((~first_row if first_row.dtype == torch.bool else hides(first_row)).all())
+    return not bool(shows(first_row).any())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from acutance.masks import MaskOptions, hides
+from acutance.masks import MaskOptions, shows
 from acutance.rowstats.gaussian import expected_entropy
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _visible(
         seen = seen & (before < window) & (before > -window)
     for part in (attn_mask, bias):
         if part is not None:
-            seen = seen & (part if part.dtype == torch.bool else torch.logical_not(hides(part)))
+            seen = seen & shows(part)
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
     if cu_seqlens is not None:

@@ -290,7 +290,8 @@ def arguments(kind: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if a parameter is unknown, or one without a default is missing.
     """
-    given = {key: value for key, value in record.items() if key != "name"}
+    given = dict(record)
+    given.pop("name", None)
     known = [parameter.name for parameter in fields(kind)]
     for key in given:
         if key not in known:

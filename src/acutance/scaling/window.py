@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from acutance.masks import Masking, Region, hides
+from acutance.masks import Masking, Region, shows
 from acutance.scaling.laws import arguments
 from acutance.shapes import check_count, did_you_mean
 
@@ -209,7 +209,7 @@ def _seen_keys(masking: Masking, masks: list[Tensor]) -> Tensor | None:
     if masking.key_mask is not None:
         seen = masking.key_mask[:, None]
     for mask in masks:
-        part = (mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))).squeeze(3)
+        part = shows(mask).squeeze(3)
         if part.shape[1] * part.shape[2] == 1:
             part = part.squeeze(2)
         else:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from acutance.kernels import dispatch, native
 from acutance.kernels.call import KernelCall, accumulate_dtype
+from acutance.kernels.tiles import Buffers, Work, as_mask_shape, fold_rows, tile_scores
 from acutance.masks import (
     INTEGERS,
     Masking,
@@ -425,19 +426,11 @@ def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
     masking, dtype = call.masking, accumulate_dtype(call.query.dtype)
     b, h, r = region.batch, region.heads, region.rows
     group = masking.group
-    heads = slice(h.start * group, h.stop * group)
-    q = call.query[b, heads, r].to(dtype) * call.scale
-    k = call.key[b, h, tile.start : tile.stop].to(dtype)
-    count, length = q.shape[0], q.shape[2]
-    fold = (count, h.stop - h.start, group, length)
-    s = (q.reshape(*fold[:2], group * length, q.shape[-1]) @ k.mT).view(*fold, tile.width)
-    if call.softcap is not None:
-        s.div_(call.softcap).tanh_().mul_(call.softcap)
-    if tile.alibi is not None:
-        slopes, distance = tile.alibi
-        s.addcmul_(slopes.to(dtype), distance.to(dtype), value=-1.0)
-    for bias in tile.biases:
-        s.add_(bias.to(dtype))
+    fold = (b.stop - b.start, h.stop - h.start, group, r.stop - r.start)
+    k = call.key[b, h, tile.start : tile.stop].to(dtype).flatten(0, 1)
+    work = Work(region, len(k), fold, k, None)
+    q = fold_rows(call.query.unflatten(1, (masking.heads, group)), work).to(dtype) * call.scale
+    s = as_mask_shape(tile_scores(q, work, tile, call.softcap, Buffers(q, dtype)), work)
     seen = None
     if tile.hidden is not None:
         hidden = tile.hidden

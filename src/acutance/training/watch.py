@@ -13,7 +13,7 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import Chosen
 from acutance.capture.listener import Listener, ProbeError
-from acutance.masks import hidden_scores, hides
+from acutance.masks import hidden_scores, shows
 from acutance.nn import Recorded
 from acutance.nn.recording import listen
 from acutance.rowstats import RowStatistics, observe
@@ -139,9 +139,7 @@ class AttentionWatch:
         with torch.no_grad():
             real = self._listener.rows.real(call).rows
         if self.products:  # without bias, softcap and sinks
-            mask = call.attn_mask
-            if mask is not None and mask.dtype != torch.bool:
-                mask = torch.logical_not(hides(mask))
+            mask = None if call.attn_mask is None else shows(call.attn_mask)
             call = replace(call, attn_mask=mask, bias=None, softcap=None, sinks=None)
         query = call.query
         self._add(call.module, call.statistics(False), real, query.shape[-1], query.dtype)

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from acutance.capture.rotary import rotated
 from acutance.verification.expectation import Comparison, Difference, Expectation, Pass
 
 _NORMS = ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
@@ -127,12 +128,22 @@ class Rotation:
             interleaved: how components are paired; None tries both.
             sides: 0 for queries, 1 for keys.
         """
-        pairs = [(self._before[side], self._after[side]) for side in sides]
+        pairs = [(self._before[side].double(), self._after[side]) for side in sides]
+        device = pairs[0][0].device
+        frequencies, positions = way.frequencies.to(device), way.positions.to(device)
+        if way.dtype is not None:
+            frequencies = frequencies.to(way.dtype)
+        positions = positions.to(way.dtype or torch.float64)
+        angle = (positions[:, None, :, None] * frequencies).double()
+        cos, sin = angle.cos() * way.factor, angle.sin() * way.factor
         least = torch.inf
         for start in sorted({0, self._width - 2 * way.frequencies.numel()}):
             for adjacent in (False, True) if interleaved is None else (interleaved,):
-                turned = [(_rotated(x, way, start, adjacent), y) for x, y in pairs]
-                least = min(least, max(_apart(x, y, self._counted) for x, y in turned))
+                apart = [
+                    _apart(rotated(x, cos, sin, start, interleaved=adjacent), y, self._counted)
+                    for x, y in pairs
+                ]
+                least = min(least, max(apart))
         return least
 
     def _unmoved(self, side: int) -> bool:
@@ -238,29 +249,6 @@ class Rotation:
                 if None not in ratios:
                     return ratios[0]
         return None
-
-
-def _rotated(x: Tensor, way: _Way, start: int, interleaved: bool) -> Tensor:
-    """Queries or keys (B, H, L, E) rotated in float64.
-
-    Args:
-        x: without positions.
-        way: how; positions and frequencies are rounded to its dtype, if it has one.
-        start: index of the first rotated component.
-        interleaved: whether pairs are adjacent components; else halves are paired.
-    """
-    frequencies, positions = way.frequencies.to(x.device), way.positions.to(x.device)
-    if way.dtype is not None:
-        frequencies = frequencies.to(way.dtype)
-    positions = positions.to(way.dtype or torch.float64)
-    angle = (positions[:, None, :, None] * frequencies).double()
-    cos, sin = angle.cos() * way.factor, angle.sin() * way.factor
-    width = 2 * frequencies.numel()
-    before, turned, after = x.double().split([start, width, x.shape[-1] - start - width], -1)
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    pair = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([before, turned, after], -1)
 
 
 def _ratio_of(x: Tensor, y: Tensor, counted: Tensor, chosen: slice) -> float | None:
