@@ -194,16 +194,15 @@ class Collector(Listener):
         """Add the rows of a call."""
         name = call.module.partition("#")[0]
         if not self._leaves_out(name, call.window):
-            real = self.rows.real(call).rows
-            self._add(name, call.statistics(False), real)
+            self._add(name, call.statistics(False), self.rows.real(call).rows)
 
-    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None]) -> None:
         """Add the rows of a hand-written softmax.
 
         Args:
             scores: (B, H, L, S).
             name: name of the module.
-            doubt: returns why the softmax may not be attention's, or None; None needs no check.
+            doubt: returns why the softmax may not be attention's, or None.
 
         Raises:
             ValueError: with that reason.
@@ -211,7 +210,7 @@ class Collector(Listener):
         module = name.partition("#")[0]
         if self._leaves_out(module, None):
             return
-        if doubt is not None and (why := doubt()) is not None:
+        if (why := doubt()) is not None:
             raise ValueError(why)
         rows, seen = observe_scores(scores)
         real = self.rows.real_of_scores(scores, name, rows.state.n, seen)

@@ -98,7 +98,7 @@ class CallReader:
             rows = self._verified(selected, output, kind, module)
         self._record(self._read_more(selected, rows, module), call.module)
 
-    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None]) -> None:
         """Record rows whose scores are known, but not their queries and keys.
 
         Args:
@@ -117,7 +117,7 @@ class CallReader:
         selected = SelectedCall(call, counting, heads)
         verified = self._verify == "first" and name in self._verified_modules
         self._verified_modules.add(name)
-        doubt_text = doubt() if doubt is not None and self._verify and not verified else None
+        doubt_text = doubt() if self._verify and not verified else None
         status: Status = "unverified" if doubt_text is None else "mismatch"
         if _in_order_of_size(chosen):
             stats.state.first.fill_(torch.nan)

@@ -144,10 +144,9 @@ class AttentionWatch:
         query = call.query
         self._add(call.module, call.statistics(False), real, query.shape[-1], query.dtype)
 
-    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None]) -> None:
         """Store the statistics of a hand-written softmax."""
-        reason = doubt() if doubt is not None else None
-        if reason is not None:
+        if (reason := doubt()) is not None:
             self._listener.unreadable(name, reason)
             return
         visible = torch.logical_not(hidden_scores(scores))
