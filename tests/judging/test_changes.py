@@ -16,7 +16,7 @@ import torch
 import acutance
 from acutance import testing
 from acutance.capture.readers import huggingface
-from acutance.judging import AppliedChange, LawRemedy, changes, load_change, save_change
+from acutance.judging import Change, HeadsOff, LawChange, changes, load_change, save_change
 from acutance.reproduce import decoder
 from tests.contract.trained import directory
 
@@ -24,7 +24,7 @@ IDS = torch.arange(64)[None]
 
 
 @dataclass(frozen=True)
-class Damped:
+class Damped(Change):
     """Every head's output times a factor."""
 
     factor: float
@@ -33,17 +33,12 @@ class Damped:
     def name(self) -> str:
         return f"damped:{self.factor}"
 
-    words = name
-
     @classmethod
     def named(cls, text: str) -> Damped:
         return cls(float(text))
 
-    def applied(self, model: torch.nn.Module) -> AppliedChange:
-        return AppliedChange(self.name, self._damping())
-
     @contextmanager
-    def _damping(self) -> Iterator[None]:
+    def on(self, model: torch.nn.Module) -> Iterator[None]:
         def damp(call: Any, run: Any) -> Any:
             output, *rest = run()
             return (self.factor * output, *rest)
@@ -97,7 +92,7 @@ def test_laws_and_plans_keep_their_formats(tmp_path: Path) -> None:
     law, plan = tmp_path / "law.json", tmp_path / "plan.json"
     fitted = acutance.Law.of(decoder(), "ssmax")
     kept = acutance.CachePlan.of(decoder(), acutance.HeadPlan("streaming", first=4, recent=60))
-    save_change(LawRemedy("mine", fitted), law)
+    save_change(LawChange("mine", fitted), law)
     save_change(kept, plan)
     assert acutance.Law.load(law) == fitted
     assert acutance.CachePlan.load(plan) == kept
@@ -107,16 +102,16 @@ def test_laws_and_plans_keep_their_formats(tmp_path: Path) -> None:
 
 def test_a_change_that_its_name_does_not_say_has_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'mine' is neither a file nor a law"):
-        save_change(LawRemedy("mine", "ssmax"), tmp_path / "change.json")
+        save_change(LawChange("mine", "ssmax"), tmp_path / "change.json")
     with pytest.raises(ValueError, match="its name does not say all of it"):
-        save_change(LawRemedy("log_n:train_length=16", "ssmax"), tmp_path / "change.json")
+        save_change(LawChange("log_n:train_length=16", "ssmax"), tmp_path / "change.json")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_law_that_scales_windowed_layers_has_no_file(tmp_path: Path) -> None:
     law = acutance.Law.of(decoder(), "ssmax")
     with pytest.raises(ValueError, match="mine has no file: the file of a law has no windowed"):
-        save_change(LawRemedy("mine", law, windowed=True), tmp_path / "law.json")
+        save_change(LawChange("mine", law, windowed=True), tmp_path / "law.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -137,6 +132,6 @@ def test_the_name_of_a_foreign_plan_alone_is_no_change() -> None:
 def test_an_empty_list_of_heads_switches_nothing_off() -> None:
     with (
         pytest.raises(ValueError, match="must be numbers, or None for all"),
-        changes.HeadsOff({0: []}).applied(decoder()),
+        HeadsOff({0: []}).applied(decoder()),
     ):
         pass

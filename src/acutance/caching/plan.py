@@ -25,6 +25,7 @@ from acutance.caching.head_plan import (
     cache_shapes,
     check_model,
 )
+from acutance.calibration.apply_law import Change
 from acutance.calibration.law import Identity, names_in
 from acutance.capture.find_layers import choose_layers, class_name
 from acutance.escapes import ranges
@@ -43,7 +44,7 @@ BUDGET_SCHEMA = "acutance.budget/1"
 
 
 @dataclass(frozen=True, repr=False)
-class CachePlan:
+class CachePlan(Change):
     """What each key head of a model keeps in the key-value cache, and which model that is.
 
     :func:`acutance.apply` runs a model under a plan, :func:`acutance.judge` measures its loss.
@@ -235,7 +236,11 @@ class CachePlan:
         text = json.dumps(replace(self, search=None).record(), sort_keys=True)
         return f"cache plan {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
-    def applied(self, model: torch.nn.Module) -> AppliedPlan:
+    def titled(self, name: str) -> CachePlan:
+        """The same plan under another name."""
+        return replace(self, title=name)
+
+    def on(self, model: torch.nn.Module) -> AppliedPlan:
         """Run a model under the plan, as ``acutance.apply(model, plan)`` does.
 
         Every forward pass and every ``generate`` that brings no cache gets a
@@ -605,7 +610,7 @@ _OPTION = re.compile(r",(threshold|sparsity|first|recent)=([^,=]*)$")
 
 
 @dataclass(frozen=True)
-class ForeignPlan:
+class ForeignPlan(Change):
     """A plan of another tool, which fits any model with as many layers and key heads.
 
     Attributes:
@@ -647,9 +652,13 @@ class ForeignPlan:
             )
         return replace(full, layers=layers)
 
-    def applied(self, model: torch.nn.Module) -> AppliedPlan:
-        """Run a model under the plan, see :meth:`acutance.CachePlan.applied`."""
-        return self.plan(model).applied(model)
+    def titled(self, name: str) -> ForeignPlan:
+        """The same plan under another name."""
+        return replace(self, name=name)
+
+    def on(self, model: torch.nn.Module) -> AppliedPlan:
+        """Run a model under the plan, see :meth:`acutance.CachePlan.on`."""
+        return self.plan(model).on(model)
 
 
 def import_plan(source: str | os.PathLike[str], model: torch.nn.Module) -> CachePlan:

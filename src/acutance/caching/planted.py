@@ -187,7 +187,7 @@ def recall(
     rows = []
     with evaluating(model), torch.no_grad():
         for tokens in planted.tokens.split(1):
-            with nullcontext() if plan is None else plan.applied(model):
+            with nullcontext() if plan is None else plan.on(model):
                 logits = inner(input_ids=tokens, use_cache=plan is not None, **options).logits
             one = Planted(tokens, planted.context, planted.scored, planted.depths)
             rows.append(one.accuracy(logits[:, -last:]).cpu())

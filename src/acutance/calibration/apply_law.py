@@ -1,19 +1,21 @@
-"""A law of scalings and windows in force on a model that runs as it always does."""
+"""A reversible change of a model, and a law in force on a model that runs as it always does."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from acutance.calibration.law import AnyLaw, Change, HeadLaws, Law, by_layer
+from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
 from acutance.calibration.read_window import (
     Replacement,
     masked_arguments,
@@ -42,9 +44,63 @@ from acutance.scaling import AnyScaling, visible_keys
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+SCHEMA = "acutance.change/1"
+
 
 class ApplyError(RuntimeError):
     """A law could not be applied where it should have been."""
+
+
+class Change:
+    """A reversible change of a model, such as a law, whose effect on the loss can be measured.
+
+    A kind of change is a subclass with a ``name`` and a method ``on``.
+
+    Example:
+        >>> from contextlib import nullcontext
+        >>> class Nothing(Change):
+        ...     name = "nothing"
+        ...
+        ...     def on(self, model):
+        ...         return nullcontext()
+        >>> Nothing().applied(torch.nn.Linear(2, 2))
+        <nothing, applied>
+    """
+
+    if TYPE_CHECKING:  # a kind has it as a property or as a field
+
+        @property
+        def name(self) -> str:
+            """Name of the change in tables, such as ``ssmax`` or ``off:3.0``."""
+
+    @property
+    def words(self) -> str:
+        """A text that identifies the change: a saved run is resumed only if it is the same."""
+        return self.name
+
+    def on(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Context in which the model is changed; leaving it restores the model."""
+        raise NotImplementedError
+
+    def applied(self, model: torch.nn.Module) -> Any:
+        """The change in force at once, until ``restore()`` or the end of a context."""
+        context = self.on(model)
+        return context if isinstance(context, AppliedChange) else AppliedChange(self.name, context)
+
+    def check(self, model: torch.nn.Module) -> object:
+        """Raise an error if the change cannot be made, as far as that is known without a run."""
+
+    def titled(self, name: str) -> Change:
+        """The same change with another name in tables, if its kind has names to choose."""
+        return self
+
+    def for_train_length(self, model: torch.nn.Module, train_length: int) -> Change:
+        """The same change as computed from another trained length, if it depends on that."""
+        return self
+
+    def record(self) -> dict[str, Any]:
+        """JSON-serialisable values from which the change can be made again."""
+        return {"schema": SCHEMA, "change": self.name}
 
 
 class AppliedChange:
@@ -394,7 +450,7 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Applie
     Args:
         model: any module whose attention a law reaches.
         law: a scaling or its name, a window, a pair of both, a mapping from layer or (layer, head)
-            to these, a :class:`Law`, or a change with a method ``applied``.
+            to these, a :class:`Law`, or another :class:`~acutance.judging.Change`.
         windowed: also scale layers with a sliding window of the model's.
 
     Returns:
@@ -418,6 +474,48 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Applie
         applied: Applied = law.applied(model)
         return applied
     return Applied(model, law, windowed=windowed)
+
+
+@dataclass(frozen=True)
+class LawChange(Change):
+    """A law of scalings and windows as a change with a name, see :func:`acutance.apply`."""
+
+    name: str
+    law: AnyLaw
+    windowed: bool = False
+
+    @property
+    def words(self) -> str:
+        """The law as text, or the digest of a law file."""
+        windowed = ", windowed" if self.windowed else ""
+        if not isinstance(self.law, Law):
+            return f"{self.law}{windowed}"
+        record = json.dumps(self.law.record(), sort_keys=True)
+        return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}{windowed}"
+
+    def on(self, model: torch.nn.Module) -> Applied:
+        """Context in which the law is applied; leaving it raises ApplyError if no call changed."""
+        return Applied(model, self.law, windowed=self.windowed)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise ValueError if the model has no such layer or head, or the law is another's."""
+        by_layer(model, self.law)
+
+    def titled(self, name: str) -> LawChange:
+        """The same law under another name."""
+        return replace(self, name=name)
+
+    def record(self) -> dict[str, Any]:
+        """The record of a law for one model, or the name of one for any.
+
+        Raises:
+            ValueError: if it also scales windowed layers, for which the file of a law has no field.
+        """
+        if not isinstance(self.law, Law):
+            return super().record()
+        if self.windowed:
+            raise ValueError(f"{self.name} has no file: the file of a law has no windowed=True")
+        return self.law.record()
 
 
 class Applied(Interception, AppliedChange):

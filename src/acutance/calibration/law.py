@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -426,17 +426,6 @@ _KINDS = (
 
 #: One scaling, window or pair of them for all, or one for each layer or head.
 AnyLaw: TypeAlias = "LawPart | Law | Mapping[Any, LawPart]"
-
-
-_T_co = TypeVar("_T_co", covariant=True)
-
-
-@runtime_checkable
-class Change(Protocol[_T_co]):
-    """A change of a model that applies itself, such as a plan for its cache."""
-
-    def applied(self, model: torch.nn.Module) -> _T_co:
-        """Change the model; what is returned is a context manager whose end restores it."""
 
 
 class LawError(ValueError):

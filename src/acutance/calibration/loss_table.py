@@ -395,7 +395,7 @@ def measure_batch(
     Raises:
         LossError: if a loss is infinite, or other tokens have a loss than before.
     """
-    with nullcontext() if change is None else change.applied(model):
+    with nullcontext() if change is None else change.on(model):
         scored = loss.score(model, batch)
     known, ends = ~scored.loss.isnan(), torch.tensor([last for _, last in ranges])
     index = torch.bucketize(scored.n + past, ends)

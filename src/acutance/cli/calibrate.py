@@ -228,7 +228,7 @@ def _judge(
     lengths: tuple[int, ...],
 ) -> "Calibration":
     """Measure a fitted law's effect on the held-out loss, print it, and add it to the result."""
-    from acutance.judging.changes import LawRemedy
+    from acutance.calibration.apply_law import LawChange
     from acutance.judging.judge_model import loss_of, text_windows
     from acutance.judging.paired import verdict_sentence
 
@@ -236,7 +236,7 @@ def _judge(
     read = lengths if loss_of(headed).reads_all else lengths[-1:]
     windows = text_windows(headed, held.judged, read, 0, 0)
     with inputs.lengths_noted():
-        change = LawRemedy("the law", calibration, options.windowed)
+        change = LawChange("the law", calibration, options.windowed)
         comparison = compare_held_out(options, headed, windows, [change])
     (law,) = comparison.laws
     where = f"judged on {comparison.windows} held-out windows ({comparison.loss})"

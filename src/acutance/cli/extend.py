@@ -96,7 +96,6 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
 
     from acutance.extending.extend_model import extend, proposals, trained_length
     from acutance.extending.search import planned_runs
-    from acutance.judging.changes import for_train_length
     from acutance.judging.judge_model import loss_of
 
     laws = None if options.law is None else read_laws(options.law)
@@ -107,8 +106,6 @@ def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Modul
     windows = torch.cat([batch["input_ids"] for batch in batches])
     if laws is None:
         laws = proposals(loaded.model, trained, to)
-    else:
-        laws = for_train_length(loaded.model, laws, options.train_length)
     final = max(2, len(windows) // 2) if options.final is None else options.final
     runs = planned_runs(len(laws), max(1, len(windows) - final), final)
     bar = progress("extending", runs, runs * to, console())

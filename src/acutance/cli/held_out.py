@@ -11,8 +11,8 @@ from acutance.cli.shared import console, plain_errors, progress, tell
 if TYPE_CHECKING:
     import torch
 
+    from acutance.calibration.apply_law import Change
     from acutance.corpus.load_model import TextModel
-    from acutance.judging.changes import Change
     from acutance.judging.judge_model import HeldOut, Windows
     from acutance.judging.paired import LawComparison, LossComparison
     from acutance.judging.proposed import Proposals
@@ -66,12 +66,13 @@ class Judged:
 
         Heads that are switched off are no law. Without a path, or a law that helps, say so.
         """
+        from acutance.calibration.apply_law import LawChange
         from acutance.calibration.law import Law
-        from acutance.judging.changes import HeadsOff, LawRemedy
+        from acutance.judging.heads_off import HeadsOff
 
         lines = []
         best, change = min(
-            self.helping(LawRemedy), key=lambda pair: pair[0].delta, default=(None, None)
+            self.helping(LawChange), key=lambda pair: pair[0].delta, default=(None, None)
         )
         if best is None and path is not None:
             lines.append(f"no law was written to {path}: none of the judged laws lowers the loss")

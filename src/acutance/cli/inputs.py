@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from acutance.cli.shared import bar, console, misuse, tell
 
 if TYPE_CHECKING:
+    from acutance.calibration.apply_law import Change
     from acutance.corpus.load_model import TextModel
     from acutance.corpus.texts import Text
-    from acutance.judging.changes import Change
     from acutance.judging.judge_model import Windows
 
 
@@ -55,14 +55,11 @@ def about_run(loaded: TextModel, texts: Iterable[Text]) -> dict[str, Any]:
 def read_laws(texts: Iterable[str]) -> list[Change]:
     """Parse each ``--law``; what is no law is misuse, a damaged file is not."""
     from acutance.judging.changes import as_changes, named_change
-    from acutance.judging.rope import RopeRemedy
 
     changes: list[Change] = []
     for text in texts:
         with nullcontext() if os.path.exists(text) else misuse():
-            changes.append(found := named_change(text))
-            if isinstance(found, RopeRemedy):
-                found.check_kind()
+            changes.append(named_change(text))
     with misuse():
         return as_changes(changes)
 

@@ -305,7 +305,7 @@ def entropy_by_n(
     base = getattr(model, "base_model", model)
     tokens = ids.to(next(model.parameters()).device)
     with (
-        nullcontext() if change is None else change.applied(model),
+        nullcontext() if change is None else change.on(model),
         probe(model, metrics=["entropy"], verify=False) as measured,
     ):
         (base if isinstance(base, torch.nn.Module) else model)(tokens, use_cache=False)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from acutance.calibration.apply_law import Change, LawChange
 from acutance.calibration.law import Law
 from acutance.files import as_json, finite, write_text
-from acutance.judging.changes import Change, HeadsOff, LawRemedy
+from acutance.judging.heads_off import HeadsOff
 from acutance.judging.paired import Part
-from acutance.judging.rope import RopeRemedy
+from acutance.judging.rope import RopeChange
 from acutance.report.table import Column, Table, styled
 
 #: What is written as it is.
@@ -197,12 +198,12 @@ class Extension:
         """
         if not self.helps or isinstance(self.chosen, HeadsOff):
             return None
-        if isinstance(self.chosen, RopeRemedy):
+        if isinstance(self.chosen, RopeChange):
             path = os.path.join(os.fspath(folder), "config.json")
             config: Any = getattr(model, "config")  # noqa: B009
             entries = config.to_dict() | self.chosen.configuration(model, self.to)
             write_text(path, as_json(entries, indent=2) + "\n")
-        elif isinstance(self.chosen, LawRemedy):
+        elif isinstance(self.chosen, LawChange):
             path, law = os.path.join(os.fspath(folder), "law.json"), self.chosen.law
             (law if isinstance(law, Law) else Law.of(model, law)).save(path)
         else:

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from acutance.calibration.apply_law import query_factor
+from acutance.calibration.apply_law import Change, LawChange, query_factor
 from acutance.calibration.gradients import backward_by_outputs
 from acutance.calibration.law import HeadLaws, Law, LawPart, by_layer, scaling_and_window
 from acutance.calibration.loss_table import LossTable, Reading, measure_batch, ratio
@@ -23,9 +23,8 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import attention_layers, cache_argument, uses_interface
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.extending.record import AS_IS, Final, Tried
-from acutance.judging.changes import Change, LawRemedy
 from acutance.judging.paired import Part, compare_losses
-from acutance.judging.rope import RopeRemedy
+from acutance.judging.rope import RopeChange
 from acutance.scaling import HeadTable, Window
 
 #: Temperatures that are tried: 1 ± this times ln(n / T), as YaRN's 1 + 0.1 ln factor.
@@ -36,7 +35,7 @@ _PIECES = 16
 
 def law_part(change: Change | None) -> LawPart | None:
     """The window of a change, or its pair of scaling and window, for all heads; else None."""
-    if not isinstance(change, LawRemedy) or change.windowed:
+    if not isinstance(change, LawChange) or change.windowed:
         return None
     law: Any = change.law
     is_pair = isinstance(law, tuple) and len(law) == 2 and isinstance(law[1], Window)
@@ -139,7 +138,7 @@ def mixed(
     away: Sequence[float],
     train_length: int,
     to: int,
-) -> list[LawRemedy]:
+) -> list[LawChange]:
     """Laws that give each head what should lower the loss.
 
     Derivatives are drawn towards the mean of all heads, the more the larger their errors are, and
@@ -180,7 +179,7 @@ def mixed(
                 place: _warm(part, sign, train_length, to) if sign and _is_whole(part) else part
                 for (place, part), sign in zip(chosen.items(), signs, strict=True)
             }
-    return [LawRemedy(name, Law.of(model, law)) for name, law in laws.items()]
+    return [LawChange(name, Law.of(model, law)) for name, law in laws.items()]
 
 
 def _is_whole(part: LawPart) -> TypeGuard[Window]:
@@ -451,7 +450,7 @@ class Search:
         Returns:
             None for the unchanged model, then the chosen change and the best RoPE setting, if any.
         """
-        rope = [one for one in self.changes if isinstance(one, RopeRemedy) and self._windows(one)]
+        rope = [one for one in self.changes if isinstance(one, RopeChange) and self._windows(one)]
         best = min(rope, key=lambda one: self._tried(one).beyond, default=None)
         shown: list[Change | None] = [None]
         for one in (self.chosen, best):
@@ -489,8 +488,8 @@ class Search:
         Returns:
             The difference on the final windows; None if the chosen change is a RoPE setting itself.
         """
-        rope = [one for one in shown if isinstance(one, RopeRemedy)]
-        if self.chosen is None or isinstance(self.chosen, RopeRemedy) or not rope:
+        rope = [one for one in shown if isinstance(one, RopeChange)]
+        if self.chosen is None or isinstance(self.chosen, RopeChange) or not rope:
             return None
         return self._parts(rope[0], self.chosen, self._finals)[1]
 
@@ -591,7 +590,7 @@ def begins_beyond(model: torch.nn.Module, change: Change, length: int) -> bool:
         >>> [begins_beyond(decoder(), one, 128) for one in as_changes(names)]
         [True, False, False]
     """
-    if not isinstance(change, LawRemedy):
+    if not isinstance(change, LawChange):
         return False
     rest, layers = by_layer(model, change.law)
     n = torch.arange(1, length + 1)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from acutance.calibration import losses
 from acutance.calibration.losses import *
-from acutance.judging import changes, judge_model, paired, proposed, rope
+from acutance.judging import changes, heads_off, judge_model, paired, proposed, rope
 from acutance.judging.changes import *
+from acutance.judging.heads_off import *
 from acutance.judging.judge_model import *
 from acutance.judging.paired import *
 from acutance.judging.proposed import *
@@ -17,6 +18,7 @@ from acutance.judging.rope import *
 
 __all__ = [
     *changes.__all__,
+    *heads_off.__all__,
     *judge_model.__all__,
     *losses.__all__,
     *paired.__all__,

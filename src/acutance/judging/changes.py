@@ -1,42 +1,36 @@
-"""Changes of a model that can be applied and judged: laws, windows, plans, RoPE, heads off.
+"""Changes of a model by name, in files and in force: laws, windows, plans, RoPE, heads off.
 
-A change is anything with a ``name``, ``words`` that identify it, and ``applied(model)``. To add a
-kind that texts can name, write such a class and add a reader of its texts to :data:`KINDS`.
+To add a kind that texts can name, write a subclass of :class:`Change` in a file of its own and add
+a reader of its texts to :data:`KINDS`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, overload
 
 import torch
 
 from acutance.caching.plan import BUDGET_SCHEMA, IMPORTS, CachePlan, ForeignPlan, read_foreign
 from acutance.caching.plan import SCHEMA as PLAN_SCHEMA
 from acutance.calibration import apply_law
-from acutance.calibration.apply_law import Applied, AppliedChange, ApplyError
-from acutance.calibration.law import JOINED, AnyLaw, Law, by_layer, check_head, named_law
-from acutance.calibration.law import Change as Applies
-from acutance.capture.find_layers import attention_layers, choose_layers, class_name, uses_interface
-from acutance.capture.readers import huggingface
-from acutance.capture.readers.huggingface import InterfaceCall
+from acutance.calibration.apply_law import SCHEMA, AppliedChange, Change, LawChange
+from acutance.calibration.law import JOINED, AnyLaw, Law, named_law
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
-from acutance.judging.rope import RopeRemedy
+from acutance.judging.heads_off import HeadsOff
+from acutance.judging.rope import RopeChange
 from acutance.scaling import Window
 from acutance.shapes import check_count
 
 __all__ = [
     "AppliedChange",
     "Change",
-    "HeadsOff",
+    "LawChange",
     "LawRemedy",
     "PlanRemedy",
     "Remedy",
@@ -45,163 +39,17 @@ __all__ = [
     "save_change",
 ]
 
-SCHEMA = "acutance.change/1"
-
-T = TypeVar("T")
-
-
-@runtime_checkable
-class Change(Protocol):
-    """A reversible change of a model, such as a law, whose effect on the loss can be measured."""
-
-    @property
-    def name(self) -> str:
-        """Name of the change in tables, such as ``ssmax`` or ``off:3.0``."""
-
-    @property
-    def words(self) -> str:
-        """A text that identifies the change: a saved run is resumed only if it is the same."""
-
-    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which the model is changed; leaving it restores the model."""
-
-
-#: The earlier name of :class:`Change`.
+#: Earlier names.
 Remedy = Change
+LawRemedy = LawChange
+
+#: Readers of the texts of changes that are no laws, by the word before the colon.
+KINDS: dict[str, Callable[[str], Change]] = {"off": HeadsOff.named, "rope": RopeChange.named}
 
 
 def PlanRemedy(name: str, plan: CachePlan | ForeignPlan) -> CachePlan | ForeignPlan:
-    """A plan for the key-value cache with a name of its own: plans are changes themselves."""
-    return replace(plan, title=name) if isinstance(plan, CachePlan) else replace(plan, name=name)
-
-
-@dataclass(frozen=True)
-class LawRemedy:
-    """A law of scalings and windows as a change with a name, see :func:`apply`."""
-
-    name: str
-    law: AnyLaw
-    windowed: bool = False
-
-    @property
-    def words(self) -> str:
-        """The law as text, or the digest of a law file."""
-        windowed = ", windowed" if self.windowed else ""
-        if not isinstance(self.law, Law):
-            return f"{self.law}{windowed}"
-        record = json.dumps(self.law.record(), sort_keys=True)
-        return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}{windowed}"
-
-    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which the law is applied; leaving it raises ApplyError if no call changed."""
-        return apply_law.apply(model, self.law, windowed=self.windowed)
-
-    def check(self, model: torch.nn.Module) -> None:
-        """Raise ValueError if the model has no such layer or head, or the law is another's."""
-        by_layer(model, self.law)
-
-
-@dataclass(frozen=True)
-class HeadsOff:
-    """Heads whose output is zero: what the model loses without them.
-
-    Attributes:
-        heads: layers, each with its heads; None is all of them.
-
-    Example:
-        >>> HeadsOff({3: [0, 2], 5: None}).name
-        'off:3.0,3.2,5'
-    """
-
-    heads: Mapping[int | str, Sequence[int] | None]
-
-    @property
-    def name(self) -> str:
-        """``off:`` and the heads, as the command line accepts it."""
-        parts = [
-            str(layer) if some is None else f"{layer}.{head}"
-            for layer, some in self.heads.items()
-            for head in (some if some is not None else [0])
-        ]
-        return f"off:{','.join(parts)}"
-
-    words = name
-
-    def applied(self, model: torch.nn.Module) -> AppliedChange:
-        """Zero the heads' outputs in every call of transformers' attention interface.
-
-        Raises:
-            ApplyError: if a layer does not use it, or at the end none of them ran.
-            ValueError: if there is no such layer or head.
-        """
-        return AppliedChange(self.name, self._silenced(model))
-
-    @contextmanager
-    def _silenced(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context of :meth:`applied`."""
-        switched, ran = self._modules(model), False
-
-        def silence(call: InterfaceCall, run: Callable[[], Any]) -> Any:
-            nonlocal ran
-            result, module = run(), id(call.module)
-            if module not in switched:
-                return result
-            ran = True
-            output = call.output(result).clone()
-            chosen = switched[module]
-            heads = range(output.shape[1]) if chosen is None else chosen
-            if (most := max(heads)) >= output.shape[1]:
-                last = output.shape[1] - 1
-                raise ValueError(f"there is no head {most}: the layer has heads 0 to {last}")
-            output[:, list(heads)] = 0.0
-            output = output.transpose(1, 2)
-            return (output, *result[1:]) if isinstance(result, tuple) else output
-
-        with huggingface.intercept(silence):
-            yield
-        if not ran:
-            raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
-
-    def _modules(self, model: torch.nn.Module) -> dict[int, Sequence[int] | None]:
-        """The heads of each layer by the ``id`` of its module; raises as :meth:`applied`."""
-        layers = attention_layers(model)
-        found: dict[int, Sequence[int] | None] = {}
-        for layer, heads in self.heads.items():
-            for name in choose_layers(model, layer, "layer"):
-                module = layers.get(name)
-                if module is None or not uses_interface(module):
-                    raise ApplyError(
-                        f"heads of {name} cannot be switched off: {class_name(model)} does not run "
-                        "it through transformers' attention interface"
-                    )
-                if heads is not None and not heads:
-                    raise ValueError(f"heads of {name} must be numbers, or None for all, got none")
-                for head in heads or ():
-                    check_head(name, module, head)
-                found[id(module)] = heads
-        return found
-
-    def check(self, model: torch.nn.Module) -> None:
-        """Raise the errors of :meth:`applied` that need no run of the model."""
-        self._modules(model)
-
-
-def _named_heads(text: str) -> HeadsOff:
-    """The heads of a text ``3.0,3.2,5``, where 5 are all heads of a layer."""
-    found: dict[int | str, Sequence[int] | None] = {}
-    for part in text.split(","):
-        layer, dot, head = part.strip().partition(".")
-        if not layer.isdecimal() or (dot and not head.isdecimal()):
-            raise ValueError(f"law: heads must be LAYER.HEAD, as in off:3.0,3.2, got {part!r}")
-        before = found.get(int(layer), [])
-        if int(layer) in found and (before is None or not dot):
-            raise ValueError(f"law: off:{text} names both layer {layer} and single heads of it")
-        found[int(layer)] = [*(before or []), int(head)] if dot else None
-    return HeadsOff(found)
-
-
-#: Readers of the texts of changes that are no laws, by the word before the colon.
-KINDS: dict[str, Callable[[str], Change]] = {"off": _named_heads, "rope": RopeRemedy.named}
+    """A plan for the key-value cache with a name of its own."""
+    return plan.titled(name)
 
 
 def named_change(text: str) -> Any:
@@ -236,7 +84,7 @@ def named_change(text: str) -> Any:
                     f"law: {part} cannot be joined to another law by +, got {text!r}. Only a "
                     "scaling and a window can be"
                 )
-    return KINDS[kind](rest) if kind in KINDS else LawRemedy(text, named_law(text))
+    return KINDS[kind](rest) if kind in KINDS else LawChange(text, named_law(text))
 
 
 def save_change(change: Any, path: str | os.PathLike[str]) -> None:
@@ -259,17 +107,10 @@ def save_change(change: Any, path: str | os.PathLike[str]) -> None:
         HeadsOff(heads={3: [0]})
     """
     (change,) = as_changes([change])
-    if isinstance(change, LawRemedy) and isinstance(change.law, Law):
-        if change.windowed:
-            raise ValueError(f"{change.name} has no file: the file of a law has no windowed=True")
-        change.law.save(path)
-    elif isinstance(change, CachePlan):
-        change.save(path)
-    elif named_change(change.name).words != change.words:
+    record = change.record()
+    if record["schema"] == SCHEMA and named_change(change.name).words != change.words:
         raise ValueError(f"{change.name} has no file: its name does not say all of it")
-    else:
-        record = sealed_json({"schema": SCHEMA, "change": change.name})
-        write_text(path, as_json(record, indent=1) + "\n")
+    write_text(path, as_json(sealed_json(record), indent=1) + "\n")
 
 
 def load_change(path: str | os.PathLike[str]) -> Any:
@@ -288,8 +129,8 @@ def load_change(path: str | os.PathLike[str]) -> Any:
             raise ValueError(f"{name} names no change: {change!r:.60}")
         return named_change(change)
     if any(f'"{kind.partition("/")[0]}/' in start for kind in (PLAN_SCHEMA, BUDGET_SCHEMA)):
-        return replace(CachePlan.load(name), title=name)
-    return LawRemedy(name, named_law(name))
+        return CachePlan.load(name).titled(name)
+    return LawChange(name, named_law(name))
 
 
 def as_changes(laws: Any) -> list[Change]:
@@ -332,10 +173,7 @@ def for_train_length(
     if train_length is None:
         return list(changes)
     check_count("train_length", train_length, 2)
-    return [
-        change.for_train_length(model, train_length) if isinstance(change, RopeRemedy) else change
-        for change in changes
-    ]
+    return [change.for_train_length(model, train_length) for change in changes]
 
 
 def check_fit(model: torch.nn.Module, changes: Sequence[Change]) -> None:
@@ -343,36 +181,28 @@ def check_fit(model: torch.nn.Module, changes: Sequence[Change]) -> None:
 
     Raises:
         ApplyError: if one cannot change the model.
-        ValueError: if there is no such layer or head, or a RoPE type or parameter is wrong.
+        ValueError: if there is no such layer or head, or a RoPE parameter is wrong.
     """
     for change in changes:
-        if isinstance(change, LawRemedy | HeadsOff | RopeRemedy):
+        if not isinstance(change, CachePlan):  # which checks the model when it is applied
             change.check(model)
 
 
 def _change(name: str, given: Any) -> Change:
     """A law, a name, a file or a change as a change with the given name."""
-    if isinstance(given, str):
-        given = named_change(given)
-    if isinstance(given, CachePlan | ForeignPlan):
-        return PlanRemedy(name or given.name, given)
-    if isinstance(given, LawRemedy):
-        return replace(given, name=name or given.name)
-    if isinstance(given, Change):
-        return given
-    return LawRemedy(
-        name or (f"law ({given.target})" if isinstance(given, Law) else str(given)), given
-    )
+    change: Change = named_change(given) if isinstance(given, str) else given
+    if not isinstance(given, str | Change):
+        title = f"law ({given.target})" if isinstance(given, Law) else str(given)
+        change = LawChange(title, given)
+    return change.titled(name) if name else change
 
 
 @overload
 def apply(
-    model: torch.nn.Module, law: str | os.PathLike[str], *, windowed: bool = False
+    model: torch.nn.Module, law: str | os.PathLike[str] | Change, *, windowed: bool = False
 ) -> Any: ...
 @overload
-def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied: ...
-@overload
-def apply(model: torch.nn.Module, law: Applies[T], *, windowed: bool = False) -> T: ...
+def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> apply_law.Applied: ...
 def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
     r"""Change a model's attention by a law, which it follows from now on.
 
@@ -393,8 +223,8 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
             what is left out is left alone; a :class:`Law`; or a text as ``acutance judge --law``
             takes it: the file of a law or of a plan for the cache, ``"ssmax"``,
             ``"window:size=1024,sinks=4"``, ``"ssmax+window:size=1024"``, ``"rope:yarn,factor=2"``,
-            ``"off:3.1,4.0"``. A :class:`~acutance.CachePlan`, or another change with a method
-            ``applied``, is returned as that method applies it.
+            ``"off:3.1,4.0"``; or a :class:`~acutance.judging.Change`, such as a
+            :class:`~acutance.CachePlan`.
         windowed: also scale layers with a sliding window of the model's, whose rows see no more
             keys in a longer text.
 
@@ -424,9 +254,9 @@ def apply(model: torch.nn.Module, law: Any, *, windowed: bool = False) -> Any:
     """
     if isinstance(law, str | os.PathLike):
         law = named_change(os.fspath(law))
-        law = law.law if isinstance(law, LawRemedy) else law
+        law = law.law if isinstance(law, LawChange) else law
     if isinstance(law, Mapping):
-        law = {place: named_law(one) if isinstance(one, str) else one for place, one in law.items()}
+        law = {key: named_law(part) if isinstance(part, str) else part for key, part in law.items()}
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return apply_law.apply(model, law, windowed=windowed)
@@ -444,27 +274,27 @@ def applying(text: str) -> tuple[str, Callable[[torch.nn.Module], AbstractContex
         OSError: if a file cannot be read.
         ValueError: if nothing has that name, or it is a plan for the cache.
     """
-    named = named_change(text)
-    if isinstance(named, CachePlan | ForeignPlan):
+    change = named_change(text)
+    if isinstance(change, CachePlan | ForeignPlan):
         raise ValueError(
             f"law: {text} is a plan for the cache, which cannot be probed; 'acutance judge --law' "
             "measures what it does to the loss"
         )
-    law, words = named.law if isinstance(named, LawRemedy) else named, named.words
-    if isinstance(law, Law):
+    words = change.words
+    if isinstance(change, LawChange) and isinstance(change.law, Law):
         words = f"{Path(text).name} {words.removeprefix('law ')[:12]}"
 
     @contextmanager
     def changed(model: torch.nn.Module) -> Iterator[None]:
-        applied: Applied | AppliedChange = apply(model, law)
+        applied = change.applied(model)
         try:
             yield
         finally:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a finished run that is resumed runs nothing
                 applied.restore()
-        if isinstance(applied, Applied) and not applied.calls and applied.skipped:
+        if isinstance(applied, apply_law.Applied) and not applied.calls and applied.skipped:
             name, why = next(iter(applied.skipped.items()))
-            raise ApplyError(f"the law scaled no call: {name}: {why}")
+            raise apply_law.ApplyError(f"the law scaled no call: {name}: {why}")
 
     return words, changed

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from acutance.calibration.apply_law import Change, LawChange
 from acutance.calibration.law import longest, names_in
 from acutance.capture.find_layers import attention_layers, choose_layers, uses_interface
 from acutance.diagnose.rules import HeadFacts, Kind, Summary
-from acutance.judging.changes import Change, HeadsOff, LawRemedy
+from acutance.judging.heads_off import HeadsOff
 from acutance.scaling import ClipLogN, Window
 
 __all__ = ["Proposals", "proposed_remedies"]
@@ -105,7 +106,7 @@ def proposed_remedies(
                 f"{trained} it changes nothing in windows of {length} tokens."
             )
         else:
-            law = LawRemedy(f"clip_log_n:train_length={trained}", ClipLogN(trained))
+            law = LawChange(f"clip_log_n:train_length={trained}", ClipLogN(trained))
             found.append((law, "sharpens attention beyond the trained length"))
     local = [head for head in heads if "local" in head.rules]
     if causal and (windows := _windows(summary, layers, local, length)):
@@ -113,7 +114,7 @@ def proposed_remedies(
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
         name = f"window:size={span},sinks=1 on {len(windows)} of {len(local)} local heads"
         why = "drops all keys but the nearby ones and the first"
-        found.append((LawRemedy(name, windows), why))
+        found.append((LawChange(name, windows), why))
     if kinds > 1 and len(found) < _MOST:
         found.append((_off(layers, together), f"switches off the heads of {kinds} kinds together"))
     if not found and not left_out:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from acutance.calibration.apply_law import AppliedChange, ApplyError
+from acutance.calibration.apply_law import ApplyError, Change
 from acutance.calibration.law import read_parameters
 from acutance.capture.find_layers import class_name, unwrap
 from acutance.shapes import check_number, did_you_mean
 
-__all__ = ["RopeRemedy"]
+__all__ = ["RopeChange", "RopeRemedy"]
 
 #: Types that other parameters than the base are needed for, and what Llama 3.1 has.
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -32,10 +32,10 @@ _GLOBAL = "full_attention"
 
 
 @dataclass(frozen=True)
-class RopeRemedy:
+class RopeChange(Change):
     """Other rotary position embeddings, as transformers computes them from ``rope_parameters``.
 
-    Every rotary module is replaced by a new one of its class for as long as the remedy is applied;
+    Every rotary module is replaced by a new one of its class for as long as the change is applied;
     weights and configuration stay. Where a configuration has settings by type of layer, those of
     layers with full attention change.
 
@@ -47,10 +47,10 @@ class RopeRemedy:
             is the configuration's longest unless it is given.
 
     Raises:
-        ValueError: if ``factor`` is below 1.
+        ValueError: if transformers has no such type, or ``factor`` is below 1.
 
     Example:
-        >>> RopeRemedy("yarn", {"factor": 2.0}).name
+        >>> RopeChange("yarn", {"factor": 2.0}).name
         'rope:yarn,factor=2.0'
     """
 
@@ -58,6 +58,12 @@ class RopeRemedy:
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        known = dict.fromkeys(["default", *ROPE_INIT_FUNCTIONS])
+        if self.kind not in known:
+            hint = did_you_mean(self.kind, known)
+            raise ValueError(f"law: transformers has no RoPE type {self.kind!r}{hint}")
         if "factor" in self.parameters:
             check_number("factor", self.parameters["factor"], above=1.0, including=True)
 
@@ -67,18 +73,16 @@ class RopeRemedy:
         given = [f"{key}={json.dumps(value)}" for key, value in self.parameters.items()]
         return ",".join([f"rope:{self.kind}", *given])
 
-    words = name
-
     @classmethod
-    def named(cls, text: str) -> RopeRemedy:
+    def named(cls, text: str) -> RopeChange:
         """The settings of a text ``TYPE,name=value,...``.
 
         Raises:
-            ValueError: if there is no type, a part is not of the form name=value, or a value is out
-                of range.
+            ValueError: if transformers has no such type, a part is not of the form name=value, or a
+                value is out of range.
 
         Example:
-            >>> RopeRemedy.named("yarn,factor=2").parameters
+            >>> RopeChange.named("yarn,factor=2").parameters
             {'factor': 2}
         """
         kind, _, rest = (part.strip() for part in text.partition(","))
@@ -88,7 +92,7 @@ class RopeRemedy:
             )
         return cls(kind, read_parameters(rest))
 
-    def for_train_length(self, model: torch.nn.Module, train_length: int) -> RopeRemedy:
+    def for_train_length(self, model: torch.nn.Module, train_length: int) -> RopeChange:
         """The settings for a stated trained length, where transformers computes them from it.
 
         They are the same if they state the trained length themselves, or their type reads none.
@@ -102,7 +106,7 @@ class RopeRemedy:
 
         Example:
             >>> from acutance.reproduce import decoder
-            >>> RopeRemedy.named("yarn,factor=4").for_train_length(decoder(), 128).name
+            >>> RopeChange.named("yarn,factor=4").for_train_length(decoder(), 128).name
             'rope:yarn,factor=4,original_max_position_embeddings=128'
         """
         reads_it = self.kind in (*_WITH_ORIGINAL, "dynamic")
@@ -115,18 +119,14 @@ class RopeRemedy:
             return self
         return replace(self, parameters={**self.parameters, _ORIGINAL: train_length})
 
-    def applied(self, model: torch.nn.Module) -> AppliedChange:
-        """The settings in force; the model's rotary modules come back when they end.
+    @contextmanager
+    def on(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context with the settings; the model's rotary modules come back when it ends.
 
         Raises:
             ApplyError: if the model has no rotary module of transformers.
-            ValueError: if transformers does not know the type, or lacks a parameter of it.
+            ValueError: if a parameter that the type needs is lacking.
         """
-        return AppliedChange(self.name, self._replaced(model))
-
-    @contextmanager
-    def _replaced(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context of :meth:`applied`."""
         places = rope_modules(model)
         changed = [self._changed(module) for _, _, module in places]
         try:
@@ -138,7 +138,7 @@ class RopeRemedy:
                 setattr(parent, name, module)
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise the errors of :meth:`applied`."""
+        """Raise the errors of :meth:`on`."""
         for _, _, module in rope_modules(model):
             self._changed(module)
 
@@ -155,7 +155,7 @@ class RopeRemedy:
 
         Raises:
             ApplyError: if the model has no rotary module of transformers.
-            ValueError: as in :meth:`applied`.
+            ValueError: as in :meth:`on`.
         """
         _, _, module = rope_modules(model)[0]
         config: Any = self._changed(module).config
@@ -166,18 +166,8 @@ class RopeRemedy:
         text = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
         return entries if text is whole else {"text_config": entries}
 
-    def check_kind(self) -> None:
-        """Raise ValueError if transformers has no such type."""
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        known = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "default"))
-        if self.kind not in known:
-            hint = did_you_mean(self.kind, known)
-            raise ValueError(f"law: transformers has no RoPE type {self.kind!r}{hint}")
-
     def _changed(self, module: torch.nn.Module) -> torch.nn.Module:
         """A rotary module of the same class with these settings."""
-        self.check_kind()
         config: Any = copy.deepcopy(module.config)
         before = dict(config.rope_parameters)
         by_layer = isinstance(before.get(_GLOBAL), Mapping)
@@ -191,8 +181,7 @@ class RopeRemedy:
         except (KeyError, TypeError) as error:
             lacking = error.args[0] if isinstance(error, KeyError) else "a parameter"
             raise ValueError(f"{self.name} lacks {lacking}, which the type needs") from error
-        place = next(iter(module.buffers()), None)
-        return found.to(None if place is None else place.device).train(module.training)
+        return found.to(next(module.buffers()).device).train(module.training)
 
     def _entries(self, before: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """New ``rope_parameters`` for one type of layers.
@@ -211,6 +200,10 @@ class RopeRemedy:
         if self.kind in (*_WITH_ORIGINAL, "dynamic"):
             entries[_ORIGINAL] = trained or config.max_position_embeddings
         return entries
+
+
+#: The earlier name of :class:`RopeChange`.
+RopeRemedy = RopeChange
 
 
 def rope_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
