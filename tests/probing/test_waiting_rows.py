@@ -99,3 +99,15 @@ def test_structure_of_decoded_rows_is_that_of_each_call(
     assert any(name.startswith("distances") for name in found[0])
     for name, part in found[0].items():
         torch.testing.assert_close(part, found[1][name], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_packed_rows_stay_packed_while_they_wait() -> None:
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    with acutance.probe(layer, verify=False) as probe, torch.no_grad():
+        for _ in range(3):
+            layer(*[torch.randn(2, 5, 16)] * 3)
+        (record,) = probe._records._records.values()
+        waiting = [call.stats for call in record.pending]
+        assert len(waiting) == 3
+        assert all(isinstance(stats, PackedStatistics) for stats in waiting)
+        assert not any("state" in vars(stats) for stats in waiting)

@@ -146,10 +146,11 @@ def _can_join(left: CallRows, right: CallRows, dim: int) -> bool:
         return alike and kinds[0][0] and kinds[1][0]
     if left.counted.shape[1:] != right.counted.shape[1:] or kinds[0] != kinds[1]:
         return False
-    states = zip(left.stats.state, right.stats.state, strict=True)
-    return alike or all(
+    if alike:  # without unpacking their sums
+        return True
+    return all(
         (one.shape[1:], one.dtype, one.device) == (other.shape[1:], other.dtype, other.device)
-        for one, other in states
+        for one, other in zip(left.stats.state, right.stats.state, strict=True)
     )
 
 

@@ -94,7 +94,7 @@ class StructureReader(Reader):
         heads, queries = rows.counted.shape[1:]
         threshold = torch.full((heads, 1), -sys.float_info.max, dtype=torch.float64)
         earlier = self.records.so_far(rows.layer.module, "examples")
-        if isinstance(earlier, Examples):
+        if isinstance(earlier, Examples) and len(earlier.threshold) == heads:
             threshold = threshold.maximum(earlier.threshold[:, None])
         entropy, n = stats.entropy, stats.state.n
         sharpness = torch.where(rows.counted & (n > 1), stats.information, -torch.inf)

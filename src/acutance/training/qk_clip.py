@@ -16,6 +16,7 @@ from acutance import scores
 from acutance.capture.find_layers import Chosen, named_modules
 from acutance.capture.intercept import follow_results
 from acutance.capture.listener import ProbeError
+from acutance.kernels.call import accumulate_dtype
 from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
 from acutance.shapes import check_count, check_flag, check_number
@@ -465,8 +466,8 @@ def _fits(scored: Tensor, made: Tensor) -> bool | None:
 
 def _norms(vectors: Tensor) -> Tensor:
     """Euclidean norms over the last dimension, float64."""
-    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
-    return norms
+    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=accumulate_dtype(vectors.dtype))
+    return norms.double()
 
 
 def _clear(lengths: Tensor) -> Tensor:
