@@ -15,9 +15,10 @@ from torch.nn.functional import pad
 from acutance.kernels.fast_path import joined, packed_alike
 from acutance.structure import StructureStatistics
 from acutance.summary.cells import Cells, Parts
-from acutance.summary.layer import Layer, LayerSummary
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.layer import Layer
 from acutance.summary.readouts import READOUTS
-from acutance.summary.readouts.moments import CallRows, summarise
+from acutance.summary.readouts.moments import CallRows, Moments, summarise
 
 #: Most rows times heads that are collected before they are summarised together. Summarising after
 #: each decoded token would take longer than the model itself.
@@ -95,19 +96,20 @@ class LayerRecords:
         with self._lock:
             return list(self._records)
 
-    def finished(self) -> dict[str, LayerSummary]:
+    def finished(self) -> dict[str, HeadSummary]:
         """Summarise all pending rows and return each layer's statistics by name."""
         with self._lock, torch.no_grad():
             self._summarise_pending(list(self._records.values()))
             finished = {}
             for name, record in self._records.items():
-                layer, parts = record.layer(), Parts(moments=record.parts["moments"])
+                layer, parts, moments = record.layer(), Parts(), record.parts["moments"]
+                assert isinstance(moments, Moments)
                 for readout, others in self._readouts.items():
                     none = READOUTS[readout].cells.without_rows
                     parts[readout] = record.parts.get(readout) or none(
                         layer.heads, metrics=len(self._metrics), **others
                     )
-                finished[name] = LayerSummary(layer, parts)
+                finished[name] = HeadSummary((layer,), self._metrics, moments, optional_parts=parts)
             return finished
 
     def _summarise_pending(self, records: Sequence[_LayerRecord]) -> None:
@@ -194,9 +196,9 @@ _LOOPED = ("softmax", "scaled_dot_product_attention")
 
 
 def join_calls(
-    records: Mapping[str, LayerSummary], heads_of: Callable[[str], int | None]
-) -> dict[str, LayerSummary]:
-    """Join the records of a module that calls attention in a loop.
+    records: Mapping[str, HeadSummary], heads_of: Callable[[str], int | None]
+) -> dict[str, HeadSummary]:
+    """Join the records of a module that calls attention in a loop; each is of one layer.
 
     A loop over heads becomes one layer with all heads; a loop of more than
     :data:`MAX_SEPARATE_CALLS` calls becomes one merged record.
@@ -211,24 +213,33 @@ def join_calls(
     for name in records:
         base, _, number = name.partition("#")
         by_base.setdefault(base, {})[int(number or 0)] = name
-    result: dict[str, LayerSummary] = {}
+    result: dict[str, HeadSummary] = {}
     for base, names in by_base.items():
-        calls = [records[names[number]].named(base) for number in sorted(names)]
+        result |= {name: records[name] for name in names.values()}
+        if len(names) == 1:
+            continue
+        calls = [_with_layer(records[names[number]], module=base) for number in sorted(names)]
         complete = sorted(names) == list(range(len(names)))
         joined = _join_head_loop(calls, heads_of(base)) if complete else None
-        alike = all(call.layer.numbers == calls[0].layer.numbers for call in calls)
+        alike = len({call.layers[0].numbers for call in calls}) == 1
         if joined is None and alike and len(calls) > MAX_SEPARATE_CALLS:
-            joined = reduce(LayerSummary.merge, calls)
-        if joined is None:
-            result |= {name: records[name] for name in names.values()}
-        else:
+            joined = reduce(HeadSummary.merge, calls)
+        if joined is not None:
+            for name in names.values():
+                del result[name]
             result[base] = joined
     return result
 
 
-def _join_head_loop(calls: Sequence[LayerSummary], heads: int | None) -> LayerSummary | None:
+def _with_layer(record: HeadSummary, **changes: Any) -> HeadSummary:
+    """A record of one layer with changed fields of that layer."""
+    return replace(record, layers=(replace(record.layers[0], **changes),))
+
+
+def _join_head_loop(calls: Sequence[HeadSummary], heads: int | None) -> HeadSummary | None:
     """Join the calls of a loop over heads, and batch items, into one layer; None if it is none."""
-    kinds = {(call.layer.heads, call.layer.chosen, call.layer.source) for call in calls}
+    layers = [call.layers[0] for call in calls]
+    kinds = {(layer.heads, layer.chosen, layer.source) for layer in layers}
     width, chosen, source = kinds.pop()
     if kinds or chosen or source not in _LOOPED:
         return None
@@ -237,7 +248,7 @@ def _join_head_loop(calls: Sequence[LayerSummary], heads: int | None) -> LayerSu
     turns = heads // width  # each turn of the loop handles all heads of one item
     items = []
     for turn in range(turns):
-        item = reduce(LayerSummary.merge, calls[turn::turns])
+        item = reduce(HeadSummary.merge, calls[turn::turns])
         numbers = tuple(range(turn * width, (turn + 1) * width))
-        items.append(item._replace(layer=replace(item.layer, chosen=numbers)))
-    return reduce(LayerSummary.merge, items)
+        items.append(_with_layer(item, chosen=numbers))
+    return reduce(HeadSummary.merge, items)

@@ -206,14 +206,13 @@ class Probe:
         records, listener = self._records.finished(), self._listener
         if "structure" in self._readers:
             for record in records.values():
-                self._readers["structure"].name_tokens(record.parts)
+                self._readers["structure"].name_tokens(record.optional_parts)
         records = join_calls(records, lambda name: heads_of(listener.module_of(name)))
         if not records:
             raise ProbeError(self._listener.nothing_captured())
         maps = self._readers.get("maps")
-        return HeadSummary.of_layers(
+        return HeadSummary.join(
             [records[name] for name in sorted(records, key=listener.order)],
-            self.metrics,
             about={
                 "model": class_name(self._model),
                 "torch": torch.__version__,

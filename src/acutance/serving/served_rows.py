@@ -8,8 +8,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +34,6 @@ SERVED = (
 SERVED_METRICS = ("entropy", "effective_keys", "first_weight", "max_logit", "top_weight")
 #: Rows, each of one head, that are collected before they are summarised: what fits into caches.
 _MOST_PENDING = 1 << 15
-
-
-class _Record(NamedTuple):
-    """The summarised rows of layers that are read together.
-
-    Attributes:
-        calls: number of runs.
-        rows: number of rows.
-        moments: of their heads, one layer after the other.
-    """
-
-    calls: int
-    rows: int
-    moments: Moments
 
 
 class ServedRows:
@@ -89,7 +76,7 @@ class ServedRows:
         self.finish: Callable[[], None] | None = None
         self._random, self._lock = random.Random(seed), threading.Lock()
         self._metrics = tuple(name for name in known if name in (metrics or SERVED))
-        self._records: dict[tuple[Layer, ...], _Record] = {}
+        self._records: dict[tuple[Layer, ...], HeadSummary] = {}
         self._pending: defaultdict[tuple[Layer, ...], list[RowStatistics]] = defaultdict(list)
         self._waiting = 0
         self._verified: dict[tuple[str, bool], tuple[Status, float]] = {}
@@ -175,11 +162,10 @@ class ServedRows:
                 values = RowStatistics(state).as_dict(self._metrics)
                 moments = summarise(stack(values, self._metrics), counted, self._metrics)
             calls, rows = len(waiting), counted.shape[2]
-            if layers in self._records:
-                earlier = self._records[layers]
-                calls, rows = calls + earlier.calls, rows + earlier.rows
-                moments = earlier.moments.merge(moments)
-            self._records[layers] = _Record(calls, rows, moments)
+            read = tuple(replace(layer, calls=calls, rows=rows) for layer in layers)
+            record = HeadSummary(read, self._metrics, moments)
+            earlier = self._records.get(layers)
+            self._records[layers] = record if earlier is None else earlier.merge(record)
         self._waiting = 0
 
     def summary(self, about: dict[str, Any] | None = None) -> HeadSummary:
@@ -197,26 +183,18 @@ class ServedRows:
             if not self._records:
                 reasons = "".join(f"\n  {reason}" for reason in self.unread)
                 raise ValueError(f"no row of attention was read yet{reasons}")
-            parts: dict[str, tuple[Layer, Moments]] = {}
-            for together, record in self._records.items():
-                start = 0
-                for layer in together:
-                    now = replace(layer, calls=record.calls, rows=record.rows)
-                    part = record.moments.heads(start, start + layer.heads)
-                    start += layer.heads
-                    if layer.module in parts:
-                        earlier = parts[layer.module]
-                        now, part = earlier[0].merge(now), earlier[1].merge(part)
-                    parts[layer.module] = now, part
-            layers, moments = [], []
-            for layer, part in parts.values():
+            read = reduce(HeadSummary.merge, self._records.values())
+            layers, moments, start = [], [], 0
+            for layer in read.layers:
                 status, error = self._status(layer.module)
                 skipped = max(self.rows - layer.rows, 0)
                 layers.append(replace(layer, status=status, error=error, skipped=skipped))
-                moments.append(part.sampled(layer.rows + skipped, layer.rows))
-            return HeadSummary(
+                rows = read.moments.heads(start, start + layer.heads)
+                moments.append(rows.sampled(layer.rows + skipped, layer.rows))
+                start += layer.heads
+            return replace(
+                read,
                 layers=tuple(layers),
-                metrics=self._metrics,
                 moments=Moments.join(moments),
                 about={"tokens": self.rows, "torch": torch.__version__, **(about or {})},
                 unread=tuple(self.unread),

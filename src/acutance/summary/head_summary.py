@@ -7,9 +7,10 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.cells import Parts
 from acutance.summary.files import compact, sealed
-from acutance.summary.layer import LEFT_OUT, Layer, LayerSummary, coverage_line, notices
+from acutance.summary.layer import LEFT_OUT, Layer, coverage_line, notices
 from acutance.summary.readouts import READOUTS
 from acutance.summary.readouts.by_octave import Profile
 from acutance.summary.readouts.distances import Distances
@@ -75,6 +76,12 @@ class PredictedHeads:
         miss = (measured - predicted)[both].square().sum()
         whole = (measured[both] - measured[both].mean()).square().sum()
         return float(1 - miss / whole)
+
+
+def _heads(layers: Iterable[Layer]) -> dict[tuple[str, int], int]:
+    """Index of each head in the arrays of a summary, by module and number."""
+    heads = [(layer.module, number) for layer in layers for number in layer.numbers]
+    return {head: index for index, head in enumerate(heads)}
 
 
 SCHEMA = "acutance.head_summary/1"
@@ -338,38 +345,53 @@ class HeadSummary(Columns):
                 "summaries can be merged only if they recorded the same metrics, got "
                 f"{', '.join(self.metrics)} in one and {', '.join(other.metrics)} in the other"
             )
-        layers: dict[str, LayerSummary] = {}
-        for record in (*self._by_layer(), *other._by_layer()):
-            name = record.layer.module
-            layers[name] = layers[name].merge(record) if name in layers else record
-        return HeadSummary.of_layers(
-            list(layers.values()),
+        layers = {layer.module: layer for layer in self.layers}
+        for layer in other.layers:
+            earlier = layers.get(layer.module)
+            if earlier is None:
+                layers[layer.module] = layer
+            elif set(earlier.numbers).isdisjoint(layer.numbers):
+                layers[layer.module] = earlier.join_heads(layer)
+            else:
+                layers[layer.module] = earlier.merge(layer)
+        mine, theirs = _heads(self.layers), _heads(other.layers)
+        merged = _heads(layers.values())
+        groups: dict[tuple[bool, bool], list[tuple[str, int]]] = {}
+        for head in merged:
+            groups.setdefault((head in mine, head in theirs), []).append(head)
+        pieces = []
+        for held, heads in groups.items():
+            sides = [side for side, holds in zip((self, other), held, strict=True) if holds]
+            pieces.append(reduce(Parts.merge, [side._statistics(heads) for side in sides]))
+        index = {head: i for i, head in enumerate(chain.from_iterable(groups.values()))}
+        statistics = Parts.join(pieces).select([index[head] for head in merged])
+        moments: Any = statistics.pop("moments", self.moments)
+        return HeadSummary(
+            tuple(layers.values()),
             self.metrics,
+            moments,
+            optional_parts=statistics,
             about={**other.about, **self.about},
             unread=tuple(dict.fromkeys(self.unread + other.unread)),
             not_provided=tuple(dict.fromkeys(self.not_provided + other.not_provided)),
             maps=merged_maps(self.maps, other.maps),
         )
 
-    def _by_layer(self) -> list[LayerSummary]:
-        """The statistics of each layer."""
-        parts = Parts(moments=self.moments, **self.optional_parts)
-        layers, start = [], 0
-        for layer in self.layers:
-            layers.append(LayerSummary(layer, parts.select(slice(start, start + layer.heads))))
-            start += layer.heads
-        return layers
+    def _statistics(self, heads: Iterable[tuple[str, int]]) -> Parts:
+        """The moments and further statistics of these heads, by name."""
+        index = _heads(self.layers)
+        statistics = Parts(moments=self.moments, **self.optional_parts)
+        return statistics.select([index[head] for head in heads])
 
     @staticmethod
-    def of_layers(
-        layers: Sequence[LayerSummary], metrics: tuple[str, ...], **others: Any
-    ) -> HeadSummary:
-        """A summary of layers; ``others`` are its further fields."""
-        parts = Parts.join([layer.parts for layer in layers])
-        moments = parts.pop("moments", None) or Moments.none(0, len(metrics))
-        assert isinstance(moments, Moments)
-        names = tuple(layer.layer for layer in layers)
-        return HeadSummary(names, metrics, moments, optional_parts=parts, **others)
+    def join(summaries: Sequence[HeadSummary], **others: Any) -> HeadSummary:
+        """A summary of the layers of all these, which differ; ``others`` are its further fields."""
+        parts = Parts.join(
+            [Parts(moments=summary.moments, **summary.optional_parts) for summary in summaries]
+        )
+        moments: Any = parts.pop("moments")
+        layers = tuple(chain.from_iterable(summary.layers for summary in summaries))
+        return HeadSummary(layers, summaries[0].metrics, moments, optional_parts=parts, **others)
 
     def columns(self) -> dict[str, list[Any]]:
         """A table with one row for each layer and head, as columns.

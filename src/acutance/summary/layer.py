@@ -1,12 +1,10 @@
-"""Layer: one attention layer of a probed model, its statistics, and warnings of a summary."""
+"""Layer: one attention layer of a probed model, and warnings of a summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
-
-from acutance.summary.cells import Parts
+from typing import Any, Literal
 
 Status = Literal["verified", "checked", "captured", "unverified", "mismatch"]
 
@@ -120,35 +118,6 @@ class Layer:
             15
         """
         return replace(self, **{name: count * getattr(self, name) for name in COUNTS})
-
-
-class LayerSummary(NamedTuple):
-    """The statistics of one layer.
-
-    Attributes:
-        layer: its name, heads and counts.
-        parts: the moments of its metrics, ``"moments"``, and readouts by name.
-    """
-
-    layer: Layer
-    parts: Parts
-
-    def merge(self, other: LayerSummary) -> LayerSummary:
-        """The statistics of the rows of both, or of all heads if they have none in common.
-
-        Raises:
-            ValueError: if only some of their heads are the same.
-        """
-        numbers = self.layer.numbers + other.layer.numbers
-        if set(self.layer.numbers).isdisjoint(other.layer.numbers):
-            order = sorted(range(len(numbers)), key=numbers.__getitem__)
-            parts = Parts.join([self.parts, other.parts]).select(order)
-            return LayerSummary(self.layer.join_heads(other.layer), parts)
-        return LayerSummary(self.layer.merge(other.layer), self.parts.merge(other.parts))
-
-    def named(self, module: str) -> LayerSummary:
-        """A copy with another name of the layer."""
-        return self._replace(layer=replace(self.layer, module=module))
 
 
 #: What records call the weights that did not load.
