@@ -466,8 +466,9 @@ def _fits(scored: Tensor, made: Tensor) -> bool | None:
 
 def _norms(vectors: Tensor) -> Tensor:
     """Euclidean norms over the last dimension, float64."""
-    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=accumulate_dtype(vectors.dtype))
-    return norms.double()
+    dtype = accumulate_dtype(vectors.dtype)
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype).double()
+    return norms
 
 
 def _clear(lengths: Tensor) -> Tensor:
