@@ -79,7 +79,6 @@ class FunctionMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.owner, self.looks = owner, looks
-        self._kinds = _LOOKS if looks else _KINDS
         self.tracker = Tracker(owner, scores=scores, factors=factors)
 
     def __exit__(self, *error: Any) -> None:
@@ -96,7 +95,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a function; of those that matter few are called where nothing is followed."""
-        kind = self._kinds.get(func)
+        # nothing of this mode that a compiler cannot guard: it traces this up to ``is_compiling``
+        kind = (_LOOKS if self.looks else _KINDS).get(func)
         if kind is None and type(func) in _OPERATORS:
             kind = "operator"
         if kind is None and not self.tracker.known:
