@@ -863,7 +863,7 @@ def quantization_noise(
     Source:
         Bennett (1948), Bell System Technical Journal 27, 446 (rounding as uniform noise).
     """
-    q, k, values = _matrices(query, key, value, "dimension")
+    q, k, values = _matrices(query, key, value, "dimension", "share the number of keys n")
     if not 2 <= bits <= 32:
         raise ValueError(f"bits: must be 2 to 32, got bits={bits}")
     if per not in ("row", "tensor"):
@@ -897,9 +897,12 @@ def quantization_noise(
 
 
 def _matrices(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, width: str
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, width: str, rule: str
 ) -> tuple[Array, Array, Array]:
-    """Queries (rows, d), keys (n, d) and values (n, dim), checked; ``width`` is a word for d."""
+    """Queries (rows, d), keys (n, d) and values (n, dim), checked.
+
+    ``width`` is a word for d, and ``rule`` what the message says of keys and values.
+    """
     q, k, v = finite("query", query, 2), finite("key", key, 2), finite("value", value, 2)
     shapes = f"(query {q.shape}, key {k.shape}, value {v.shape})"
     if q.shape[1] != k.shape[1]:
@@ -907,7 +910,7 @@ def _matrices(
             f"query and key must have the same {width} d: {q.shape[1]}, {k.shape[1]} {shapes}"
         )
     if len(k) != len(v):
-        raise ValueError(f"key and value share the number of keys n: {len(k)}, {len(v)} {shapes}")
+        raise ValueError(f"key and value {rule}: {len(k)}, {len(v)} {shapes}")
     if min(q.shape + k.shape + v.shape) == 0:
         raise ValueError(f"query, key and value: no dimension may be empty {shapes}")
     return q, k, v
@@ -1103,7 +1106,7 @@ def rounding_error(
     Source:
         See the top of this file.
     """
-    q, k, v = _matrices(query, key, value, "width")
+    q, k, v = _matrices(query, key, value, "width", "must have the same number of keys")
     last = _last(positions, len(q), len(k))
     factor = 1 / math.sqrt(q.shape[1]) if scale is None else float(scale)
     if keys_along not in ("tokens", "channels"):
