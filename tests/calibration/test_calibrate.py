@@ -197,6 +197,19 @@ def test_a_target_above_log_n_is_impossible_there() -> None:
     assert law.counts()["impossible"] == 4
 
 
+@pytest.mark.parametrize(
+    ("metric", "flat", "sharp"), [("effective_keys", 32.0, 1.0), ("top_weight", 1 / 32, 1.0)]
+)
+def test_what_only_rows_of_equal_scores_have_is_impossible(
+    metric: str, flat: float, sharp: float
+) -> None:
+    n = torch.tensor([[32, 32], [64, 64]])
+    ones = torch.ones(2, 2, dtype=torch.float64)
+    values = Measured(metric, (32, 64), {"layer": 2}, n, ones, -ones, ones.expand(3, 2, 2))
+    possible = [Fit(values, value, 32, 16.0).possible.all(1).tolist() for value in (flat, sharp)]
+    assert possible == [[False, True], [True, True]]
+
+
 def test_a_factor_at_its_limit_is_reported() -> None:
     model, text = encoder()
     law = acutance.calibrate(model, text(1), value=0.05, lengths=LENGTHS, limit=2.0)
@@ -395,6 +408,21 @@ def test_bad_batches(built: Built) -> None:
         measure(built("llama"), [ids], lengths=[128])
     with pytest.raises(acutance.ProbeError, match="captured no attention call"):
         acutance.calibrate(nn.Linear(32, 32), [x])
+
+
+def test_heads_that_change_between_batches_are_refused_after_the_pass() -> None:
+    class Attention(nn.Module):
+        heads = 8
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.heads //= 2
+            x = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model = nn.Sequential(Attention())
+    with pytest.raises(ValueError, match="0 has 2 heads in this batch, but had 4 in earlier ones"):
+        measure(model, [torch.randn(2, 32, 16)] * 3, lengths=[32])
+    assert model[0].heads == 1
 
 
 def test_training_mode_is_put_back() -> None:

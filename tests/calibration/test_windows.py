@@ -28,6 +28,10 @@ def llama(built: Built) -> nn.Module:
         ({"name": "window", "size": 4, "sink": 1}, "window has no 'sink': its parameters are size"),
         ([{"name": "window", "size": 4}] * 2, "must be a scaling, then a window"),
         ([{"name": "window", "size": 4}], "must be a JSON object or a list of two"),
+        (
+            [[{"name": "ssmax"}, {"name": "window", "size": 4}], {"name": "window", "size": 4}],
+            "the law of 'everywhere' must be .* a scaling, then a window",
+        ),
     ],
 )
 def test_bad_files(llama: nn.Module, tmp_path: Any, change: Any, match: str) -> None:

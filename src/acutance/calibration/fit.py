@@ -258,7 +258,9 @@ class Fit:
             known = torch.tensor(first.lengths)[:, None] == reference
             self.reference = (there.int() + (there & known)).argmax(0)
             self.wanted = first.value.gather(0, self.reference[None]).expand_as(first.value)
+        flat = low if first.metric == "top_weight" else high  # only rows of equal scores have it
         self.possible: Tensor = (low <= self.wanted) & (self.wanted <= high) & there
+        self.possible &= self.wanted != flat
         self._own = torch.zeros_like(there)  # where the target is a head's own value
         if self.reference is not None:
             self._own.scatter_(0, self.reference[None], True)

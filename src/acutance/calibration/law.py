@@ -388,7 +388,7 @@ def read_part(place: str, record: object) -> LawPart:
     """
     if isinstance(record, list):
         pair: Any = tuple(read_part(place, part) for part in record)
-        if [isinstance(part, Window) for part in pair] != [False, True]:
+        if len(pair) != 2 or not isinstance(pair[0], Scaling) or not isinstance(pair[1], Window):
             raise ValueError(
                 f"the law of {place!r:.60} must be a JSON object or a list of two, which must be a "
                 "scaling, then a window"

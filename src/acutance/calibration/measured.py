@@ -168,6 +168,7 @@ class Collector(Listener):
         sums: by module name, (groups, bins, heads, 6) float64: number of rows and their sums of
             log n, log² n, y, y log n and dy/d log λ, with y the metric.
         longest: by module name, the largest n of a row in each bin, (bins,) int64.
+        mixed: sentences about layers with another number of heads in an earlier batch.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class Collector(Listener):
         self.group = torch.zeros(0, dtype=torch.int64)
         self.sums: dict[str, Tensor] = {}
         self.longest: dict[str, Tensor] = {}
+        self.mixed: list[str] = []
 
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
@@ -224,11 +226,7 @@ class Collector(Listener):
         return True
 
     def _add(self, name: str, rows: RowStatistics, real: Tensor | None) -> None:
-        """Add rows (B, H, L) to the sums of a layer, of padding those that ``real`` (B, L) keeps.
-
-        Raises:
-            ProbeError: if the layer had another number of heads in an earlier batch.
-        """
+        """Add rows (B, H, L) to the sums of a layer; ``real`` (B, L) is False for padding."""
         n, y = rows.n_keys, rows[self._target].double()
         batch, heads = n.shape[:2]
         bins = len(self._knots)
@@ -252,10 +250,11 @@ class Collector(Listener):
         with self._adding:
             before = self.sums.setdefault(name, torch.zeros_like(added))
             if before.shape != added.shape:
-                raise ProbeError(
+                self.mixed.append(
                     f"{name} has {heads} heads in this batch, but had {before.shape[2]} in earlier "
                     "ones: the heads must be the same in every batch"
                 )
+                return
             self.sums[name] = before + added
             self.longest[name] = longest.maximum(self.longest.get(name, longest))
 
@@ -288,7 +287,7 @@ def read_layers(
     Raises:
         ApplyError: if the law cannot be applied.
         ProbeError: if the model ran no attention that can be read.
-        ValueError: if no layer can be read.
+        ValueError: if no layer can be read, or one does not have the same heads in all batches.
     """
     groups = int(max(int(turn.groups.max()) for turn in turns)) + 1
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -302,6 +301,8 @@ def read_layers(
                 after(turn)
         if not collector.calls:
             raise ProbeError(collector.nothing_captured())
+    if collector.mixed:
+        raise ValueError(collector.mixed[0])
     unread = {}
     for text in collector.unread:
         name, _, unread[name] = text.partition(": ")
