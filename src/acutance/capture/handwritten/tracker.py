@@ -85,8 +85,8 @@ class Scores:
     """How a tensor was computed from products of queries and keys.
 
     Attributes:
-        products: the products that it is a sum of, if the tracker keeps them; None stands for one
-            that is not understood.
+        products: the products that it is a sum of, if the tracker keeps them; None stands for
+            those that are not understood or not active.
         active: whether one of them is of two tensors that both depend on the input.
         scale: what the products were multiplied by, one number; None for several.
         narrow: of the dtypes on the way, the one whose masks hide keys with the number closest
@@ -173,6 +173,7 @@ class Softmax:
         if changed is not None:
             kwargs = {name: value for name, value in kwargs.items() if value is not self.base}
             args = (changed, *args[1:])
+        self._args, self._kwargs = (), {}  # which may hold the result, as ``out``
         result: Tensor = self.function(*args, **kwargs)
         return result
 
@@ -293,7 +294,7 @@ class Tracker:
 
     def finish(self) -> None:
         """Report the remaining softmaxes as unused, and forget all tensors."""
-        remaining = {id(entry.softmax): entry.softmax for entry in self.known.values()}
+        remaining = {id(entry.softmax): entry.softmax for entry in list(self.known.values())}
         for softmax in filter(None, remaining.values()):
             self._unused(softmax)
         self.clear()
@@ -322,16 +323,16 @@ class Tracker:
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function, and follow what it computes from products and softmaxes."""
         name = _name_of(func)
-        is_product = name in PRODUCTS
-        if not (self.known or is_product):
+        if not (self.known or name in PRODUCTS):
             return func(*args, **kwargs)
         out = kwargs.get("out")
         given = tensors_in((*args, *(value for key, value in kwargs.items() if key != "out")))
+        is_product = name in PRODUCTS and len(given) > 1  # an einsum of one tensor is none
         product = Product.of(name, args, kwargs) if is_product else None
         scores = None
         if self._reads_scores and not is_product:
             scores = self._computed(name, args, kwargs, given)
-        elif self._reads_scores and len(given) > 1:
+        elif self._reads_scores:
             scores = self._multiplied(name, product, given, kwargs)
         result = func(*args, **kwargs)
         target = out if out is not None else args[0] if args and _writes(name) else None
@@ -490,8 +491,8 @@ class Tracker:
         if mixed is not None and all(_is_model_weight(x) for x in pair if x is not keys):
             return replace(mixed, problem=mixed.problem or f"go through {name}")
         active = not any(map(_is_model_weight, pair if keys is None else [keys]))
-        kept = (product,) if self._keeps_factors else ()
-        scores = Scores(kept, active, scale=kwargs.get("alpha", 1.0))
+        kept = product if self._keeps_factors and active else None
+        scores = Scores((kept,), active, scale=kwargs.get("alpha", 1.0))
         if added is None or kwargs.get("beta", 1) == 0:
             return scores
         if (other := self.of(added)) is not None:
