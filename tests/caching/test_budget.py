@@ -146,6 +146,13 @@ def test_a_rule_lets_the_nearest_heads_stream_and_rounds_the_rest() -> None:
         assert sum(sizes[one] for one in plan.values()) <= 100
 
 
+def test_rules_propose_only_where_heads_may_stream() -> None:
+    plans = (HeadPlan(), HeadPlan("dropped"), HeadPlan(key_bits=8, value_bits=8))
+    choices = [Option(plan, size, 0.0) for plan, size in zip(plans, (100, 0, 60), strict=True)]
+    reach = {("layer", 0): HeadReach((0.9,) + (0.02,) * 5, first=0.0, keys_95=4.0, n=64)}
+    assert {rule for rule, _ in propose({("layer", 0): choices}, reach, [70])} == {"gradient"}
+
+
 _KILLED = """
 import os, signal, sys, torch
 from acutance.caching import HeadPlan, budget

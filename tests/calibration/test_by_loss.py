@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import acutance
+from acutance.calibration.losses import NextToken
+from acutance.calibration.result import Calibration, HeadCalibration, beyond_noise
 from acutance.scaling import Window
 from acutance_lab.trained import decoder
 
@@ -56,3 +59,30 @@ def test_a_fit_that_finds_nothing_says_so(built: Callable[[str, str], torch.nn.M
     assert getattr(found, "empty", False)
     said = list(found.sentences())
     assert any(line.startswith("No law was found that lowers the loss of ") for line in said)
+
+
+def test_a_model_may_name_no_head() -> None:
+    tokens = torch.randint(3, 97, (2, 32), generator=torch.Generator().manual_seed(1))
+    expected = NextToken().score(decoder(), {"input_ids": tokens}).loss
+    model, loss = decoder(), NextToken()
+    model.get_output_embeddings = None
+    loss.check(model, {"input_ids": tokens})
+    actual = loss.score(model, {"input_ids": tokens}).loss
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0, equal_nan=True)
+
+
+def test_one_window_shows_nothing_beyond_noise() -> None:
+    slope, error = torch.tensor([[0.5, -0.1]]), torch.tensor([[0.1, torch.nan]])
+    assert beyond_noise(slope, error, 1).tolist() == [[False, False]]
+
+
+def test_a_value_that_is_unknown_is_a_dash() -> None:
+    nan = (torch.nan,)
+    head = HeadCalibration(
+        0, 0, "layer", (8,), (1.0,), nan, nan, (2.0,), nan, (1.5,), (0.1,), ("missed",)
+    )
+    tokens = torch.randint(3, 97, (2, 32), generator=torch.Generator().manual_seed(1))
+    found = acutance.calibrate(decoder(), list(tokens.split(1)), lengths=[16, 32], passes=2)
+    assert isinstance(found, Calibration)
+    cells = [row[-1].value for row in replace(found, heads=(head,)).table().rows]
+    assert cells == ["–", "2", "1.5±0.1"]

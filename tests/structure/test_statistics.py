@@ -220,3 +220,9 @@ def test_memory_is_that_of_a_block() -> None:
     with Largest() as mode:
         statistics(query, query, is_causal=True, critical_every=0)
     assert 900 * 900 // 8 < mode.found <= module.BLOCK_ELEMENTS < 4 * 900 * 900 // 4
+
+
+def test_a_metric_of_the_weights_is_named_as_one() -> None:
+    query = torch.randn(1, 1, 4, 2)
+    with pytest.raises(ValueError, match="'entropy' is one of METRICS, not of STRUCTURE: att"):
+        statistics(query, query)["entropy"]

@@ -178,7 +178,7 @@ def propose(
     proposals = [("gradient", heads) for heads in cheapest(options, targets)]
     plans = [option.plan for option in next(iter(options.values()))]
     rests = [plan for plan in plans if plan.kind == "full"]  # what heads keep that do not stream
-    for rule in RULES if len(rests) < len(plans) else ():
+    for rule in RULES if any(plan.kind == "streaming" for plan in plans) else ():
         by_rest = []
         for rest in rests:
             by_rule = {

@@ -113,8 +113,8 @@ class _Logits(Loss):
             )
         self._whole[model] = True
         base = getattr(model, "base_model", model)
-        head = getattr(model, "get_output_embeddings", lambda: None)
-        if base is not model and isinstance(head(), torch.nn.Module):
+        head = getattr(model, "get_output_embeddings", None)
+        if base is not model and callable(head) and isinstance(head(), torch.nn.Module):
             scale = float(logits.abs().amax()) * torch.finfo(logits.dtype).eps
             try:
                 pieces = losses_in_pieces(model, few, ids, places, self.logits, False)

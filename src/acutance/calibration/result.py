@@ -225,7 +225,9 @@ class Calibration(Law):
 
 
 def _with_error(value: float, error: float) -> str:
-    """A number with its standard error, unless that is 0, unknown or far larger."""
+    """A number with its standard error, unless that is 0, unknown or far larger; "–" for NaN."""
+    if math.isnan(value):
+        return "–"
     known = 0 < error <= 10 * max(abs(value), 1e-9)
     return f"{value:.3g}" + (f"±{error:.1g}" if known else "")
 
@@ -432,7 +434,7 @@ def beyond_noise(slope: Tensor, error: Tensor, windows: int) -> Tensor:
     Args:
         slope: derivatives.
         error: their standard errors, the same shape.
-        windows: windows that gave them.
+        windows: windows that gave them; one shows no noise, and nothing is beyond it.
 
     Returns:
         Boolean, the same shape.
@@ -445,7 +447,7 @@ def beyond_noise(slope: Tensor, error: Tensor, windows: int) -> Tensor:
         Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x.
     """
     quotient = (slope / error).abs().nan_to_num(0.0).flatten()
-    p = 2 * student.sf(quotient.numpy(), windows - 1)
+    p = torch.as_tensor(2 * student.sf(quotient.numpy(), windows - 1)).nan_to_num(1.0)
     return torch.as_tensor(false_discovery_control(p) <= _BY_CHANCE).view(slope.shape)
 
 

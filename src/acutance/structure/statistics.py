@@ -28,6 +28,7 @@ from acutance.masks import (
     check_masking,
     check_sinks,
 )
+from acutance.rowstats import METRICS
 from acutance.shapes import (
     cast_inputs,
     check_count,
@@ -82,7 +83,10 @@ class StructureStatistics:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in STRUCTURE:
-            hint = did_you_mean(name, list(STRUCTURE), f": choose from {', '.join(STRUCTURE)}")
+            names = ", ".join(STRUCTURE)
+            if name in METRICS:
+                raise ValueError(f"{name!r} is one of METRICS, not of STRUCTURE: {names}")
+            hint = did_you_mean(name, list(STRUCTURE), f": choose from {names}")
             raise ValueError(f"there is no structure metric named {name!r}{hint}")
         value: Tensor = getattr(self, name)
         return value
