@@ -10,6 +10,7 @@ from torch import Tensor
 
 import acutance
 from acutance import CachePlan
+from acutance.caching import HeadPlan
 from acutance.caching.stores import dequantise, quantise
 from tests.contract.caching.conftest import build
 from tests.contract.caching.test_run_plan import (
@@ -17,6 +18,7 @@ from tests.contract.caching.test_run_plan import (
     plan_of,
     tokens,
 )
+from tests.versions import CACHE
 
 
 def reference(plan: CachePlan, layers: dict[int, str]) -> Any:
@@ -68,3 +70,29 @@ def test_rows_read_what_the_plan_says(name: str) -> None:
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(cached, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (16, 4), (4, 16), (16, 16)], ids=str)
+def test_gradients_reach_tokens_that_are_not_packed(bits: tuple[int, int]) -> None:
+    """Of one pass, and of the new tokens of a pass that continues another."""
+    model, ids = build(), tokens(2, 40)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            cache = model(ids[:, :16], use_cache=True).past_key_values
+        model(ids[:, 16:], labels=ids[:, 16:], **{CACHE: cache}).loss.backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    expected = gradients()
+    plan = HeadPlan(key_bits=bits[0], value_bits=bits[1])
+    with acutance.apply(model, CachePlan.of(model, plan, group=8, residual=64)):
+        actual = gradients()
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    model.zero_grad()
+    with acutance.apply(model, CachePlan.of(model, plan, group=8, residual=8)):
+        model(ids, labels=ids).loss.backward()
+    attention = model.model.layers[0].self_attn
+    for projection in (attention.k_proj, attention.v_proj):
+        assert projection.weight.grad.abs().max() > 1e-3

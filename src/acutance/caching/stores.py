@@ -103,22 +103,21 @@ class Channel(Held):
     def append(self, new: Tensor, packed: int) -> Read:
         """Add tokens (B, H, L, D) and pack all before the token ``packed``; returns their reader.
 
-        The reader is valid until the next call.
+        The reader is valid until the next call. Gradients reach the new tokens that it reads as
+        they were.
         """
         before = self._groups[0].n * self._group
-        self._newest.append(new)
-        exact = self._newest.get()
         count = 0 if self._bits == 16 else packed - before
-        if count:
-            groups = exact[:, :, :count].unflatten(2, (-1, self._group))
-            width = groups.shape[-1]
-            channels = None if self._of_keys else width // value_groups(width, self._group)
-            for grown, codes in zip(
-                self._groups, quantise(groups, self._bits, channels), strict=True
-            ):
-                grown.append(codes)
-            self._newest = Growing()
-            self._newest.append(exact[:, :, count:])
+        exact, is_first = new, not self._newest.n
+        if not is_first and (count or new.requires_grad):
+            exact = torch.cat([self._newest.get(), new], 2)
+        with torch.inference_mode(False), torch.no_grad():
+            if count:
+                self._pack(exact[:, :, :count])
+                self._newest = Growing()
+            self._newest.append(exact[:, :, count:] if count else new)
+        if not is_first and exact is new:
+            exact = self._newest.get()
         restored: list[Tensor] = []  # once, if it is read
 
         def read(packed: int, start: int, stop: int) -> Tensor:
@@ -131,6 +130,14 @@ class Channel(Held):
             return torch.cat([restored[0][:, :, :packed], newest], 2)
 
         return read
+
+    def _pack(self, exact: Tensor) -> None:
+        """Round the tokens of whole groups, and keep their codes."""
+        groups = exact.unflatten(2, (-1, self._group))
+        width = groups.shape[-1]
+        channels = None if self._of_keys else width // value_groups(width, self._group)
+        for grown, codes in zip(self._groups, quantise(groups, self._bits, channels), strict=True):
+            grown.append(codes)
 
     @property
     def full(self) -> bool:
@@ -449,8 +456,7 @@ class Whole(Store):
         """See :class:`Store`; returns the readers of keys and values."""
         self.n += key.shape[2]
         packed = self._packed(self.n)
-        with torch.inference_mode(False), torch.no_grad():
-            return self._key.append(key, packed), self._value.append(value, packed)
+        return self._key.append(key, packed), self._value.append(value, packed)
 
     def admit(
         self, key: Tensor, value: Tensor, heads: Sequence[int]
