@@ -266,8 +266,8 @@ class HeadSummary(Columns):
         Args:
             n: number of visible keys; rows of the octave that contains it are used. None for the
                 largest octave with enough rows. For several numbers, all arrays of the result have
-                the shape (numbers, heads); they share one interpolation grid, so a prediction may
-                differ from that for its number alone, by up to 0.05 %.
+                the shape (numbers, heads). Predictions are solved for sixteen heads at a time, so
+                one may differ from that for its number alone, by up to 0.05 %.
 
         Returns:
             Predicted and measured means; NaN for heads whose weights are not softmax, that have a
