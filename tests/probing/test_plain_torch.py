@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import acutance
 from acutance.capture.readers import functions
+from acutance.scaling import LogN
 from tests.contract.probing.test_plain_torch import attention_layer
+
+SOFTMAX = F.softmax
 
 
 def test_another_output_when_run_again_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +42,56 @@ def test_many_rows_are_read_in_parts() -> None:
         assert torch.equal(whole.entropy, parts.entropy[:, :, rows])
     assert real is not None
     assert real.tolist() == [[True] * 900, [True] * 800 + [False] * 100]
+
+
+class ByHand(torch.nn.Module):
+    """Attention of two heads, written out, whose softmax is ``F.softmax``."""
+
+    num_heads = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(x @ x.mT, dim=-1) @ x
+
+
+@pytest.mark.parametrize("group", ["looking", "scores"])
+def test_multi_head_attention_in_another_thread_hides_no_softmax(group: str) -> None:
+    replaced, done = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        with functions.handling(group, lambda *_: None):
+            replaced.set()
+            done.wait(60)
+
+    other = threading.Thread(target=inside)
+    other.start()
+    try:
+        assert replaced.wait(60)
+        assert (F.softmax is SOFTMAX) == (group == "looking")
+        model, x = ByHand(), torch.randn(1, 2, 6, 4)
+        with acutance.probe(model) as probe, torch.no_grad():
+            model(x)
+        with acutance.apply(model, LogN(train_length=4)) as law, torch.no_grad():
+            model(x)
+    finally:
+        done.set()
+        other.join()
+    assert [layer.calls for layer in probe.summary().layers] == [1]
+    assert law.calls == {"ByHand": 1}
+    assert F.softmax is SOFTMAX
+
+
+@torch.no_grad()
+def test_a_law_computes_multi_head_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, layer, x = [], attention_layer(), torch.randn(2, 6, 16)
+    compute = functions.SdpaCall.compute
+
+    def noted(call: functions.SdpaCall) -> torch.Tensor:
+        computed.append(call)
+        output: torch.Tensor = compute(call)
+        return output
+
+    monkeypatch.setattr(functions.SdpaCall, "compute", noted)
+    with acutance.apply(layer, LogN(train_length=4)) as law:
+        layer(x, x, x, need_weights=True)
+    assert law.calls == {"MultiheadAttention": 1}
+    assert not computed

@@ -34,6 +34,7 @@ from acutance.capture.readers.functions import (
     MultiHeadCall,
     OurCall,
     SdpaCall,
+    changed_softmax,
     handling,
 )
 
@@ -48,7 +49,9 @@ _KINDS: dict[Any, Any] = {
     **dict.fromkeys((Tensor.__matmul__, Tensor.__rmatmul__), "follow"),
     **dict.fromkeys(EXP, "exp"),
 }
-_KINDS |= {watched: _KINDS[function] for watched, function in ATTENTION_FUNCTIONS.items()}
+#: The functions whose names others have taken, by these: a mode may get either.
+_ORIGINALS = {**ATTENTION_FUNCTIONS, changed_softmax: F.softmax}
+_KINDS |= {taker: _KINDS[function] for taker, function in _ORIGINALS.items()}
 #: The same for what only looks at them.
 _LOOKS = {**_KINDS, ACUTANCE: OurCall, **dict.fromkeys((F.softmin, *NOISY), "softmax")}
 _OPERATORS = {OpOverload, OpOverloadPacket}
@@ -106,7 +109,7 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **arguments)
         if kind == "exp" and not self.looks:  # of a softmax that is written out
             self.owner.note_function()
-        func = ATTENTION_FUNCTIONS.get(func, func)
+        func = _ORIGINALS.get(func, func)
         if kind == "operator":
             return self._operator(func, args, arguments)
         if kind == "softmax":

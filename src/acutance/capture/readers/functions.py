@@ -408,36 +408,35 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_open: list[object] = []  # contexts in which the functions are replaced
+_open: list[str] = []  # of each context, the name of the function that it replaces
 _originals: dict[str, Callable[..., Tensor]] = {}
 
 
 @contextmanager
 def handling(group: str, handler: Any, *, alone: bool = False) -> Iterator[None]:
-    """Context in which SDPA and softmax call this thread's handlers, whatever mode is active.
+    """Context in which SDPA or softmax calls this thread's handlers, whatever mode is active.
 
     Args:
         group: to what a handler is added, an attribute of :class:`_Thread`.
         handler: of SDPA called with the call, and with ``run``, which goes on with it.
         alone: whether those of enclosing contexts are not called.
     """
+    name = "softmax" if group == "scores" else "scaled_dot_product_attention"
     outer: tuple[Any, ...] = getattr(_thread, group)
     setattr(_thread, group, (handler,) if alone else (*outer, handler))
     with _lock:
-        if not _open:
-            for name, function in _HANDLED.items():
-                _originals[name] = getattr(F, name)
-                setattr(F, name, function)
-        _open.append(handler)
+        if name not in _open:
+            _originals[name] = getattr(F, name)
+            setattr(F, name, _HANDLED[name])
+        _open.append(name)
     try:
         yield
     finally:
         setattr(_thread, group, outer)
         with _lock:
-            _open.pop()
-            if not _open:
-                for name, function in _originals.items():
-                    setattr(F, name, function)
+            _open.remove(name)
+            if name not in _open:
+                setattr(F, name, _originals[name])
 
 
 def _handled_sdpa(*args: Any, **kwargs: Any) -> Any:
@@ -446,14 +445,18 @@ def _handled_sdpa(*args: Any, **kwargs: Any) -> Any:
     return pass_on(call, (*_thread.changing, *_thread.looking))
 
 
-def _changed_softmax(*args: Any, **kwargs: Any) -> Tensor:
+def changed_softmax(*args: Any, **kwargs: Any) -> Tensor:
     """``F.softmax`` with the scores changed by this thread's handlers."""
     for change in _thread.scores:
         args = change(args[0]), *args[1:]
     return _originals["softmax"](*args, **kwargs)
 
 
-_HANDLED = {"scaled_dot_product_attention": _handled_sdpa, "softmax": _changed_softmax}
+_HANDLED = {"scaled_dot_product_attention": _handled_sdpa, "softmax": changed_softmax}
+
+
+class _SdpaReached(Exception):  # noqa: N818 - it is no error
+    """Raised to stop multi-head attention once its call of SDPA is known."""
 
 
 class MultiHeadCall(Carrier):
@@ -497,11 +500,17 @@ class MultiHeadCall(Carrier):
         Raises:
             ValueError: if it ran, and its output is another when it is run again.
         """
-        if self._result is None:  # with is_causal it would leave the mask out
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                _, sdpa, _ = self._without_weights(is_causal=False)
-            self._sdpa, self._mask = sdpa, sdpa.arguments.get("attn_mask")
-            return sdpa.read(name)
+        if self._result is None:
+            with (
+                torch.no_grad(),
+                torch._C.DisableTorchFunction(),
+                contextlib.suppress(_SdpaReached),
+                handling("looking", self._stop_at, alone=True),
+            ):  # with is_causal it would leave the mask out
+                self._function(**{**self.arguments, "need_weights": False, "is_causal": False})
+            self._mask = self._sdpa.arguments.get("attn_mask")
+            read: AttentionCall = self._sdpa.read(name)
+            return read
         second_output, call, output = self._without_weights()
         if self.compared and not outputs_agree(second_output, self._result[0]):
             raise ValueError("multi-head attention returned a different output when run again")
@@ -509,7 +518,12 @@ class MultiHeadCall(Carrier):
         self._output = call.output(output)
         return call.read(name)
 
-    def _without_weights(self, **changes: Any) -> tuple[Tensor, SdpaCall, Tensor]:
+    def _stop_at(self, call: SdpaCall, _: Callable[[], Any]) -> None:
+        """Keep the call of SDPA, and run nothing from there on."""
+        self._sdpa = call
+        raise _SdpaReached
+
+    def _without_weights(self) -> tuple[Tensor, SdpaCall, Tensor]:
         """Its output without weights and dropout, its call of SDPA, and the output of that.
 
         Enclosing handlers that look do not see it.
@@ -522,7 +536,7 @@ class MultiHeadCall(Carrier):
             return result
 
         with handling("looking", note, alone=True):
-            without = {"need_weights": False, "training": False, **changes}
+            without = {"need_weights": False, "training": False}
             output, _ = self._function(**{**self.arguments, **without})
         return output, *calls[-1]
 
