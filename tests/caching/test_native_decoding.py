@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acutance import HeadPlan
 from acutance.caching.run_plan import PlannedLayer
-from acutance.caching.stores import Attend, Channel, restore
+from acutance.caching.stores import Attend, restore
 from acutance.kernels import library, ragged
 from acutance.testing import score_error
 
@@ -178,17 +178,17 @@ def test_long_heads_are_shared_out(threads: int) -> None:
 
 
 @native
-def test_packed_heads_take_a_token_in_place_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packed_heads_take_a_token_in_place_where_there_is_room() -> None:
     """More than 64 tokens that are not packed have room for one more."""
-    heads, taken = (QUANTISED[1], QUANTISED[4], FULL), []
-    admit = Channel.admit
-    monkeypatch.setattr(Channel, "admit", lambda self: taken.append(self) or admit(self))
+    heads = QUANTISED[1], QUANTISED[4], FULL
     tokens, layer = Tokens(heads, 2, (32, 64), torch.bfloat16), PlannedLayer(32, 100)
     layer.attend(heads, *tokens.next(2, 220), None, Attend())
-    check_decoding(layer, tokens, heads, 2, 40, 32)
-    assert len({id(channel) for channel in taken}) == 2 * len(heads)
+    stores = layer._stores[0].values()
+    channels = [channel for store in stores for channel in (store._key, store._value)]
+    places = [channel._newest.buffer.data_ptr() for channel in channels]
+    check_decoding(layer, tokens, heads, 2, 1, 32)
+    assert [channel._newest.buffer.data_ptr() for channel in channels] == places
+    check_decoding(layer, tokens, heads, 2, 39, 32)
 
 
 @native
