@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import acutance
+from acutance.calibration import gate_slopes, gradients, loss_slopes
 from acutance.calibration.losses import NextToken
 from acutance.calibration.result import Calibration, HeadCalibration, beyond_noise
 from acutance.scaling import Window
@@ -41,6 +43,40 @@ def test_untrained_weights_are_said_as_a_probe_says_them(
         again = acutance.Law.load(tmp_path / "law.json")
         assert again.untrained is is_random
         assert ("untrained" in again.record()) is is_random  # older releases read other laws
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("kind", ["factors", "gates"])
+def test_a_model_is_prepared_once_for_all_windows_and_put_back(
+    monkeypatch: pytest.MonkeyPatch, kind: str, stopped: bool
+) -> None:
+    made: list[torch.nn.Module] = []
+    prepared = gradients.prepared
+
+    def counted(model: torch.nn.Module) -> AbstractContextManager[None]:
+        made.append(model)
+        return prepared(model)
+
+    def advance(*_: int) -> None:
+        read.append(0)
+        if stopped and len(read) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gradients, "prepared", counted)
+    model = decoder().train()
+    read: list[int] = []
+    tokens = torch.randint(3, 97, (4, 32), generator=torch.Generator().manual_seed(1))
+    before = model(tokens).logits
+    with suppress(KeyboardInterrupt):
+        if kind == "factors":
+            loss_slopes(model, tokens, lengths=[16, 32], advance=advance)
+        else:
+            gate_slopes(model, tokens, [Window(8)], advance=advance)
+    assert len(made) == 1
+    assert len(read) == (2 if stopped else 4)
+    assert model.training
+    assert all(one.requires_grad for one in model.parameters())
+    assert torch.equal(before, model(tokens).logits)
 
 
 @pytest.mark.parametrize("window", [5, "sliding", [], [5]])

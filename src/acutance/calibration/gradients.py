@@ -100,8 +100,11 @@ class FactorTable(LearnedScaling):
         return torch.cat([factors, factors[:, -1:]], 1), (*self.lengths, 2 * self.lengths[-1])
 
 
-class Gradients:
+class Gradients(ExitStack):
     """Reads a model's loss, and its derivatives by some parameters, each window once.
+
+    As a context, it writes the readings and leaves the model as it was when it ends. The model is
+    changed at the first run: a resumed fit may need none.
 
     Args:
         reader: the model, its loss and its windows.
@@ -110,9 +113,6 @@ class Gradients:
         name: of their table in the file.
         advance: progress callback, or None.
         passes: largest number of passes, for the callback.
-
-    Attributes:
-        table: the readings; as a context, it is written when it ends.
     """
 
     def __init__(
@@ -125,8 +125,11 @@ class Gradients:
         advance: Advance | None = None,
         passes: int = 1,
     ) -> None:
-        self.table = LossTable({**reader.settings, **settings}, saving, name=name)
+        super().__init__()
+        table = LossTable({**reader.settings, **settings}, saving, name=name)
+        self._table = self.enter_context(table)
         self._reader, self._advance, self._passes = reader, advance, passes
+        self._prepared = False
 
     def readings(
         self, units: Sequence[Unit], values: Tensor, number: int = 1, *, backward: bool = True
@@ -142,11 +145,19 @@ class Gradients:
         digest = hashlib.sha256(values.float().numpy().tobytes()).hexdigest()[:16]
         return self._reader.read(
             units,
-            self.table,
+            self._table,
             f"{'derivatives' if backward else 'loss'} at {digest}",
             lambda batch: self._run(batch, values, backward),
             lambda tokens: self._advance and self._advance(tokens, number, self._passes),
         )
+
+    def _prepare(self, law: Any = None, **options: Any) -> None:
+        """Prepare the model for backward passes, under a law if one is given, unless it is done."""
+        if not self._prepared:
+            self._prepared = True
+            self.enter_context(prepared(self._reader.model))
+            if law is not None:
+                self.enter_context(apply(self._reader.model, law, **options))
 
     def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
         """The reading of one batch; without derivatives unless ``backward``."""
@@ -229,10 +240,10 @@ class LossGradients(Gradients):
 
     def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
         """The reading of one batch, always with derivatives."""
-        model, gradients = self._reader.model, []
+        gradients = []
+        self._prepare(self._law, windowed=self._windowed)
         self.set(values)
-        with prepared(model), apply(model, self._law, windowed=self._windowed):
-            scored = self._reader.loss.backward(model, batch)
+        scored = self._reader.loss.backward(self._reader.model, batch)
         for table in self.tables.values():
             gradient = table.log_factor.grad
             gradients.append(torch.zeros_like(table.log_factor) if gradient is None else gradient)
@@ -308,7 +319,7 @@ def backward_by_outputs(
     so that a checkpointed block computes them again.
 
     Args:
-        model: the model.
+        model: the model, which is :func:`prepared`.
         loss: the loss.
         batch: keywords of the model.
         law: a law; empty or None leaves the model as it is.
@@ -341,11 +352,8 @@ def backward_by_outputs(
         )
         return (same, *rest) if isinstance(result, tuple) else same
 
-    with (
-        prepared(model),
-        apply(model, law) if law else nullcontext(),
-        huggingface.intercept(handle, outermost=True),
-    ):
+    applied = apply(model, law) if law else nullcontext()
+    with applied, huggingface.intercept(handle, outermost=True):
         return loss.backward(model, batch)
 
 
@@ -505,8 +513,9 @@ class GateGradients(Gradients):
 
     def _run(self, batch: Mapping[str, Any], values: Tensor, backward: bool) -> Reading:
         model, loss, law = self._reader.model, self._reader.loss, self.law(values)
+        self._prepare()
         if not backward:
-            with evaluating(model), apply(model, law) if law else nullcontext():
+            with apply(model, law) if law else nullcontext():
                 return Reading.of(loss.score(model, batch))
         self._values = self._split(values)
         scored = backward_by_outputs(model, loss, batch, law, self._layers, self._receive)
@@ -697,7 +706,7 @@ def read_gates(
     _check_errors(reader)
     gradients = GateGradients(reader, saving, alternatives, key_heads, **progress)
     none = torch.zeros(len(gradients.places), dtype=torch.float64)
-    with gradients.table:
+    with gradients:
         slopes = gradients.slopes(reader.units, none)
     return head_records(GateSlope, reader.model, gradients.places, *slopes)
 
@@ -755,7 +764,7 @@ def calibrate_by_loss(
     before: list[Reading] = []
     if choices:
         gated = GateGradients(reader, saved, choices, name=".windows", **progress)
-        with gated.table:
+        with gated:
             values, first, before, after, made = choose_windows(gated, fitting, stopping, passes)
         fixed, gates = gated.law(values), head_records(GateSlope, model, gated.places, *first)
         found = {"passes": made, "skipped": gated.skipped, "gates": gates}
@@ -764,7 +773,7 @@ def calibrate_by_loss(
         scaled = LossGradients(
             reader, saved, law, windowed, fixed, progress, limit=limit, **settings
         )
-        with scaled.table:
+        with scaled:
             values, slopes, unscaled, last, made = _fit(scaled, fitting, stopping, passes, limit)
         scaled.set(values)
         scalings = {name: table.record() for name, table in scaled.tables.items()}
@@ -853,8 +862,9 @@ def loss_slopes(
     _check_errors(reader)
     progress = {"advance": advance}
     gradients = LossGradients(reader, saving, law, windowed, {}, progress, slopes=True)
-    with gradients.table:
-        return gradients.slopes(gradients.readings(reader.units, gradients.zeros()))
+    with gradients:
+        readings = gradients.readings(reader.units, gradients.zeros())
+    return gradients.slopes(readings)
 
 
 def _fit(

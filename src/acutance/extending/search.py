@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.apply_law import Change, LawChange, query_factor
-from acutance.calibration.gradients import backward_by_outputs
+from acutance.calibration.gradients import backward_by_outputs, prepared
 from acutance.calibration.law import HeadLaws, Law, LawPart, by_layer, scaling_and_window
 from acutance.calibration.loss_table import LossTable, Reading, measure_batch, ratio
 from acutance.calibration.losses import Loss, NextToken, call_model, logits_of
@@ -102,7 +102,7 @@ def head_slopes(
             parts.append(torch.stack([piece.sum(1) for piece in pieces], 1))
         sums[call.module] = sums.get(call.module, 0.0) + torch.stack(parts).cpu()
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), prepared(model):
         scored = backward_by_outputs(model, loss, batch, best, layers, add)
     count = int((~scored.loss.isnan()).sum())
     return {name: sums[name] / count for name in layers}
