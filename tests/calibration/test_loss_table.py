@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from acutance.calibration.loss_table import LossTable, Reading, Saving
+from acutance.calibration.loss_table import COMPARISON, FIT, LossTable, Reading, Saving
 from acutance.summary.files import sealed
 
 FILES = Path(__file__).parents[1] / "contract" / "files"
@@ -79,10 +79,10 @@ def test_a_state_of_other_windows_is_refused_before_it_is_read(tmp_path: Path) -
     shutil.copy(FILES / "judge.safetensors", state)
     with safe_open(state, framework="pt") as file:
         settings = json.loads(file.metadata()["settings"])
-    saving = Saving(str(state), resume=True)
-    assert len(LossTable(settings, saving, "comparison to resume", [1] * 4).readings) == 12
+    saving = Saving(str(state), resume=True, tables={"": COMPARISON})
+    assert len(LossTable(settings, saving, [1] * 4).readings) == 12
     with pytest.raises(ValueError, match=r"the number of windows \(--windows\) was 4 and is now 3"):
-        LossTable(settings | {"windows": 3}, saving, "comparison to resume", [1] * 3)
+        LossTable(settings | {"windows": 3}, saving, [1] * 3)
 
 
 def test_a_window_that_an_earlier_version_read_twice_keeps_the_others_in_place(
@@ -97,3 +97,64 @@ def test_a_window_that_an_earlier_version_read_twice_keeps_the_others_in_place(
         asked = ["first", "first", "second", "first"]
         found = [table.get(change, 0, lambda: reading(9)) for change in asked]
     assert [float(one.loss) for one in found] == [1.0, 2.0, 3.0, 2.0]
+
+
+def earlier(path: Path) -> bytes:
+    """Write the main table of a fit of an earlier version, and return the file's content."""
+    tensors = {"loss": torch.ones(1), "count": torch.ones(1), "gradient": torch.zeros(1)}
+    rows = json.dumps([[0, 0, 0.0, [], [1]]])
+    header = {"schema": "acutance.losses/1", "settings": "{}", "changes": '["a"]', "rows": rows}
+    save_file(tensors, path, metadata=sealed(header, tensors))
+    return path.read_bytes()
+
+
+def test_a_file_of_an_earlier_version_stays_until_its_table_is_taken_over(tmp_path: Path) -> None:
+    """The run stops after a reading of its first table, then after one of its main table."""
+    state = tmp_path / "state"
+    made: list[int] = []
+    content = earlier(state)
+
+    def make() -> Reading:
+        made.append(1)
+        return Reading(torch.tensor(2.0), torch.tensor(1), torch.zeros(1))
+
+    for windows in (1, 2):
+        saving = Saving(str(state), resume=True, tables={"": FIT, ".windows": FIT})
+        with LossTable({}, saving, name=".windows") as table:
+            for number in range(windows):
+                table.get("a", number, make)
+        assert len(made) == windows
+        assert state.read_bytes() == content
+    for _ in range(2):
+        with LossTable({}, saving) as table:
+            assert float(table.get("a", 0, make).loss) == 1.0
+            table.get("b", 0, make)
+        with LossTable({}, saving, name=".windows") as table:
+            assert len(table.readings) == 2
+        saving = Saving(str(state), resume=True, tables={"": FIT, ".windows": FIT})
+    assert len(made) == 3
+
+
+def test_a_file_of_another_function_is_refused_before_a_run(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    searched = {"": "search for a plan to resume", ".costs": FIT}
+    for tables, name, other, says in (
+        ({"": COMPARISON}, "", searched, "it contains a comparison to resume"),
+        (searched, ".costs", {"": COMPARISON}, "it contains a table '.costs', which this run"),
+    ):
+        with LossTable({}, Saving(str(state), tables=tables), name=name) as table:
+            table.get("a", 0, lambda: reading(2))
+        content = state.read_bytes()
+        with pytest.raises(ValueError, match=f"state contains no .*: {says}"):
+            LossTable({}, Saving(str(state), resume=True, tables=other), name=list(other)[-1])
+        assert state.read_bytes() == content
+
+
+def test_a_damaged_file_beside_that_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    state, beside = tmp_path / "state", tmp_path / "state.costs"
+    earlier(state)
+    beside.write_bytes(earlier(beside)[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"^\S+state\.costs contains no fit .* is damaged"):
+        LossTable(
+            {}, Saving(str(state), resume=True, tables={"": FIT, ".costs": FIT}), name=".costs"
+        )

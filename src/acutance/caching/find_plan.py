@@ -22,6 +22,7 @@ from acutance.caching.stores import dequantise, quantise
 from acutance.calibration.apply_law import apply
 from acutance.calibration.gradients import Alternative, read_gates
 from acutance.calibration.loss_table import (
+    FIT,
     Advance,
     LossTable,
     Reader,
@@ -116,7 +117,7 @@ def read_reach(
 
     settings = {**read.settings, "statistics": f"{_ROWS} rows"}
     numbers = []
-    with LossTable(settings, saving or Saving(), name=_REACH) as table:
+    with LossTable(settings, saving or Saving(tables=_TABLES), name=_REACH) as table:
         for unit in units:
             make = partial(statistics, unit)
             numbers.append(table.get("statistics", unit.number, make).values)
@@ -302,6 +303,7 @@ PLANS = (
 SHARES = (0.75, 0.5, 0.35, 0.25)
 #: Names of the tables of derivatives and of statistics, in the file of the losses.
 _COSTS, _REACH = ".costs", ".reach"
+_TABLES = {"": "search for a plan to resume", _COSTS: FIT, _REACH: FIT}
 #: Windows in which spans are planted, at most, and their tokens, at least: eight spans of 24 and
 #: their repetitions.
 _MOST_RECALLED, _LEAST_RECALLED = 4, 452
@@ -378,7 +380,7 @@ def budget(
     """
     shares = _check(keep, max_loss, shares, plans)
     asked = "0.5 (default)" if keep is None else f"{keep:g}"
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, names=("", _COSTS, _REACH))
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, tables=_TABLES)
     whole = CachePlan.of(model)
     read = read_windows(model, windows, None, loss)
     n = read.lengths[-1]
@@ -422,7 +424,7 @@ def budget(
     different = {words: proposed for _, words, proposed in proposals}
     settings = {**read.settings, "plans": list(different), "shown": {"plans": asked}}
     measured = {}
-    with LossTable(settings, saving, "search for a plan to resume") as table:
+    with LossTable(settings, saving) as table:
         for words, candidate in {"": None, **different}.items():
             measured[words] = read.read(
                 deciding, table, words, partial(_loss, read, candidate),

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from acutance.calibration.apply_law import apply
 from acutance.calibration.law import Identity, Law
 from acutance.calibration.loss_table import (
+    FIT,
     Advance,
     LossTable,
     Reader,
@@ -753,7 +754,8 @@ def calibrate_by_loss(
     choices = list(given) if isinstance(given, Iterable) else [given]
     if window is not None and not (choices and all(isinstance(w, Window) for w in choices)):
         raise TypeError(f"window must be a Window or a list of them, got {window!r:.60}")
-    saved = Saving.to(**saving, names=("", ".windows") if choices else ("",))
+    tables = {"": FIT, ".windows": FIT} if choices else {"": FIT}
+    saved = Saving.to(**saving, tables=tables)
     reader = read_windows(model, batches, lengths, loss)
     fitting, stopping = reader.split()
     progress: dict[str, Any] = {"advance": advance, "passes": passes}

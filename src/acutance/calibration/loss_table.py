@@ -7,10 +7,11 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,8 +42,12 @@ _EARLIER = _ONE, _FIT, _SEARCH, _COMPARISON = (
     "acutance.judgement_state/1",
 )
 
+#: What tables hold, for messages.
+FIT, SEARCH = "fit to the loss that can be resumed", "search to resume"
+COMPARISON = "comparison to resume"
 #: What states of earlier versions are, where their schema says it.
-_WRITTEN = {_SEARCH: "search to resume", _COMPARISON: "comparison to resume"}
+_WRITTEN = {_SEARCH: SEARCH, _COMPARISON: COMPARISON}
+
 
 #: Called after each run of the model: tokens just read, the pass from 1, and passes at most.
 Advance = Callable[[int, int, int], None]
@@ -81,6 +86,9 @@ class Reading:
         return cls(scored.loss[known].sum(), known.sum(), values)
 
 
+#: A file of tables, its header and its columns.
+State: TypeAlias = tuple[str, dict[str, str], dict[str, Tensor]]
+
 #: The columns of a table: the numbers of its readings, one after the other.
 _COLUMNS = ("loss", "count", "values")
 #: What the header says of a table.
@@ -94,13 +102,21 @@ class Saving:
         path: the file; None writes none.
         resume: whether to continue from what it holds.
         every: windows between two writes, at least.
+        tables: what each table holds, for messages, by its name.
     """
 
-    def __init__(self, path: str | None = None, resume: bool = False, every: int = 1) -> None:
-        self.path, self.every = path, every
+    def __init__(
+        self,
+        path: str | None = None,
+        resume: bool = False,
+        every: int = 1,
+        tables: Mapping[str, str] = MappingProxyType({"": FIT}),
+    ) -> None:
+        self.path, self.every, self.tables = path, every, tables
         self._resume = resume and path is not None
         self._header: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._earlier: State | None = None  # the table without a name of an earlier version
 
     @classmethod
     def to(
@@ -110,7 +126,7 @@ class Saving:
         resume: bool = False,
         overwrite: bool = False,
         save_every: int = 1,
-        names: Iterable[str] = ("",),
+        tables: Mapping[str, str] = MappingProxyType({"": FIT}),
     ) -> Saving:
         """Check the arguments of a function that saves.
 
@@ -119,51 +135,77 @@ class Saving:
             resume: continue from what it holds.
             overwrite: replace it.
             save_every: windows between two writes, at least.
-            names: of its tables. Earlier versions had a file for each, with the name at the end.
+            tables: what each table holds, by its name. Earlier versions had a file for each, with
+                the name at the end.
 
         Raises:
             FileExistsError: if a file is there, and is neither resumed nor overwritten.
             ValueError: if there is no file to resume, or ``save_every`` is below 1.
         """
         path = None if save is None else os.fspath(save)
-        for name in names:
+        for name in tables:
             file = None if path is None else path + name
             refuse_replacing(file, resume=resume, overwrite=overwrite)
-        return cls(path, resume, check_count("save_every", save_every, 1))
+        return cls(path, resume, check_count("save_every", save_every, 1), tables)
 
-    def written(self, name: str) -> tuple[str, dict[str, str], dict[str, Tensor]] | None:
-        """The file of a table that is resumed, with its header and columns; None if there is none.
+    def written(self, name: str) -> State | None:
+        """A table that is resumed, of this file or of an earlier version's; None if there is none.
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if it has no such content.
+            ValueError: if it has no such content, or tables of another function.
         """
-        if not self._resume or self.path is None:
-            return None
-        if not self._header and os.path.exists(self.path):
-            header, tensors = read(self.path, (SCHEMA, *_EARLIER), "table of losses")
-            tidy(self.path)
-            if header["schema"] != SCHEMA and not name:
-                return self.path, header, tensors
+        if self._resume and not self._header and os.path.exists(self.path or ""):
+            path, header, tensors = self._read("")
             if header["schema"] == SCHEMA:
                 self._header, self._tensors = header, tensors
+            else:
+                self._earlier = path, header, tensors
+        if self._earlier is not None and not name:
+            return self._earlier
         if any(field + name in self._header for field in _FIELDS):
-            fields = {field: self._header[field + name] for field in _FIELDS}
-            columns = {column: self._tensors[column + name] for column in _COLUMNS}
-            return self.path, {"schema": SCHEMA, **fields}, columns
-        if not name or not os.path.exists(self.path + name):
+            state: State = (self.path or "", self._header, self._tensors)
+        elif name and self._resume and os.path.exists(f"{self.path}{name}"):
+            state = self._read(name)
+        else:
             return None
-        tidy(self.path + name)
-        return self.path + name, *read(self.path + name, _EARLIER, "table of losses")
+        path, header, tensors = state
+        if header["schema"] != SCHEMA:
+            return state
+        with _refusing(path, self.tables[name]):
+            fields = {field: header[field + name] for field in _FIELDS}
+            columns = {column: tensors[column + name] for column in _COLUMNS}
+        return path, {"schema": SCHEMA, **fields}, columns
+
+    def _read(self, name: str) -> State:
+        """The content of the file of a table, all of whose tables must be those of this run."""
+        path, what = f"{self.path}{name}", self.tables[name]
+        tidy(path)
+        with _refusing(path, what):
+            header, tensors = read(path, (SCHEMA, *_EARLIER), "table of losses")
+            found = {name: header.get("what", _WRITTEN.get(header["schema"], what))}
+            if header["schema"] == SCHEMA:
+                named = [key for key in header if key.startswith(_FIELDS[0])]
+                found = {key.removeprefix(_FIELDS[0]): header[key] for key in named}
+            for table, contains in found.items():
+                if table not in self.tables:
+                    raise ValueError(f"it contains a table {table!r:.40}, which this run has not")
+                if contains != self.tables[table]:
+                    raise ValueError(f"it contains a {contains}")
+        return path, header, tensors
 
     def write(self, name: str, fields: Mapping[str, str], columns: Mapping[str, Tensor]) -> None:
-        """Write a table, and the others as they were, whole or not at all."""
+        """Write a table, and the others as they were, whole or not at all.
+
+        Until the table without a name is written anew, an earlier version's file keeps it.
+        """
         from safetensors.torch import save
 
         self._header |= {"schema": SCHEMA} | {key + name: text for key, text in fields.items()}
         self._tensors |= {key + name: column for key, column in columns.items()}
         content = save(self._tensors, metadata=sealed(self._header, self._tensors))
-        write_bytes(self.path or "", content)
+        self._earlier = self._earlier if name else None
+        write_bytes(f"{self.path}{name if self._earlier else ''}", content)
 
 
 class LossTable:
@@ -174,7 +216,6 @@ class LossTable:
     Args:
         settings: everything else that decides the numbers, in the order in which it is compared.
         saving: its file.
-        what: what the table holds, for messages.
         rows: windows of each batch, by which the comparisons of earlier versions are read.
         name: of the table, in a file of several.
 
@@ -193,11 +234,11 @@ class LossTable:
         self,
         settings: Mapping[str, Any],
         saving: Saving,
-        what: str = "fit to the loss that can be resumed",
         rows: Sequence[int] = (),
         name: str = "",
     ) -> None:
-        self._settings, self._saving, self._what, self._name = settings, saving, what, name
+        self._settings, self._saving, self._name = settings, saving, name
+        self._what = saving.tables[name]
         self._unsaved, self._made = 0, False
         #: readings by change and window
         self.readings: dict[tuple[str, int], Reading] = {}
@@ -259,16 +300,12 @@ class LossTable:
 
     def _resume(self, rows: Sequence[int]) -> None:
         """Take the readings of the file, if it is resumed and has this table."""
-        path = self._saving.path or ""
+        found = self._saving.written(self._name)
+        if found is None:
+            return
+        path, header, tensors = found
+        schema = header["schema"]
         with _refusing(path, self._what):
-            found = self._saving.written(self._name)
-            if found is None:
-                return
-            path, header, tensors = found
-            schema = header["schema"]
-            written = header.get("what", _WRITTEN.get(schema, self._what))
-            if written != self._what:
-                raise ValueError(f"it contains a {written}")
             before = parse(header, "settings")
         check_settings(path, before, self._settings)
         with _refusing(path, self._what):

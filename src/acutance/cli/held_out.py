@@ -109,12 +109,12 @@ def compare_held_out(
     The state of that is in the file of ``--save`` with ``.judging`` added; ``given`` are options
     that decide about ``changes``.
     """
-    from acutance.calibration.loss_table import Saving
+    from acutance.calibration.loss_table import COMPARISON, Saving
     from acutance.judging.judge_model import judge_windows, loss_of
 
     tokens = windows.tokens * (1 + len(changes))
     save = None if options.save is None else f"{options.save}.judging"
-    where = {"save": save, "overwrite": not options.resume}
+    where = {"save": save, "overwrite": not options.resume, "tables": {"": COMPARISON}}
     saving = Saving.to(**cli.keywords(Saving.to, options, **where))
     with progress("judging", windows.count, tokens, console()) as advance:
         return judge_windows(

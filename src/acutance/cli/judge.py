@@ -65,7 +65,7 @@ def judge(options: JudgeOptions) -> None:
 
 def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     """Load the model, read the texts, and compare; progress is shown on standard error."""
-    from acutance.calibration.loss_table import Saving
+    from acutance.calibration.loss_table import COMPARISON, Saving
     from acutance.judging.changes import for_train_length
     from acutance.judging.judge_model import judge_windows, loss_of
 
@@ -78,7 +78,7 @@ def _compare(options: JudgeOptions, laws: list[str]) -> "LossComparison":
     inputs.note_searches(changes, lengths[-1])
     windows = inputs.read_windows(options, loaded, texts, lengths)
     tokens = windows.tokens * (1 + len(changes))
-    saving = Saving.to(**cli.keywords(Saving.to, options))
+    saving = Saving.to(**cli.keywords(Saving.to, options, tables={"": COMPARISON}))
     with progress("judging", windows.count, tokens, console()) as advance, inputs.lengths_noted():
         comparison = judge_windows(
             loaded.model, windows, changes, loss_of(loaded), saving=saving, advance=advance

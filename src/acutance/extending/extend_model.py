@@ -14,7 +14,7 @@ from torch import Tensor
 from acutance.caching.plan import CachePlan, ForeignPlan
 from acutance.calibration.apply_law import ApplyError
 from acutance.calibration.law import longest, positions_are_learned
-from acutance.calibration.loss_table import LossTable, Saving
+from acutance.calibration.loss_table import SEARCH, LossTable, Saving
 from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.calibration.windows import evaluating
 from acutance.corpus.texts import model_digest, text_digest
@@ -134,7 +134,7 @@ def extend(
     check_number("max_cost", max_cost, above=0.0, including=True)
     if budget is not None:
         check_number("budget", budget, above=0.0)
-    saving = Saving.to(save, resume=resume, overwrite=overwrite)
+    saving = Saving.to(save, resume=resume, overwrite=overwrite, tables={"": SEARCH})
     if laws is None:
         changes = proposals(model, trained, to)
     else:
@@ -166,7 +166,7 @@ def extend(
         },
     }
     ranges = _ranges(trained, to)
-    table = LossTable(settings, saving, "search to resume")
+    table = LossTable(settings, saving)
     search = Search(
         model=model, windows=windows, loss=measured, table=table, changes=changes, ranges=ranges,
         train_length=trained, finals=final, max_cost=max_cost,

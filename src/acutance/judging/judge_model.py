@@ -13,6 +13,7 @@ from torch import Tensor
 
 from acutance.calibration.law import check_positions
 from acutance.calibration.loss_table import (
+    COMPARISON,
     LossTable,
     Reading,
     Saving,
@@ -179,7 +180,9 @@ def judge(
             )
         found = found.by_text(texts)
     changes = for_train_length(model, as_changes(laws), train_length)
-    saving = Saving.to(save, resume=resume, overwrite=overwrite, save_every=save_every)
+    saving = Saving.to(
+        save, resume=resume, overwrite=overwrite, save_every=save_every, tables={"": COMPARISON}
+    )
     return judge_windows(
         model, found, changes, choose_loss(model, loss), saving=saving, advance=advance
     )
@@ -233,7 +236,7 @@ def judge_windows(
     readings: list[list[Reading]] = [[] for _ in runs]
     device = next((part.device for part in model.parameters()), None)
     with (
-        LossTable(settings, saving, "comparison to resume", rows) as table,
+        LossTable(settings, saving, rows) as table,
         evaluating(model),
         torch.inference_mode(),
     ):
