@@ -62,7 +62,7 @@ def test_a_model_is_prepared_once_for_all_windows_and_put_back(
         if stopped and len(read) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gradients, "prepared", counted)
+    monkeypatch.setitem(vars(gradients), "prepared", counted)
     model = decoder().train()
     read: list[int] = []
     tokens = torch.randint(3, 97, (4, 32), generator=torch.Generator().manual_seed(1))
