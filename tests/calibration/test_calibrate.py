@@ -439,3 +439,8 @@ def test_every_target_is_a_metric_and_has_limits() -> None:
     for target in TARGETS.values():
         low, high = target.limits(64)
         assert low < high
+
+
+def test_a_law_that_is_taken_by_name_says_so() -> None:
+    with pytest.raises(ValueError, match=r"table, constant; acutance\.apply takes ssmax"):
+        acutance.calibrate(torch.nn.Linear(2, 2), [torch.zeros(4, 16, 2)], law="ssmax")

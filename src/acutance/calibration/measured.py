@@ -19,6 +19,7 @@ from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.find_layers import layer_numbers, windowed_layers
 from acutance.capture.listener import Listener, ProbeError
 from acutance.rowstats import RowStatistics
+from acutance.scaling import SCALINGS
 from acutance.shapes import check_count, check_number, did_you_mean
 
 __all__ = ["Measured", "measure"]
@@ -94,6 +95,8 @@ def check_request(
         if name not in known:
             known += ["loss"] if option == "target" else []
             hint = did_you_mean(name, known)
+            if option == "law" and name in SCALINGS:
+                hint = f"; acutance.apply takes {name} by name, without a fit"
             raise ValueError(f"{option}={name!r:.40} is not one of {', '.join(known)}{hint}")
     reference = lengths[0] if reference is None else check_count("reference", reference, 2)
     if reference not in lengths:
