@@ -178,7 +178,9 @@ class Calibration(Law):
             f"{TARGETS[self.metric].floor:g}{unit_of(self.metric)})."
         )
         counts = self.counts()
-        several = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        several = "; ".join(
+            f"{count} {name}, {STATUSES[name]}" for name, count in counts.items() if count
+        )
         yield f"Of {sum(counts.values())} pairs of head and n: {several}."
         if len(self.heads) > _MOST_HEADS:
             yield f"The table has the {_MOST_HEADS} heads with the largest factors; --json has all."
